@@ -8,7 +8,9 @@ import os
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,11 +55,11 @@ class Container:
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Send a signal to process 1 of the container, as ``docker stop`` does."""
-        os.kill(self._first_process(), number)
+        os.kill(self._running(), number)
 
     def execute(self, command: Sequence[str], timeout_seconds: float) -> subprocess.CompletedProcess[str]:
         """Run a command beside what runs, as ``docker exec`` and health checks do."""
-        enter = ["nsenter", "--target", str(self._first_process()), "--mount", "--pid", "--ipc", "--uts"]
+        enter = ["nsenter", "--target", str(self._running()), "--mount", "--pid", "--ipc", "--uts"]
         return subprocess.run(
             [*enter, *self._inside, *command],
             stdout=subprocess.PIPE,
@@ -68,11 +70,16 @@ class Container:
             check=False,
         )
 
-    def _first_process(self) -> int:
-        """Return what process 1 of the container is outside of it."""
+    def _first_process(self) -> int | None:
+        """Return what process 1 of the container is outside of it; None before it is there and after it has ended."""
         outside = self._process.pid
-        (first,) = Path(f"/proc/{outside}/task/{outside}/children").read_text(encoding="ascii").split()
-        return int(first)
+        children = Path(f"/proc/{outside}/task/{outside}/children").read_text(encoding="ascii").split()
+        return int(children[0]) if children else None
+
+    def _running(self) -> int:
+        if (first := self._first_process()) is None:
+            raise ProcessLookupError("the container is not running")
+        return first
 
     def wait(self, timeout_seconds: float) -> int:
         """Return the exit status; end everything in the container if that takes longer."""
@@ -82,10 +89,11 @@ class Container:
             self.end()
 
     def end(self) -> None:
-        """Kill what still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        """Kill what still runs: with process 1 of a namespace the others end."""
+        while self._process.poll() is None:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self._first_process() or self._process.pid, signal.SIGKILL)
+            time.sleep(0.05)
 
 
 def start(
@@ -119,9 +127,9 @@ def start(
         Where standard output and error go.
     """
     user_id, _, group = (user or configuration["User"]).partition(":")
-    drop = ["setpriv", "--reuid", user_id, "--regid", group, "--clear-groups", "--no-new-privs"]
+    drop = ["/usr/bin/setpriv", "--reuid", user_id, "--regid", group, "--clear-groups", "--no-new-privs"]
     drop += ["--bounding-set=-all", "--inh-caps=-all", "--"]
-    inside = ["env", "-i", *configuration["Env"], "chroot", str(root), *drop]
+    inside = ["chroot", str(root), *drop, "/usr/bin/env", "-i", *configuration["Env"]]
     bound = [_bind(source, root, place) for place, source in {**mounts, **(read_only or {})}.items()]
     bound += [f"mount -o remount,bind,ro {_quoted_place(root, place)}" for place in read_only or {}]
     script = SETUP.format(

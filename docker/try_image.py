@@ -32,6 +32,7 @@ LIMIT_SECONDS = 1800
 """For each wait: something hangs that takes longer."""
 
 RUN = "quickstart"
+"""Its folder among the runs."""
 
 
 class Trial:
@@ -167,7 +168,7 @@ def interrupt(trial: Trial) -> dict[str, Any]:
     with trial.container("quickstart", "--output", f"/runs/{RUN}") as container:
         wait_until(lambda: (trial.state().get("batch") or 0) >= 1, container, "the first batch")
         first_batch = time.monotonic() - began
-        wait_until(lambda: (trial.state().get("epoch") or 0) >= 1, container, "the end of an epoch")
+        wait_until(lambda: (trial.state().get("batch") or 0) >= 10, container, "the tenth batch")
         health = container.execute(check[1:], 60)
         require(health.returncode == 0, f"the health check ended with {health.returncode}: {health.stdout}")
         first = container.execute(["/bin/sh", "-c", "tr '\\0' ' ' < /proc/1/cmdline; id -u"], 60).stdout
@@ -183,14 +184,16 @@ def interrupt(trial: Trial) -> dict[str, Any]:
         "health": health.stdout.strip(),
         "seconds_from_sigterm_to_end": round(ending, 1),
         "status_after_sigterm": status,
-        "interrupted_in_epoch": trial.state()["epoch"],
+        "interrupted_after": {name: trial.state()[name] for name in ("state", "epoch", "batch", "batches")},
     }
 
 
 def go_on(trial: Trial) -> dict[str, Any]:
     """Resume; everything in the run folder must be the user's."""
     began = time.monotonic()
-    with trial.container("train", f"/runs/{RUN}/config.yaml", "--resume") as container:
+    # Two of its ten epochs, of which the first was interrupted, show that it goes on.
+    arguments = ("train", f"/runs/{RUN}/config.yaml", "--resume", "--set", "training.epochs=2")
+    with trial.container(*arguments) as container:
         status = container.wait(LIMIT_SECONDS)
     require(status == 0, f"the resumed training ended with {status}")
     report = (trial.run / "report.md").read_text(encoding="utf-8")

@@ -265,6 +265,32 @@ def test_backward_passes_have_numbers() -> None:
     assert numbers[0] != numbers[2]
 
 
+def test_the_node_of_a_backward_pass_is_known_within_it() -> None:
+    names = []
+    x = torch.zeros(2, requires_grad=True) * 2
+    x.register_hook(lambda gradient: names.append(internals.find_backward_node().name()))
+    x.exp().sum().backward()
+    assert names == ["MulBackward0"]
+    assert internals.find_backward_node() is None
+
+
+def test_references_tell_who_else_holds_a_tensor_and_its_memory() -> None:
+    alone = (torch.zeros(2),)
+    counts = internals.count_references(alone, 0)
+    same = alone[0]
+    assert [after - before for before, after in zip(counts, internals.count_references(alone, 0), strict=True)] == [
+        *(0, 0, 1)
+    ]
+    view = same[:1]
+    assert internals.count_references(alone, 0)[1] == counts[1] + 1
+    del view
+    node = torch.zeros(2, requires_grad=True).exp()
+    held = internals.count_references((node,), 0)[0]
+    kept = node.grad_fn  # which has saved the result
+    assert kept is not None
+    assert held >= counts[0]
+
+
 def test_transforms_wrap_tensors() -> None:
     x = torch.zeros(3, 2)
     assert not internals.is_transformed(x)

@@ -11,6 +11,8 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
+from kernels import DEVICE, with_kernels
 from pydantic import TypeAdapter
 
 from volseg.diagnosis.checks import check
@@ -25,6 +27,7 @@ from volseg.diagnosis.gatherers.imports import gather as gather_imports
 from volseg.diagnosis.gatherers.packages import find_unmet
 from volseg.diagnosis.gatherers.packages import gather as gather_packages
 from volseg.diagnosis.gatherers.system import find_core_limit, find_memory_limit
+from volseg.diagnosis.gatherers.tried_kernel import run_tried_kernel
 from volseg.diagnosis.gathering import GATHERERS, Gatherer, gather
 from volseg.diagnosis.terminal import show
 
@@ -82,6 +85,7 @@ def test_processes_that_cannot_meet_are_told_of(monkeypatch: pytest.MonkeyPatch)
     assert "GLOO_SOCKET_IFNAME" in check(facts)[0].remedy
 
 
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs prlimit")
 def test_limits_of_a_process_are_found() -> None:
     system = answer(["prlimit", "--nofile=100:200", "--nproc=900"], "system")
     assert isinstance(system, SystemFacts)
@@ -228,6 +232,42 @@ def test_missing_headers_of_python_are_found(tmp_path: Path, monkeypatch: pytest
     assert gather_compiler().refused == "exit status 7"
 
 
+@with_kernels
+def test_the_kernel_that_is_tried_computes_what_torch_does() -> None:
+    before = os.environ.get("TRITON_CACHE_DIR")
+    assert run_tried_kernel(DEVICE)
+    assert os.environ.get("TRITON_CACHE_DIR") == before
+
+
+@pytest.mark.gpu
+def test_a_kernel_is_compiled_and_where_there_is_no_compiler_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = gather([BY_NAME["compiler"], BY_NAME["torch"]])
+    assert sound.compiler is not None
+    assert sound.compiler.kernel == "right", sound.compiler
+    monkeypatch.setenv("CC", "/nowhere/gcc")
+    broken = gather([BY_NAME["compiler"], BY_NAME["torch"]])
+    finding = next(one for one in check(broken) if one.check == "triton")
+    assert finding.level in ("warning", "error")
+    assert "gcc" in finding.remedy
+
+
+@pytest.mark.gpu
+def test_a_machine_with_gpus_is_seen_as_torch_sees_it() -> None:
+    facts = gather([BY_NAME[name] for name in ("torch", "driver", "links", "all_reduce")])
+    assert facts.failures == ()
+    assert facts.torch is not None
+    assert facts.driver is not None
+    assert facts.links is not None
+    assert facts.all_reduce is not None
+    count = torch.cuda.device_count()
+    assert [gpu.name for gpu in facts.torch.gpus] == [torch.cuda.get_device_name(index) for index in range(count)]
+    assert facts.driver.version
+    assert len(facts.links.peers) == count * (count - 1)
+    assert all(peer.is_right for peer in facts.links.peers)
+    assert (facts.all_reduce.backend, facts.all_reduce.processes) == ("nccl", count)
+    assert facts.all_reduce.is_right
+
+
 def test_folders_are_written_to_and_left_as_they_were(tmp_path: Path) -> None:
     there = look_at("cache", tmp_path / "not" / "yet")
     assert (there.path, there.existing, there.refused) == (str(tmp_path / "not" / "yet"), str(tmp_path), None)
@@ -313,8 +353,7 @@ def test_packages_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pytest.
 def test_a_package_in_two_places_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "monai", "1.4.0")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    (twice,) = gather_packages().twice
-    assert twice.startswith("monai lies in ")
+    (twice,) = (sentence for sentence in gather_packages().twice if sentence.startswith("monai lies in "))
     assert str(tmp_path) in twice
 
 

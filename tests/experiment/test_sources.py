@@ -141,3 +141,14 @@ def test_what_is_none_of_them_is_told_with_what_was_found(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             load_trained(source)
+
+
+def test_a_fold_of_nnunets_and_the_folder_above_its_models_are_told_as_that(tmp_path):
+    model = tmp_path / "Dataset004_Hippocampus" / "nnUNetTrainer__nnUNetPlans__3d_fullres"
+    (model / "fold_0").mkdir(parents=True)
+    for name in ("plans.json", "dataset.json"):
+        (model / name).write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"fold_0 is one fold of nnU-Net 2's model folder; name that one: {model}$"):
+        load_trained(model / "fold_0")
+    with pytest.raises(ConfigError, match=f"above nnU-Net 2's model folders; name one of them, such as {model}$"):
+        load_trained(model.parent)

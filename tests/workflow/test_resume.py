@@ -82,7 +82,8 @@ def content(path):
     """Return everything in a checkpoint but the times."""
     state = load_checkpoint(path).as_checkpoint()
     for record in (*state["history"], *([state["best"]] if state["best"] else [])):
-        record.pop("seconds"), record.pop("seconds_waited")
+        for clocked in ("seconds", "seconds_waited", "seconds_validating", "voxels_per_second"):
+            record.pop(clocked)
     del state["seconds"]
     return state
 

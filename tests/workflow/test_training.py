@@ -127,8 +127,8 @@ def test_events_come_in_order_and_best_before_the_end_of_its_epoch(make_training
     batch = ["on_batch_begin", "on_batch_end"]
     assert events.seen == [
         "on_training_begin",
-        *["on_epoch_begin", *6 * batch, "on_best", "on_epoch_end"],
-        *["on_epoch_begin", *6 * batch, "on_epoch_end"],
+        *["on_epoch_begin", *6 * batch, "on_validation_begin", "on_best", "on_epoch_end"],
+        *["on_epoch_begin", *6 * batch, "on_validation_begin", "on_epoch_end"],
         "on_training_end",
     ]
 

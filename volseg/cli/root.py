@@ -13,6 +13,7 @@ from volseg.cli.options import JsonLogs, Quiet
 from volseg.cli.planning import planning_app
 from volseg.cli.postprocessing import postprocessing_app
 from volseg.cli.prediction import prediction_app
+from volseg.cli.report import report_app
 from volseg.cli.status import status_app
 from volseg.cli.tools import tools_app
 from volseg.cli.training import training_app
@@ -32,6 +33,7 @@ app.add_typer(planning_app)
 app.add_typer(evaluation_app)
 app.add_typer(prediction_app)
 app.add_typer(postprocessing_app)
+app.add_typer(report_app)
 app.add_typer(status_app)
 app.add_typer(tools_app)
 app.add_typer(doctor_app)

@@ -6,6 +6,7 @@ are used on every call of an operator are the objects themselves, or C functions
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -66,7 +67,9 @@ __all__ = [
     "apply_to_tensors",
     "check_gradients",
     "count_dispatch_modes",
+    "count_references",
     "find_autocast_operators",
+    "find_backward_node",
     "find_backward_pass",
     "find_default_group",
     "find_group_name",
@@ -229,6 +232,9 @@ find_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_
 find_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward pass that runs on this thread, -1 where none does."""
 
+find_backward_node: Callable[[], Any] = torch._C._current_autograd_node
+"""Return the node of the backward pass that runs on this thread, None where none does."""
+
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Say whether a transform of ``torch.func`` (vmap, grad) has wrapped the tensor."""
 
@@ -346,6 +352,16 @@ def _is_no_refusal(record: logging.LogRecord) -> bool:
 
 
 # Devices and processes.
+
+
+def count_references(tensors: tuple[Tensor, ...], number: int) -> tuple[int, int, int]:
+    """Return how many hold a tensor, its memory and its Python object; to be compared with others counted there.
+
+    It is one of a tuple, so that nobody holds it by a further name.
+    """
+    memory = tensors[number].untyped_storage()
+    held = torch._C._storage_Use_Count(memory._cdata)  # type: ignore[attr-defined]
+    return tensors[number]._use_count(), held, sys.getrefcount(tensors[number])  # type: ignore[attr-defined]
 
 
 def keep_gpu_busy(cycles: int) -> None:

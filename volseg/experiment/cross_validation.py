@@ -7,7 +7,7 @@
         fold_0.yaml, fold_0.log  with --gpus: what its process was given, and what it said
         summary.json             all cases, in nnU-Net's shape
         cross_validation.json    folds, times, means with intervals, published results, config, environment
-        report.md                the same for reading
+        report.html, report.md   the same for reading
 """
 
 import json
@@ -27,11 +27,13 @@ from volseg.experiment.cross_validation_report import JSON_FILE, CrossValidated,
 from volseg.experiment.fold_processes import choose_gpus, train_in_processes
 from volseg.experiment.folds import Fold, FoldResult, plan_folds
 from volseg.experiment.launching import count_workers
+from volseg.experiment.report import attempt
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.scoring import build_scoring
 from volseg.experiment.training import train
 from volseg.monitoring.environment import environment
 from volseg.parallel.devices import is_launched
+from volseg.reporting import write_report
 
 __all__ = ["cross_validate"]
 
@@ -158,6 +160,7 @@ def _write(gathered: CrossValidated) -> None:
     write_summary(summary, gathered.folder / "summary.json")
     folder.write_json(JSON_FILE, as_json(gathered, environment()))
     folder.write_text("report.md", cross_validation_report(gathered))
+    attempt("report.html was not written", lambda: write_report(gathered.folder))
 
 
 def _require_own_folder(config: ExperimentConfig) -> None:

@@ -47,8 +47,8 @@ def find_images(
     loose: list[Path] = []
     dicom: list[Path] = []
     is_chosen = not series
-    named: Sequence[str | Path] = [paths] if isinstance(paths, str | Path) else paths
-    for path in map(Path, named):
+    paths = [paths] if isinstance(paths, str | Path) else paths
+    for path in map(Path, paths):
         if path.suffix.lower() in TABLES and path.is_file():
             cases.extend(read_images(path, modalities))
         elif path.is_file() and find_suffix(path) is None and is_dicom(path):

@@ -1,23 +1,23 @@
-"""What a training came to, on one page of Markdown."""
+"""What a training came to, in words, and in values for its report (`volseg.reporting`)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from shlex import quote
+from typing import Any
 
 from volseg.commands import spell
-from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.checks import Problem, Remark, summarise_remarks
+from volseg.evaluation.published import published_results
 from volseg.evaluation.summary import Summary, read_structure
-from volseg.evaluation.tables import explain_scores, scores_table
 from volseg.experiment.run_folder import RunFolder
-from volseg.experiment.scoring import build_scoring
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.validation import Validated
 
-__all__ = ["Outcome", "closing_words", "dice_table", "training_report"]
+__all__ = ["Outcome", "attempt", "closing_words", "dice_table", "tell_findings", "tell_outcome"]
 
-NUM_WORST = 5
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,45 +43,27 @@ class Outcome:
     """What ran out of memory, and how the training went on."""
 
 
-def training_report(outcome: Outcome, config: ExperimentConfig) -> str:
-    """Return the report of a training."""
-    last = outcome.history[-1] if outcome.history else None
-    lines = [
-        f"# {config.name}",
-        "",
-        f"{config.network.name} on {outcome.task.name}, {len(outcome.history)} epochs of "
-        f"{config.training.iterations} batches, {outcome.seconds:.0f} s in all.",
-        "",
-    ]
-    if last is not None:
-        waited = sum(record.seconds_waited for record in outcome.history)
-        spent = sum(record.seconds for record in outcome.history)
-        lines += [
-            f"Last loss {last.losses['loss']:.4f}; {100 * waited / max(spent, 1e-9):.0f} % of the training time "
-            "was spent waiting for batches.",
-            "",
-        ]
-    if outcome.memory is not None:
-        lines += [f"{outcome.memory[0].upper()}{outcome.memory[1:]}.", ""]
-    if outcome.replanned is not None:
-        lines += ["## Out of memory", "", outcome.replanned, ""]
-    if outcome.validated is not None:
-        summary = outcome.validated.summary
-        names = {str(key): name for key, name in outcome.task.structures.items()}
-        lines += ["## Validation", "", dice_table(summary, outcome.task), "", *_list_worst(summary), ""]
-        lines += [
-            "## Scores",
-            "",
-            scores_table(summary, names),
-            "",
-            *explain_scores(build_scoring(config, outcome.task)),
-        ]
-        lines += [""]
-    if outcome.problems:
-        lines += ["## Cases left out", "", *(f"- {problem}" for problem in outcome.problems), ""]
-    if outcome.remarks:
-        lines += ["## Cases to look at", "", *(f"- {line}" for line in summarise_remarks(outcome.remarks)), ""]
-    return "\n".join(lines)
+def tell_findings(task: Task, problems: Sequence[Problem], remarks: Sequence[Remark]) -> dict[str, Any]:
+    """Return what a report says that stands in no other file of the run folder, as plain values."""
+    return {
+        "problems": [str(problem) for problem in problems],
+        "remarks": summarise_remarks(remarks),
+        "published": [asdict(row) for row in published_results(task)],
+    }
+
+
+def tell_outcome(outcome: Outcome) -> dict[str, Any]:
+    """Return the same at the end of a training."""
+    findings = tell_findings(outcome.task, outcome.problems, outcome.remarks)
+    return {**findings, "memory": outcome.memory, "replanned": outcome.replanned}
+
+
+def attempt(otherwise: str, write: Callable[[], object]) -> None:
+    """Write something for people to look at, or log why not: it is not worth a training that has ended."""
+    try:
+        write()
+    except Exception as fault:  # whatever it is: the weights are saved, and the caller has them
+        logger.warning("%s: %s: %s", otherwise, type(fault).__name__, fault)
 
 
 def closing_words(outcome: Outcome) -> str:
@@ -105,14 +87,3 @@ def dice_table(summary: Summary, task: Task) -> str:
     width = max(len("label"), *(len(name) for name, _ in rows))
     body = [f"| {name:<{width}} | {dice:.4f} |" for name, dice in rows]
     return "\n".join([f"| {'label':<{width}} | Dice   |", f"| {'-' * width} | ------ |", *body])
-
-
-def _list_worst(summary: Summary) -> list[str]:
-    """Return the cases with the lowest mean Dice, which are the first to look at."""
-
-    def dice(case: dict) -> float:
-        values = [metrics["Dice"] for metrics in case["metrics"].values() if metrics["Dice"] == metrics["Dice"]]
-        return sum(values) / len(values) if values else 1.0
-
-    worst = sorted(summary["metric_per_case"], key=dice)[:NUM_WORST]
-    return ["Lowest:", *(f"- {case['reference_file']}: {dice(case):.4f}" for case in worst)]

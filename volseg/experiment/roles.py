@@ -8,24 +8,30 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from shlex import quote
 from typing import Any
 
 from volseg.config.schema import ExperimentConfig
-from volseg.errors import ConfigError
+from volseg.data.cases import Case
+from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.component_record import write_components
 from volseg.experiment.folder_lock import LOCK, only_process_in
 from volseg.experiment.network_plan import NetworkPlan
+from volseg.experiment.overlays import draw_overlays
 from volseg.experiment.placed_network import choose_device
-from volseg.experiment.report import Outcome, training_report
+from volseg.experiment.report import Outcome, attempt, tell_outcome
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.same_run import require_same_config
 from volseg.monitoring.environment import environment
 from volseg.monitoring.run_files import STATUS, TIMES
 from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.parallel.devices import is_distributed, is_main_process
+from volseg.reporting import NAME, write_brief, write_report
+from volseg.reporting.reading import TOLD
+from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.processes import gather_over_processes, largest_over_processes
 
 __all__ = ["Leader", "Member", "choose_role"]
@@ -140,8 +146,11 @@ class Member:
     def forget_validation(self) -> None:
         """Remove what was written about weights on the way, by somebody who looked in."""
 
-    def report(self, outcome: Outcome) -> None:
-        """Write what the training came to."""
+    def report(self, outcome: Outcome, cases: Sequence[Case]) -> None:
+        """Write what the training came to; ``cases`` are those of `draw_overlays`."""
+
+    def show_end(self, kind: type[BaseException] | None, *ended: object) -> None:
+        """Write the page about the run, however it ended; for ``ExitStack.push``."""
 
 
 class Leader(Member):
@@ -159,6 +168,7 @@ class Leader(Member):
         super().__init__(config)
         self._held = held
         self._require_lock: Callable[[], None] | None = None
+        self._is_described = False
         if self.folder.path.is_dir():
             self._lock()
             self.folder.remove_partials()
@@ -179,13 +189,20 @@ class Leader(Member):
     def show_life(self, signs: SignsOfLife, begins_again: type[Exception]) -> None:
         """Let others see in the run folder how far the training is, until it ends, or ``begins_again``."""
         self._held.callback(self._forget_signs)
-        self._held.enter_context(signs.writing(self.folder.path, begins_again=begins_again))
+        self._held.enter_context(signs.writing(self.folder.path, self._holds_folder, begins_again=begins_again))
 
     def _forget_signs(self) -> None:
         """Leave nothing behind where no run was begun."""
-        if {file.name for file in self.folder.path.iterdir()} <= {LOCK, STATUS, TIMES}:
+        if self._holds_folder() and {file.name for file in self.folder.path.iterdir()} <= {LOCK, STATUS, TIMES}:
             self.folder.status_file.unlink(missing_ok=True)
             self.folder.times_file.unlink(missing_ok=True)
+
+    def _holds_folder(self) -> bool:
+        try:
+            self.require_folder()
+        except CheckpointError:  # told, and raised, by whoever writes what must not be lost
+            return False
+        return True
 
     def _lock(self) -> None:
         if self._require_lock is None:
@@ -216,6 +233,7 @@ class Leader(Member):
         for name, content in (more or {}).items():
             self.folder.write_json(name, content)
         self.folder.begin(self.config, chosen.task, chosen.split, environment(), fingerprints, plan)
+        self._is_described = True
 
     def go_on(self, *, finished: bool, more: Mapping[str, Any] | None = None) -> None:
         """Describe the run as it goes on; summaries of weights that will be replaced are removed."""
@@ -224,6 +242,7 @@ class Leader(Member):
         for name, content in (more or {}).items():
             self.folder.write_json(name, content)
         self.folder.go_on(self.config)
+        self._is_described = True
 
     def put_down(self, name: str, content: Mapping[str, Any]) -> None:
         """Write what is known by now into a JSON file of the run folder."""
@@ -238,7 +257,23 @@ class Leader(Member):
         """Remove what was written about weights on the way, by somebody who looked in."""
         self.folder.forget_validation()
 
-    def report(self, outcome: Outcome) -> None:
-        """Write the report."""
+    def report(self, outcome: Outcome, cases: Sequence[Case]) -> None:
+        """Draw the best and the worst cases, and write the short report."""
         self.require_folder()
-        self.folder.write_text("report.md", training_report(outcome, self.config))
+        self.folder.write_json(TOLD, tell_outcome(outcome))
+        if outcome.validated is not None:
+            attempt("no pictures of cases were drawn", lambda: draw_overlays(self.folder, outcome.task, cases))
+        attempt("report.md was not written", self._write_brief)
+
+    def _write_brief(self) -> None:
+        self.folder.write_text("report.md", write_brief(self.folder.path, state="finished"))
+
+    def show_end(self, kind: type[BaseException] | None, *ended: object) -> None:
+        """Write the page about the run, if this process has begun it or gone on with it."""
+        del ended
+        if not self._is_described or not self.folder.exists:
+            return
+        stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit | StopRequested)
+        state = "finished" if kind is None else "interrupted" if stopped else "failed"
+        again = f"{NAME} was not written, `volseg report {quote(str(self.folder.path))}` tries again"
+        attempt(again, lambda: write_report(self.folder.path, state=state))

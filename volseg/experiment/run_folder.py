@@ -21,7 +21,9 @@
         tensorboard/
         validation/              summary.json, predictions of the validation cases
         postprocessing.json      what `volseg postprocess` found to help
-        report.md
+        validation/overlays/     pictures of the cases with the lowest and the highest Dice
+        told.json                cases left out, remarks, published results, for the report
+        report.html, report.md   what the training came to, on one page and in short
         in_use.json              who trains here, while somebody does
 """
 
@@ -53,6 +55,7 @@ from volseg.monitoring.run_files import (
     read_status,
     read_times,
 )
+from volseg.reporting import NAME
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 from volseg.workflow.state import TrainingState
 
@@ -119,8 +122,13 @@ class RunFolder:
 
     @property
     def report_file(self) -> Path:
-        """What a finished training came to."""
+        """What a finished training came to, in short."""
         return self.path / "report.md"
+
+    @property
+    def report_page(self) -> Path:
+        """What a training came to, however it ended, for browsers."""
+        return self.path / NAME
 
     @property
     def postprocessing_file(self) -> Path:
@@ -210,7 +218,8 @@ class RunFolder:
 
     def forget_validation(self) -> None:
         """Remove what was measured with weights that the training replaces."""
-        for file in (*self.path.glob("validation*/summary.json"), self.report_file, self.postprocessing_file):
+        measured = (self.report_file, self.report_page, self.postprocessing_file)
+        for file in (*self.path.glob("validation*/summary.json"), *measured):
             file.unlink(missing_ok=True)
 
     def remove_partials(self) -> None:

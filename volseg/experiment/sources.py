@@ -141,6 +141,10 @@ def _describe(path: Path) -> str:
         return f"does not exist; {needed}"
     if not path.is_dir():
         return f"is a file; {needed}"
+    if is_nnunet_model(path.parent):
+        return f"is one fold of nnU-Net 2's model folder; name that one: {path.parent}"
+    if models := sorted(plans.parent for plans in path.glob("*/plans.json") if is_nnunet_model(plans.parent)):
+        return f"is a folder above nnU-Net 2's model folders; name one of them, such as {models[0]}"
     held = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
     holds = f"it holds {list_some(held, 4)}" if held else "it is empty"
     return f"is no run folder: it has no config.yaml; and no cross-validation: it has no fold_0; {holds}; {needed}"

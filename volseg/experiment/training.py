@@ -24,7 +24,7 @@ from volseg.experiment.out_of_memory import explaining_memory, require_plausible
 from volseg.experiment.placed_network import build_model, choose_device, count_devices
 from volseg.experiment.reading import Follower, choose_reading
 from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
-from volseg.experiment.report import Outcome
+from volseg.experiment.report import Outcome, tell_findings
 from volseg.experiment.roles import Member, choose_role
 from volseg.experiment.run_folder import MEMORY
 from volseg.experiment.same_run import (
@@ -48,6 +48,7 @@ from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.training_log import TrainingLog
 from volseg.monitoring.waiting import WaitingAdvice
 from volseg.parallel.devices import count_restarts, is_main_process
+from volseg.reporting.reading import TOLD
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.hooks import Hook, Patience
 from volseg.workflow.randomness import deterministic, seed_everything
@@ -107,6 +108,7 @@ def _train(
             join_processes(config)
             role = choose_role(config, held)
             resume = role.claim(resume or count_restarts() > 0)
+            held.push(role.show_end)  # after the signs of life, which tell how the run ended
             role.show_life(signs, BeginAgain)
         with signs.span("building"):
             run = _begin(role, resume, hooks, replanning, signs, held)
@@ -176,14 +178,15 @@ def _begin(
         hooks=[*_own_hooks(config, role, memory, log, signs), *build_hooks(config), *hooks],
         task=chosen.task,
     )
+    told = {TOLD: tell_findings(chosen.task, held_out.problems, held_out.remarks)}
     if resume:
         state = folder.newest_checkpoint()
         require_epochs(folder, state, config.training.epochs)
         training.load_state_dict(state)
-        role.go_on(finished=training.finished, more=replanning.files())
+        role.go_on(finished=training.finished, more={**told, **replanning.files()})
     else:
         begun = {} if start is None else {START: start.as_json()}
-        role.begin(chosen, held_out.fingerprints, plan, {**begun, **replanning.files()})
+        role.begin(chosen, held_out.fingerprints, plan, {**begun, **told, **replanning.files()})
     return _Run(
         role=role,
         reading=reading,
@@ -252,7 +255,7 @@ def _finish(run: _Run) -> Outcome:
         memory=run.memory.describe(),
         replanned=None if run.replanning.replanned is None else str(run.replanning.replanned),
     )
-    role.report(outcome)
+    role.report(outcome, [*chosen.validation, *run.held_out.validation])
     return outcome
 
 

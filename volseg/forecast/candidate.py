@@ -20,6 +20,8 @@ class Candidate:
     """Stages of the network, each on a GPU."""
     split_size: int | None = None
     """Samples per micro-batch of a pipeline."""
+    cuts: tuple[str, ...] | None = None
+    """Where a pipeline's stages begin, as dotted module paths; by default where their times say."""
     checkpoint: Literal["all"] | int | None = None
     """Activations that are computed again in backward: all, or those of that many finest levels."""
     kernels: Literal["fast", "torch"] = "fast"

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from volseg.device.pretended import (
     GpuLike,
     NotedKernel,
+    find_capability,
     find_current_stream,
     find_device,
     find_recording,
@@ -39,12 +40,14 @@ from volseg.device.torch_internals import (
     FakeTensorMode,
     TorchDispatchMode,
     check_gradients,
+    find_backward_pass,
     get_storage_key,
     quiet_fake_tensors,
     read_value,
     swapping_by,
     taking_lists,
 )
+from volseg.forecast.accumulation import InPlace
 from volseg.forecast.autocast import casting_like_gpus
 from volseg.forecast.copying import copy_without_values
 from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
@@ -57,6 +60,14 @@ __all__ = ["FollowedStep", "follow", "following"]
 
 OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
 """Operators that are given memory itself, which a cache of operators would hold for good."""
+
+aten = torch.ops.aten
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default})
+
+HOPPER = 9, 0
+OF_PRODUCTS = {False: 8_519_680, True: 32 * 2**20}
+"""Bytes of cuBLAS' scratch memory (``aten/src/ATen/cuda/CublasHandlePool.cpp``), by whether a GPU is that new. Every
+stream has its own in each thread, and a backward pass runs in a thread of autograd's."""
 
 FIND_DEVICE = torch.ops.prim.device.default
 
@@ -115,6 +126,7 @@ def following(
         stack.enter_context(followed.mode)
         stack.enter_context(_Noting(followed))
         stack.enter_context(_OnDevices())
+        followed.in_place.learn()
         yield followed
 
 
@@ -132,11 +144,14 @@ class FollowedStep:
         self._seconds = [0.0] * num_gpus
         self.devices = [name_pretended(index) for index in range(num_gpus)]
         self.mode = FakeTensorMode(allow_fallback_kernels=False)
+        self.in_place = InPlace()
         self._events: list[list[Event]] = [[] for _ in self.devices]
         self._held: dict[int, tuple[int, int, int]] = {}
         """By the memory's key: its device, its size and its block."""
         self._blocks = 0
         self._checked: set[int] = set()
+        self._of_changes: set[int] = set()
+        self._multiplied: set[tuple[torch.device, int, bool]] = set()
 
     def traces(self) -> tuple[StepTrace, ...]:
         """Return what each device was asked for so far."""
@@ -215,6 +230,18 @@ class FollowedStep:
             number = self._give_back(key)
             self._take(key, number, storage.nbytes(), tensor.device)
 
+    def note_scattered(self, gradient: Tensor) -> None:
+        """Put down that a gradient was written to memory of its own, unless a change in place has made it."""
+        key = get_storage_key(gradient.untyped_storage())
+        if key in self._held and key not in self._of_changes:
+            number, size, block = self._held[key]
+            self._take(key, number, size, gradient.device)
+            self._events[number].append(Free(block))
+
+    def note_of_change(self, gradient: Tensor) -> None:
+        """Remember a gradient that a change in place makes: the change before it gets it as it is."""
+        self._of_changes.add(get_storage_key(gradient.untyped_storage()))
+
     def _take(self, key: int, number: int, size: int, device: torch.device) -> None:
         self._blocks += 1
         self._held[key] = number, size, self._blocks
@@ -224,6 +251,7 @@ class FollowedStep:
 
     def _give_back(self, key: int) -> int:
         self._checked.discard(key)
+        self._of_changes.discard(key)
         number, size, block = self._held.pop(key)
         if size:
             self._events[number].append(Free(block))
@@ -238,6 +266,17 @@ class FollowedStep:
         run = describe_kernel(function, args, kwargs, tensors, out, find_current_stream(home).number)
         if run is not None:
             self._note_run(self._number(home), run)
+
+    def note_product(self, device: torch.device) -> None:
+        """Put down the memory that the first products of a thread and a stream take for good."""
+        if not is_gpu(device):
+            return
+        stream, in_backward = find_current_stream(device).number, find_backward_pass() != -1
+        if (device, stream, in_backward) not in self._multiplied:
+            self._multiplied.add((device, stream, in_backward))
+            self._blocks += 1
+            size = OF_PRODUCTS[find_capability(device) >= HOPPER]
+            self._events[self._number(device)].append(Allocate(self._blocks, size, stream, find_recording()))
 
     def note_checked(self, found: Tensor) -> None:
         """Put down that a tensor says whether gradients are finite, which the loss's scaling asks for."""
@@ -274,11 +313,19 @@ class _Noting(TorchDispatchMode):
             return self._run_like_gpu(handler, func, args, kwargs)
         if func is read_value and self.followed.is_checked(args[0]):
             return 0.0
+        func = self.followed.in_place.replace(func, args)
+        is_scattered = self.followed.in_place.is_scattered(func)
+        if is_scattered:
+            self.followed.note_scattered(args[0])
         with self.followed.without_cache() if func in OF_STORAGES else nullcontext():
             out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
+            if is_scattered:
+                self.followed.note_of_change(out)
+            if func in PRODUCTS:
+                self.followed.note_product(out.device)
         elif isinstance(out, list | tuple):
             for tensor in list_tensors(out):
                 self.followed.note_storage(tensor)

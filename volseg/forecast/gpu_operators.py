@@ -5,27 +5,28 @@ A followed step runs on tensors of the CPU. Their sizes and dtypes are those of 
 output, copies of tensors that lie otherwise than a kernel wants, and the mask of a dropout are not. Each function here
 does with memory what torch's CUDA implementation of the operator does, step by step [1]_.
 
-Not modelled: partial sums of reductions (kilobytes), and
-convolutions of tensors above 2**31 elements where cuDNN is older than 9.3.
+Not modelled: partial sums of variances and of whole tensors (kilobytes), and convolutions of tensors above 2**31
+elements where cuDNN is older than 9.3.
 
 References
 ----------
-.. [1] ``aten/src/ATen/native``: ``cudnn/ConvShared.cpp``, ``cudnn/BatchNorm.cpp``, ``cuda/SoftMax.cu``,
+.. [1] ``aten/src/ATen/native``: ``cudnn/ConvShared.cpp``, ``cudnn/BatchNorm.cpp``, ``cuda/Reduce.cuh``,
    ``cuda/DilatedMaxPool3d.cu``, ``cuda/UpSampleNearest3d.cu``, ``cuda/TensorTransformations.cu``, ``group_norm.cpp``,
-   ``Dropout.cpp``
+   ``Dropout.cpp``, ``cuda/SoftMax.cu``, ``cuda/layer_norm_kernel.cu``, ``cuda/Indexing.cu``
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from volseg.device.pretended import on_gpu
+from volseg.device.pretended import count_processors, on_gpu
 from volseg.device.torch_internals import overriding_operators, suggest_memory_format
-from volseg.forecast.workspaces import find_workspace, find_workspace_of_weights
+from volseg.forecast.reductions import count_partial_sums
+from volseg.forecast.workspaces import ConvolutionPass, find_workspace
 
 __all__ = ["GPU_OPERATORS", "WITHOUT_RESULT", "composing_like_gpus"]
 
@@ -71,9 +72,24 @@ def _is_depthwise(slab: Tensor, weight: Tensor, transposed: bool, groups: int) -
     return not transposed and groups > 1 and slab.shape[1] == groups and weight.shape[0] % slab.shape[1] == 0
 
 
-def _take_scratch(find: Callable[..., int], first: Tensor, second: Tensor, weight: Tensor, layout: Any) -> Tensor:
-    size = find(first.shape, second.shape, weight.shape, first.dtype, channels_last=layout is not CONTIGUOUS)
-    return torch.empty(size, dtype=torch.uint8, device=first.device)
+def _take_scratch(
+    part: ConvolutionPass, first: Tensor, second: Tensor, weight: Tensor, layout: torch.memory_format, settings: Any
+) -> Tensor:
+    """Return cuDNN's scratch memory: none of torch's own kernels, which convolve every channel by itself."""
+    stride, *_, transposed, _, groups = settings
+    size = 0
+    if not _is_depthwise(first, weight, transposed, groups):
+        size = find_workspace(
+            part,
+            first.shape,
+            second.shape,
+            weight.shape,
+            first.dtype,
+            channels_last=layout is not CONTIGUOUS,
+            strided=max(stride) > 1,
+            transposed=transposed,
+        )
+    return _empty((size,), first, CONTIGUOUS, torch.uint8)
 
 
 @_replaces(aten.convolution.default)
@@ -84,7 +100,7 @@ def _convolve(note: Note, plain: Tensor, input: Tensor, weight: Tensor, bias: Te
     given = input.contiguous(memory_format=layout)
     out = _empty(plain.shape, input, layout)
     copies = given, weight.contiguous(memory_format=layout)
-    scratch = _take_scratch(find_workspace, input, out, weight, layout)
+    scratch = _take_scratch("forward", input, out, weight, layout, settings)
     note(out)
     del scratch, copies
     if bias is not None:
@@ -108,14 +124,14 @@ def _differentiate_convolution(
         layout = _choose_layout(slopes, weight)
         found[0] = _empty(input.shape, slopes, layout)
         copies = weight.contiguous(memory_format=layout), slopes.contiguous(memory_format=layout)
-        _take_scratch(partial(find_workspace, backward=True), input, slopes, weight, layout)
+        _take_scratch("input_gradient", input, slopes, weight, layout, settings)
     copies = ()
     if mask[1]:
         layout = _choose_layout(given, slopes)
         dense = slopes.contiguous(memory_format=layout)
         found[1] = _empty(weight.shape, slopes, layout)
         copies = dense, given.contiguous(memory_format=layout)
-        _take_scratch(find_workspace_of_weights, input, slopes, weight, layout)
+        _take_scratch("weight_gradient", input, slopes, weight, layout, settings)
     note(tuple(found))
     del copies
     if mask[2]:
@@ -160,7 +176,7 @@ def _softmax(note: Note, plain: Any, input: Tensor, dim: int, widens: bool) -> T
     return out
 
 
-@_replaces(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+@_replaces(aten._log_softmax_backward_data.default)
 def _differentiate_softmax(
     note: Note, plain: Any, gradient: Tensor, out: Tensor, dim: int, dtype: torch.dtype
 ) -> Tensor:
@@ -169,6 +185,62 @@ def _differentiate_softmax(
     note(found)
     del copies
     return found
+
+
+@_replaces(aten._softmax_backward_data.default)
+def _differentiate_plain_softmax(
+    note: Note, plain: Any, gradient: Tensor, out: Tensor, dim: int, dtype: torch.dtype
+) -> Tensor:
+    found = _empty(gradient.shape, gradient, CONTIGUOUS, dtype)
+    product = torch.empty_like(gradient)  # with the output, which is summed
+    note(found)
+    del product
+    return found
+
+
+# Layers are normalized densely.
+
+
+@_replaces(aten.native_layer_norm.default)
+def _normalize_layer(note: Note, plain: Any, input: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    dense = input.contiguous()
+    out = torch.empty_like(dense)
+    mean, rstd = (_empty(saved.shape, input, CONTIGUOUS, torch.float32) for saved in plain[1:])
+    note((out, mean, rstd))
+    del dense
+    return out, mean, rstd
+
+
+LONG, OF_LONG = 65_536, 32
+"""Rows from which on the gradients of a layer norm's weights are summed in two passes, and how many the first sums."""
+
+
+@_replaces(aten.native_layer_norm_backward.default)
+def _differentiate_layer_norm(note: Note, plain: Any, gradient: Tensor, input: Tensor, sides: Any, *rest: Any) -> Any:
+    dense = input.contiguous()
+    found = torch.empty_like(dense) if plain[0] is not None else None
+    sums = [None if one is None else torch.empty_like(one) for one in plain[1:]]
+    note((found, *sums))
+    values = prod(sides)
+    rows = input.numel() // max(1, values)
+    if rows > LONG and values // OF_LONG < count_processors(input.device) / 2:
+        parts = [None if one is None else one.new_empty((-(-rows // OF_LONG), *one.shape)) for one in sums]
+        sums = [None if part is None else part.sum(0) for part in parts]
+    del dense
+    return found, *sums
+
+
+# Sums over some dims, by parts where few are left.
+
+
+@_replaces(aten.sum.dim_IntList, aten.mean.dim)
+def _sum(note: Note, plain: Tensor, input: Tensor, dims: Sequence[int] | None, *rest: Any, **options: Any) -> Tensor:
+    out = _empty(plain.shape, input, suggest_memory_format(plain), plain.dtype)
+    over = {dim % max(1, input.ndim) for dim in dims or range(input.ndim)}
+    if input.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        _empty((count_partial_sums(input, over, count_processors(input.device)),), input, CONTIGUOUS, torch.uint8)
+    note(out)
+    return out
 
 
 # Others.
@@ -184,13 +256,43 @@ def _upsample_nearest(note: Note, plain: Any, input: Tensor, size: Sequence[int]
     return out if dense_out is out else out.copy_(dense_out)
 
 
+@_replaces(aten.upsample_trilinear3d_backward.default)
+def _differentiate_upsampling(note: Note, plain: Tensor, gradient: Tensor, *rest: Any) -> Tensor:
+    found = _empty(plain.shape, gradient, suggest_memory_format(gradient))
+    dense = gradient.contiguous()
+    dense_found = found if found.is_contiguous() else _empty(found.shape, gradient, CONTIGUOUS)
+    note(dense_found)
+    del dense
+    return found if dense_found is found else found.copy_(dense_found)
+
+
 @_replaces(aten.roll.default)
 def _roll(note: Note, plain: Any, input: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
-    rolled = input
-    for _ in dims or (0,):  # dim after dim
-        rolled = _empty(input.shape, input, CONTIGUOUS)
-        note(rolled)
-    return rolled
+    rolled = [_empty(input.shape, input, CONTIGUOUS) for _ in dims or (0,)]  # dim after dim, each a call within another
+    for one in rolled:
+        note(one)
+    last = rolled.pop()
+    while rolled:
+        del rolled[-1]
+    return last
+
+
+@_replaces(aten.index_put.default)
+def _add_to_places(
+    note: Note, plain: Any, input: Tensor, indices: Sequence[Tensor | None], values: Tensor, adds: bool = False
+) -> Tensor:
+    if not adds:
+        out = input.clone()
+        note(out)
+        return out
+    # Gradients of what was read by indices, which torch sorts; it adds to what it made for them.
+    many = max(index.numel() for index in indices if index is not None)
+    whole = [_empty((many,), input, CONTIGUOUS, torch.int64)]
+    whole.append(values.contiguous())
+    whole += [_empty((many,), input, CONTIGUOUS, torch.int64) for _ in range(3)]
+    whole.append(_empty((2 * many,), input, CONTIGUOUS, torch.int64))
+    note(input)
+    return input
 
 
 @_replaces(
@@ -204,7 +306,7 @@ def _step_fused(note: Note, plain: Any, *lists: Any, **options: Any) -> None:
 WITHOUT_RESULT |= {
     operator
     for operator, handler in GPU_OPERATORS.items()
-    if handler in (_softmax, _differentiate_softmax, _step_fused)
+    if handler in (_softmax, _differentiate_softmax, _differentiate_plain_softmax, _step_fused)
 }
 
 

@@ -1,90 +1,87 @@
-"""How much scratch memory cuDNN takes for a convolution.
+"""How much scratch memory cuDNN takes for a convolution: as it took for the most similar one that was measured.
 
-Torch hands cuDNN a block of its own allocator for the time of each call. Its size was read off the allocator's account
-of steps on an H200 (cuDNN 9, ``workflows/benchmarks/plan_accuracy.py``). Each term has a cause:
+Torch hands cuDNN a block of its own allocator for the time of each call. An H200 was asked for it for thousands of
+shapes (cuDNN 9, ``workflows/benchmarks/convolution_workspaces.py``). What it takes has two causes:
 
-- cuDNN's matrix kernels read volumes with channels last. Where they lie otherwise, input, weight and output are copied
-  there and back, with channels filled up to a multiple of 16 bytes;
+- most of cuDNN's kernels read and write volumes with channels last. Where they lie otherwise, or in float32, some of
+  input, output and weight are copied there and back, with channels filled up to a multiple of 16 bytes;
 - the gradient of a weight is a sum over all voxels. A weight with few channels makes too few tiles to keep the GPU
-  busy, so the sum is divided, and each part is kept in float32.
+  busy, so the sum is divided, and each part is kept.
 
-With ``torch.backends.cudnn.benchmark`` the same blocks were taken. Not modelled: that sums are divided otherwise where
-volumes are small, and what other kinds of GPU take, whose numbers of processors differ.
+Which of the three are copied, and what comes on top, is cuDNN's choice by shape. It is taken over from the nearest
+measured shape of the same kind (pass, precision, layout, kernel of one voxel or more, stride, transposed): the copies
+by their names, so that they grow with the volume, and the rest in bytes, which is tens of MiB at most. With
+``torch.backends.cudnn.benchmark`` the same blocks were taken. Other kinds of GPU, whose numbers of processors differ,
+are taken to do as the H200 does.
 """
 
+import gzip
+import json
 from collections.abc import Sequence
-from math import log, prod
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from math import log2, prod
+from typing import Literal
 
 import torch
 
-__all__ = ["find_workspace", "find_workspace_of_weights"]
+__all__ = ["ConvolutionPass", "find_workspace"]
+
+ConvolutionPass = Literal["forward", "input_gradient", "weight_gradient"]
 
 ALIGNED = 16
 """Bytes to a multiple of which the channels of a voxel are filled up."""
 
-SMALLEST = 512
-"""cuDNN asks for a few bytes where it needs none."""
+TABLE = "convolutions_h200"
 
-SUMS: dict[int, dict[tuple[int, int, int], tuple[tuple[int, int], ...]]] = {
-    2: {
-        (1, 8, 8): ((2**22, 4 * 2**20),),
-        (1, 8, 32): ((2**22, 1_049_267),),
-        (8, 16, 32): ((49_152, 1_966_735),),
-        (8, 16, 64): ((49_152, 1_966_735),),
-        (8, 32, 64): ((65_536, 1_966_735),),
-        (8, 32, 128): ((65_536, 1_835_631),),
-        (8, 64, 128): ((65_536, 1_835_631),),
-        (27, 8, 32): ((806_400, 622_927), (4_194_304, 2_065_071)),
-        (27, 32, 32): ((806_400, 2_179_807), (4_194_304, 6_080_151)),
-        (27, 32, 64): ((524_288, 1_475_095), (4_194_304, 1_769_971)),
-        (27, 64, 64): ((100_800, 1_769_971),),
-        (27, 64, 128): ((65_536, 3_539_443), (100_800, 3_670_527), (524_288, 3_539_443)),
-        (27, 128, 128): ((65_536, 3_670_415),),
-        (125, 8, 16): ((393_216, 3_408_911), (4_194_304, 786_831)),
-        (125, 8, 32): ((393_216, 66_601_135), (4_194_304, 27_794_351)),
-        (125, 32, 32): ((49_152, 7_866_543), (393_216, 9_964_207), (524_288, 524_719), (4_194_304, 27_794_351)),
-        (125, 64, 64): ((49_152, 22_534_175),),
-        (125, 128, 128): ((65_536, 8_196_175),),
-    },
-    4: {
-        (27, 32, 32): ((4_194_304, 10_095_239),),
-        # The second by what a DynUNet reserved: its block went into that of the input's gradient.
-        (27, 32, 64): ((524_288, 10_095_239), (4_194_304, 1_769_971)),
-        (27, 64, 64): ((524_288, 1_769_971),),
-        (27, 64, 128): ((65_536, 3_670_527),),
-        (27, 128, 128): ((65_536, 7_078_387),),
-        (27, 128, 256): ((8_192, 7_078_279),),
-        # In as many parts as 27 voxels of the same channels, which is what a V-Net's peak says.
-        (125, 4, 32): ((4_194_304, 46_737_217),),
-        (125, 32, 32): ((4_194_304, 46_737_217),),
-    },
-}
-"""Bytes of the parts of sums that were taken: by bytes of an element; by voxels of the kernel, and channels, the fewer
-first; by voxels that are summed over."""
+BY_CHANNELS, BY_TAPS, BY_VOXELS, BY_ALIGNMENT = 2.0, 1.5, 1.0, 2.0
+"""What a doubling of channels, of the kernel's voxels and of the volume's counts as distance, and another alignment of
+channels. Of four choices tried those by which a measured shape was best foretold by the others: half of them to the
+byte, 80 % within 4 % of the volumes' size."""
 
-DIVIDED = 32_768
-"""Voxels from which on a sum is divided: of half precision, 12 600 were not and 49 152 were."""
+Kind = tuple[int, bool, bool, bool, bool]
+"""Bytes of an element, and whether channels are last, the kernel is one voxel, it is transposed, has a stride."""
 
-WRITTEN_IN_PLACE = 64
-"""Channels of a float32 output that cuDNN wrote where it belongs, and did not copy; of 32, 128 and 256 it did."""
+Copied = tuple[int, int, int]
+"""How often input, output and weight are copied: once or never."""
 
-TILE, TILES = 4096, 120
-"""Elements of a weight that are computed together, and how many such tiles fill an H200 with its 132 processors."""
+COPIES: tuple[Copied, ...] = tuple((one, two, three) for one in (0, 1) for two in (0, 1) for three in (0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredConvolution:
+    """What was taken for one shape."""
+
+    inputs: int
+    """Channels."""
+    outputs: int
+    voxels: int
+    """Of all volumes of the input."""
+    taps: int
+    """Voxels of the kernel."""
+    copied: Copied
+    rest: int
+    """Bytes besides the copies."""
 
 
 def find_workspace(
+    part: ConvolutionPass,
     first: torch.Size,
     second: torch.Size,
     weight: torch.Size,
     dtype: torch.dtype,
     *,
-    channels_last: bool,
-    backward: bool = False,
+    channels_last: bool = False,
+    strided: bool = False,
+    transposed: bool = False,
 ) -> int:
-    """Return the bytes for a convolution, or for the gradient of its input.
+    """Return the bytes for a convolution, for the gradient of its input, or for that of its weight.
 
     Parameters
     ----------
+    part : str
+        Which of the three.
     first, second : torch.Size
         Of input and output, (B, C, ...).
     weight : torch.Size
@@ -93,52 +90,96 @@ def find_workspace(
         In which it computes.
     channels_last : bool
         Whether volumes lie so in memory.
-    backward : bool
-        Whether it is the gradient.
+    strided, transposed : bool
+        Whether it has a stride, and is a transposed convolution.
     """
-    if channels_last or not _is_copied(first, weight):
-        return SMALLEST
-    volumes = [first] if not backward and dtype.itemsize == 4 and second[1] == WRITTEN_IN_PLACE else [first, second]
-    return sum(_count_volume(size, dtype) for size in volumes) + _count_weight(weight, dtype) + SMALLEST
+    return _find(part, *map(tuple, (first, second, weight)), dtype.itemsize, channels_last, strided, transposed)
 
 
-def find_workspace_of_weights(
-    first: torch.Size, second: torch.Size, weight: torch.Size, dtype: torch.dtype, *, channels_last: bool
+@cache
+def _find(
+    part: str,
+    first: tuple[int, ...],
+    second: tuple[int, ...],
+    weight: tuple[int, ...],
+    itemsize: int,
+    channels_last: bool,
+    strided: bool,
+    transposed: bool,
 ) -> int:
-    """Return the bytes for the gradient of a convolution's weight; see `find_workspace`."""
-    sums = _count_sums(first, second, weight, dtype)
-    if channels_last:
-        return sums + SMALLEST
-    return sum(_count_volume(size, dtype) for size in (first, second)) + _count_weight(weight, dtype) + sums + SMALLEST
+    itemsize = min(itemsize, 4)  # float64 as float32
+    taps = prod(weight[2:])
+    measured = _find_kind(part, (itemsize, channels_last, taps == 1, transposed, strided))
+    inputs, outputs, voxels = first[1], second[1], first[0] * prod(first[2:])
+
+    def count_distance(other: MeasuredConvolution) -> float:
+        channels = (inputs, other.inputs), (outputs, other.outputs)
+        return (
+            BY_CHANNELS * sum(abs(log2(one / two)) for one, two in channels)
+            + BY_TAPS * abs(log2(taps / other.taps))
+            + BY_VOXELS * abs(log2(voxels / other.voxels))
+            + BY_ALIGNMENT * sum(map(_count_misalignment, channels))
+        )
+
+    nearest = min(measured, key=count_distance)
+    sizes = _count_copies(first, second, weight, itemsize)
+    return sum(times * size for times, size in zip(nearest.copied, sizes, strict=True)) + nearest.rest
 
 
-def _count_sums(first: torch.Size, second: torch.Size, weight: torch.Size, dtype: torch.dtype) -> int:
-    """Return the bytes of a weight's parts of sums: as measured for its channels on the nearest volume, or guessed."""
-    voxels = min(size[0] * prod(size[2:]) for size in (first, second))
-    few, many = sorted(_fill_up(count, dtype) for count in weight[:2])
-    measured = SUMS.get(dtype.itemsize, {}).get((prod(weight[2:]), few, many))
-    if voxels < DIVIDED and (dtype.itemsize == 2 or measured is None):
-        return 0
-    if measured is not None:
-        return min(measured, key=lambda one: abs(log(one[0] / voxels)))[1]
-    size = prod(weight[2:]) * few * many
-    parts = TILES // -(-size // TILE)
-    return parts * size * 4 if parts > 1 else 0
+def _find_kind(part: str, kind: Kind) -> "list[MeasuredConvolution]":
+    """Return what was measured of a kind, or of that which has most in common with it, the first properties first."""
+    table = _read_table()
+    known = [other for name, other in table if name == part]
+    nearest = max(known, key=lambda other: [one == two for one, two in zip(kind, other, strict=True)])
+    return table[part, nearest]
 
 
-def _is_copied(first: torch.Size, weight: torch.Size) -> bool:
-    """Say whether a kernel that reads channels last is taken: not for one channel, nor for kernels of one voxel."""
-    return first[1] > 1 and prod(weight[2:]) > 1
+def _count_misalignment(channels: tuple[int, int]) -> int:
+    """Return how many of the properties that cuDNN chooses by differ."""
+    return sum((channels[0] <= few) != (channels[1] <= few) for few in (1, 4)) + sum(
+        (channels[0] % many == 0) != (channels[1] % many == 0) for many in (4, 8)
+    )
 
 
-def _fill_up(channels: int, dtype: torch.dtype) -> int:
-    multiple = ALIGNED // dtype.itemsize
+@cache
+def _read_table() -> dict[tuple[str, Kind], list[MeasuredConvolution]]:
+    stored = files("volseg.forecast").joinpath("tables", f"{TABLE}.json.gz").read_bytes()
+    found: dict[tuple[str, Kind], list[MeasuredConvolution]] = {}
+    for part, first, second, taps, itemsize, channels_last, strided, transposed, taken in json.loads(
+        gzip.decompress(stored)
+    ):
+        sizes = _count_copies(first, second, [first[1], second[1], taps], itemsize)
+        copied, rest = _explain(taken, sizes)
+        one = MeasuredConvolution(first[1], second[1], first[0] * prod(first[2:]), taps, copied, rest)
+        found.setdefault((part, (itemsize, channels_last, taps == 1, transposed, strided)), []).append(one)
+    return found
+
+
+def _explain(taken: int, sizes: Sequence[int]) -> tuple[Copied, int]:
+    """Return the copies that leave the smallest rest."""
+    return min(
+        (
+            (copied, taken - sum(times * size for times, size in zip(copied, sizes, strict=True)))
+            for copied in COPIES
+            if sum(times * size for times, size in zip(copied, sizes, strict=True)) <= taken
+        ),
+        key=lambda one: one[1],
+    )
+
+
+def _count_copies(first: Sequence[int], second: Sequence[int], weight: Sequence[int], itemsize: int) -> list[int]:
+    """Return the bytes of a copy of input, output and weight."""
+    return [_count_volume(first, itemsize), _count_volume(second, itemsize), _count_weight(weight, itemsize)]
+
+
+def _fill_up(channels: int, itemsize: int) -> int:
+    multiple = ALIGNED // itemsize
     return -(-channels // multiple) * multiple
 
 
-def _count_volume(size: Sequence[int], dtype: torch.dtype) -> int:
-    return size[0] * _fill_up(size[1], dtype) * prod(size[2:]) * dtype.itemsize
+def _count_volume(size: Sequence[int], itemsize: int) -> int:
+    return size[0] * _fill_up(size[1], itemsize) * prod(size[2:]) * itemsize
 
 
-def _count_weight(size: Sequence[int], dtype: torch.dtype) -> int:
-    return prod(_fill_up(count, dtype) for count in size[:2]) * prod(size[2:]) * dtype.itemsize
+def _count_weight(size: Sequence[int], itemsize: int) -> int:
+    return prod(_fill_up(count, itemsize) for count in size[:2]) * prod(size[2:]) * itemsize

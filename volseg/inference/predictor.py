@@ -18,7 +18,7 @@ import torch
 from monai.data import MetaTensor
 from torch import Tensor, nn
 
-from volseg.errors import ConfigError, NonFinitePredictionError
+from volseg.errors import BatchFieldError, ConfigError, NonFinitePredictionError
 from volseg.inference.decision import Also, Decision, LabelRule
 from volseg.inference.original_grid import WayBack
 from volseg.inference.prediction import Prediction
@@ -89,6 +89,10 @@ class Predictor:
     skip_background: bool = False
 
     def __post_init__(self) -> None:
+        if unfit := [model for model in self.models if not callable(model) or hasattr(model, "outputs")]:
+            raise ConfigError(
+                f"model must map images to logits, got {type(unfit[0]).__name__}; of a Named network pass its module"
+            )
         if (self.values is None and self.regions) or (self.values is not None and len(self.values) != self.num_classes):
             raise ConfigError(
                 f"need a value for each of the {self.num_classes} outputs of the network, got values={self.values}; "
@@ -161,7 +165,7 @@ class Predictor:
         asks for ``entropy`` and ``probabilities``; the latter take K times the image's voxels in float32.
         """
         for group in _group_equal_sizes(cases, lambda case: pad_shape(case[field].shape[-3:], self.window), batch_size):
-            images = [case[field] for case in group]
+            images = [_require_volume(case, field) for case in group]
             with self._applied(images[0]) as streamer:
                 predictions = streamer.predict(images, also)
             for case, image, prediction in zip(group, images, predictions, strict=True):
@@ -276,3 +280,14 @@ def explain_not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.d
     else:
         remedy = "the weights may have diverged: use another checkpoint"
     return f"case {case.get('case', '(unnamed)')}: the model gave probabilities that are not finite; {remedy}"
+
+
+def _require_volume(case: Mapping[str, Any], field: str) -> MetaTensor:
+    """Return a case's volume, which knows where its voxels lie."""
+    volume = case[field]
+    if not isinstance(volume, MetaTensor):
+        raise BatchFieldError(
+            f"{field} needs the place of its voxels, as volseg.read_volume gives it (a MetaTensor), got a "
+            f"{type(volume).__name__}; of plain tensors (B, C, D, H, W) take Predictor.probabilities"
+        )
+    return volume

@@ -269,11 +269,15 @@ def set_up_logs(form: str | None = None) -> None:
     known: Mapping[str, Form] = {one: one for one in get_args(Form)}
     _bars.form = known.get(wanted, "text")
     os.environ[LOGS] = _bars.form
-    handler = BesideBars()
-    handler.setFormatter(_JsonLine() if _bars.form == "json" else logging.Formatter("%(message)s"))
-    level = logging.WARNING if _bars.form == "quiet" else logging.INFO
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-    logging.captureWarnings(True)
+    root = logging.getLogger()
+    for handler in [one for one in root.handlers if isinstance(one, BesideBars)]:  # an option comes after the variable
+        root.removeHandler(handler)
+    if not root.handlers:  # else somebody takes the log already, as with logging.basicConfig
+        handler = BesideBars()
+        handler.setFormatter(_JsonLine() if _bars.form == "json" else logging.Formatter("%(message)s"))
+        root.addHandler(handler)
+        root.setLevel(logging.WARNING if _bars.form == "quiet" else logging.INFO)
+        logging.captureWarnings(True)
     shape_last_words(_shape_as_json if _bars.form == "json" else None)
     if wanted not in known:
         logger.warning("%s is %s, %s or %s, got %r; taking text", LOGS, *known, wanted)

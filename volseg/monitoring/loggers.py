@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from uuid import uuid4
 
 from torch import Tensor
@@ -78,6 +78,7 @@ class History(Logger):
     def __init__(self, file: str | Path | None = None) -> None:
         self.file = None if file is None else Path(file)
         self._batches = 0
+        self._lines: TextIO | None = None
 
     def begin(self, run: LoggedRun) -> None:
         """Drop the lines of epochs that are trained again."""
@@ -86,12 +87,20 @@ class History(Logger):
             self.file = run.require_folder("history") / HISTORY
         self.file.parent.mkdir(parents=True, exist_ok=True)
         begin_history(self.file, run.epoch)
+        # Held open: a folder that was taken away, and is another run's by now, gets no line of this one.
+        self._lines = self.file.open("a", encoding="utf-8")
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Add an epoch."""
-        assert self.file is not None
+        assert self._lines is not None, "begin was not called"
         line = EpochLine(epoch=step, step=(step + 1) * self._batches, time=time.time(), scalars=dict(values))
-        append_history(self.file, line)
+        append_history(self._lines, line)
+
+    def end(self, scores: Mapping[str, float]) -> None:
+        """Close the file."""
+        del scores
+        if self._lines is not None:
+            self._lines.close()
 
 
 def import_package(name: str, *, extra: str) -> Any:

@@ -186,7 +186,7 @@ def _find_border(labels: Tensor, width: int) -> Tensor:
 
 def _frame(panel: Tensor, title: str, sides: tuple[str, str], min_width: int) -> Tensor:
     """Return a panel as uint8 with its title above it, and the patient's sides in it."""
-    size = max(round(min_width / 9), 10)
+    size = max(round(min_width / 6.5), 10)
     font = ImageFont.load_default(size)
     margin = round(1.6 * size)
     width = max(panel.shape[-1], min_width, math.ceil(font.getlength(title)) + 4)

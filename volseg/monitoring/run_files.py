@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -121,11 +121,10 @@ _LINE, _STATUS = TypeAdapter(EpochLine), TypeAdapter(RunStatus)
 _PARTS = TypeAdapter(dict[Literal["parts"], tuple[RunPart, ...]])
 
 
-def append_history(file: str | Path, line: EpochLine) -> None:
-    """Add an epoch to a history; what is written is out of this process when this returns."""
-    text = json.dumps(replace_nan(asdict(line)), allow_nan=False)
-    with Path(file).open("a", encoding="utf-8") as history:
-        history.write(f"{text}\n")
+def append_history(history: TextIO, line: EpochLine) -> None:
+    """Add an epoch to an open history; what is written is out of this process when this returns."""
+    history.write(f"{json.dumps(replace_nan(asdict(line)), allow_nan=False)}\n")
+    history.flush()
 
 
 def begin_history(file: str | Path, epoch: int) -> None:
@@ -135,9 +134,9 @@ def begin_history(file: str | Path, epoch: int) -> None:
     if not kept:
         file.unlink(missing_ok=True)
         return
-    with replacing(file) as partial:
+    with replacing(file) as partial, partial.open("w", encoding="utf-8") as history:
         for line in kept:
-            append_history(partial, line)
+            append_history(history, line)
 
 
 def read_history(file: str | Path) -> list[EpochLine]:

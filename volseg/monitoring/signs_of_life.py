@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class SignsOfLife(Hook):
         self._turned = self._clock
         self._earlier: tuple[RunPart, ...] = ()
         self._folder: Path | None = None
+        self._holds: Callable[[], bool] = lambda: True
         self._training: Training | None = None
         self._state: State = "preparing"
         self._message = ""
@@ -80,7 +81,13 @@ class SignsOfLife(Hook):
         return time.perf_counter() - self._clock
 
     @contextmanager
-    def writing(self, folder: str | Path, *, begins_again: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    def writing(
+        self,
+        folder: str | Path,
+        holds: Callable[[], bool] = lambda: True,
+        *,
+        begins_again: type[Exception] | tuple[()] = (),
+    ) -> Iterator[None]:
         """Keep the files of a run folder up to date in here, and say at the end how it ended.
 
         Only for who holds the folder's lock. Where they cannot be written, on a full disk say, that is told once.
@@ -89,12 +96,14 @@ class SignsOfLife(Hook):
         ----------
         folder : path
             Of the run.
+        holds : callable
+            Tells whether it is still the run's: nothing is written into somebody else's.
         begins_again : exception type, optional
             After which the work begins again in another way.
         """
         folder = Path(folder)
         self._earlier = tuple(part for part in read_times(folder / TIMES) if part.begun != self._begun)
-        self._folder, ended = folder, threading.Event()
+        self._folder, self._holds, ended = folder, holds, threading.Event()
         self._set_state("preparing")
         thread = threading.Thread(target=self._keep_up, args=(ended,), name="signs of life", daemon=True)
         thread.start()
@@ -193,10 +202,12 @@ class SignsOfLife(Hook):
             self._turned = now
 
     def _write(self) -> None:
-        if self._folder is None:
+        if self._folder is None or not self._holds():
             return
         self._turn()
         with self._lock:
+            if self._folder is None:  # another thread could not write
+                return
             part = RunPart(begun=self._begun, seconds=self.seconds, spans=dict(self._spans))
             try:
                 write_status(self._folder / STATUS, self._describe())

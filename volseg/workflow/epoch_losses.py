@@ -14,6 +14,10 @@ CHECK_EVERY = 32
 """Batches between two looks at the losses on a GPU; on a CPU every batch is looked at, which costs nothing there."""
 
 
+NORM = "(gradient norm)"
+"""Beside a batch's losses, by a name that no loss has."""
+
+
 class EpochLosses:
     """Losses batch by batch, and the cases they are of.
 
@@ -55,9 +59,9 @@ class EpochLosses:
         """Note of which cases the losses come next."""
         self.cases.append(tuple(cases))
 
-    def add(self, losses: Mapping[str, Tensor]) -> None:
-        """Keep the losses of the batch."""
-        self.losses.append(dict(losses))
+    def add(self, losses: Mapping[str, Tensor], gradient_norm: Tensor | None = None) -> None:
+        """Keep the losses of the batch, and the norm of the gradient where it ended a step."""
+        self.losses.append({**losses, **({} if gradient_norm is None else {NORM: gradient_norm})})
 
     def require_finite(self, losses: Mapping[str, Tensor]) -> None:
         """Look at the losses of the batch that has begun.
@@ -89,6 +93,12 @@ class EpochLosses:
         """Return the mean of each loss over the epoch."""
         stacked = {name: torch.stack([batch[name] for batch in self.losses]) for name in self.names}
         return {name: values.float().mean().item() for name, values in stacked.items()}
+
+    def compute_mean_norm(self) -> float | None:
+        """Return the mean norm of the epoch's gradients; None without a finite one."""
+        norms = [batch[NORM] for batch in self.losses if NORM in batch]
+        values = [value for value in torch.stack(norms).tolist() if math.isfinite(value)] if norms else []
+        return math.fsum(values) / len(values) if values else None
 
     def _refuse_not_finite(self, number: int, values: Mapping[str, float]) -> None:
         if not all(map(math.isfinite, values.values())):

@@ -41,7 +41,7 @@ class Objective:
     """
 
     def __init__(self, losses: Loss | Sequence[Loss], weights: Sequence[float] | None = None) -> None:
-        several = losses if isinstance(losses, Iterable) else [losses]
+        several = losses if isinstance(losses, Iterable) and not isinstance(losses, str) else [losses]
         self.losses = [Named.wrap(loss, ("logits", "label"), "loss") for loss in several]
         self.weights = [1.0] * len(self.losses) if weights is None else list(weights)
         if not self.losses or len(self.losses) != len(self.weights):

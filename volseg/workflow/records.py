@@ -46,8 +46,8 @@ class EpochRecord:
     voxels_per_second: float | None = None
     """Voxels of all patches of all processes that were trained on, by ``seconds``; None where a batch has no image."""
     gradient_norm: float | None = None
-    """Mean over the epoch's optimizer steps of the gradient's norm before it was clipped; of those since the training
-    went on, in an epoch that was interrupted. Steps that float16 left out, for an infinite one, are not counted."""
+    """Mean over the epoch's optimizer steps of the gradient's norm before it was clipped. Steps that float16 left out,
+    for an infinite one, are not counted."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain Python values."""

@@ -84,7 +84,7 @@ class Training:
     record : bool
         Record the step as a CUDA graph after a few batches, where it can be: on one GPU of each process, in bfloat16
         or float32, with a fused optimizer, every batch a step. Batches of a third shape run as they are.
-    hooks : sequence of Hook
+    hooks : Hook, or sequence of them
         Called in this order.
     capture : bool, optional
         The old name of ``record``, for one release.
@@ -132,7 +132,7 @@ class Training:
         accumulate: int = 1,
         average_decay: float | None = None,
         record: bool = True,
-        hooks: Sequence[Hook] = (),
+        hooks: Hook | Sequence[Hook] = (),
         capture: bool | None = None,
     ) -> None:
         if capture is not None:
@@ -157,7 +157,7 @@ class Training:
         self.validation = validation
         self.validate_every = validate_every
         self.accumulate = accumulate
-        self.hooks = list(hooks)
+        self.hooks = [hooks] if isinstance(hooks, Hook) else list(hooks)
         self.device = next(model.parameters()).device
         self.objective.to(self.device)
         self.precision = Precision.choose(precision, self.device)
@@ -184,7 +184,6 @@ class Training:
         self._stop_reason: str | None = None
         self._losses = self._new_losses()
         self._glimpse = Glimpse()
-        self._norms: list[Tensor] = []  # of this epoch's gradients, on the device, since the training went on
         self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
         self._stopping = Stopping(self.device)
 
@@ -274,13 +273,11 @@ class Training:
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         completes = (self.position + 1) % self.accumulate == 0 or self.position + 1 == self.num_batches
         losses = self.step(tensors, gathered=self._group_size(), completes=completes)
-        self._losses.add(losses)
+        self._losses.add(losses, self.step.gradient_norm if completes else None)
         self.latest_losses = self._glimpse.exchange(losses) or self.latest_losses
         self.voxels_per_batch = self._count_voxels(tensors.get("image"))
         self.position += 1
         if completes:
-            if self.step.gradient_norm is not None:
-                self._norms.append(self.step.gradient_norm)
             self.schedule.step()
             if self.average:
                 self.average.update()
@@ -327,12 +324,11 @@ class Training:
             batches=self.position,
             seconds_validating=time.perf_counter() - begin if outcome else 0.0,
             voxels_per_second=_find_speed(self.voxels_per_batch, self.position, self._seconds),
-            gradient_norm=_mean_of_finite(self._norms),
+            gradient_norm=self._losses.compute_mean_norm(),
         )
         self.history.append(record)
         self.epoch, self.position = self.epoch + 1, 0
         self._losses = self._new_losses()
-        self._norms = []
         self._seconds = self._seconds_waited = 0.0
         best = -math.inf if self.best is None or self.best.score is None else self.best.score
         if record.score is not None and record.score > best:  # a score of NaN is never the best
@@ -438,7 +434,6 @@ class Training:
         self.epoch, self.position = state.progress
         losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
         self._losses = self._new_losses(losses, state.cases)
-        self._norms = []
         self._seconds, self._seconds_waited = state.seconds
         self.history, self.best = [*state.history], state.best
         with taking_over("random"):
@@ -449,18 +444,15 @@ def _find_speed(voxels_per_batch: int | None, batches: int, seconds: float) -> f
     return None if voxels_per_batch is None else voxels_per_batch * batches / max(seconds, 1e-9)
 
 
-def _mean_of_finite(norms: Sequence[Tensor]) -> float | None:
-    """Return the mean of numbers that lie on a device, for which it waits; None without a finite one."""
-    values = [value for value in torch.stack(list(norms)).tolist() if math.isfinite(value)] if norms else []
-    return math.fsum(values) / len(values) if values else None
-
-
 def _count(batches: Any) -> int:
     """Return how many batches an epoch has: the schedule, and where an epoch ends, follow from it."""
     try:
-        return len(batches)
+        count = len(batches)
     except TypeError:
         raise ConfigError(
             f"batches need a length, the number of batches in an epoch, got a {type(batches).__name__}; pass a "
             "DataLoader, a list, or an object with __len__ and __iter__"
         ) from None
+    if count < 1:
+        raise ConfigError("batches are empty; an epoch needs one at least (a DataLoader may drop the last, short one)")
+    return count

@@ -32,7 +32,7 @@ from volseg.transforms.grid import Grid
 from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 
-__all__ = ["Example", "JudgedCase", "Testing", "Validated", "Validation"]
+__all__ = ["Example", "JudgedCase", "Testing", "Validated", "Validation", "make_example"]
 
 SHOWN = ("Dice", "HD95", "ASSD", "NSD", "volume_diff_ml", "lesion_F1")
 """Metrics per label that curves are drawn of."""
@@ -226,25 +226,8 @@ class Validation:
         return scores
 
     def _example(self, case: Mapping[str, Any], prediction: MetaTensor) -> Example:
-        """Return the image, back on its original grid, with label and prediction."""
-        image, grid = case["image"], Grid.original(case["image"])
-        original = resample(grid, image.as_tensor().float(), Grid.of(image))
-        label, found = (self._number(volume.as_tensor()[0]) for volume in (case["reference"], prediction))
-        return Example(
-            case=case["case"],
-            image=original.cpu(),
-            label=label.cpu(),
-            prediction=found,
-            affine=grid.affine.cpu(),
-        )
-
-    def _number(self, label_map: Tensor) -> Tensor:
-        """Return a label map that counts the known values from 0 on, for colours; 0 where nobody annotated."""
-        if self.ignore is not None:
-            label_map = label_map.masked_fill(label_map == self.ignore, 0)
         scored = {value for key in self.labels for value in (key if isinstance(key, tuple) else (key,))}
-        known = torch.tensor(sorted({0, *self.values, *scored}), device=label_map.device)
-        return torch.searchsorted(known, label_map.long())
+        return make_example(case, prediction, {0, *self.values, *scored}, self.ignore)
 
     def _part(self, name: str, metric: Tensor, case: Mapping[str, Any]) -> dict[str, float]:
         """Return a case's mean over what is scored in it, NaN where that cannot be told, and each label's metric."""
@@ -313,6 +296,37 @@ class Testing:
             case["case"]: write_prediction(predicted.labels, case["image"], self.folder / f"{case['case']}.nii.gz")
             for case, predicted in self.show(self.predictor.stream(self.cases, batch_size=self.batch_size))
         }
+
+
+def make_example(
+    case: Mapping[str, Any], prediction: MetaTensor, known: Collection[int], ignore: int | None
+) -> Example:
+    """Return a prepared case and its prediction as they are looked at: the image is taken back to its original grid.
+
+    Parameters
+    ----------
+    case : Case
+        With ``image`` and ``reference``.
+    prediction : MetaTensor
+        ``(1, D, H, W)``, on the image's own grid.
+    known : collection of int
+        Every value of the label maps, 0 among them.
+    ignore : int, optional
+        Value where nobody annotated.
+    """
+    image, grid = case["image"], Grid.original(case["image"])
+    original = resample(grid, image.as_tensor().float(), Grid.of(image))
+    label, found = (_number(volume.as_tensor()[0], known, ignore) for volume in (case["reference"], prediction))
+    return Example(
+        case=case["case"], image=original.cpu(), label=label.cpu(), prediction=found.cpu(), affine=grid.affine.cpu()
+    )
+
+
+def _number(label_map: Tensor, known: Collection[int], ignore: int | None) -> Tensor:
+    """Return a label map that counts the known values from 0 on, for colours; 0 where nobody annotated."""
+    if ignore is not None:
+        label_map = label_map.masked_fill(label_map == ignore, 0)
+    return torch.searchsorted(torch.tensor(sorted(known), device=label_map.device), label_map.long())
 
 
 def _require_predictor(predictor: Any, workflow: str) -> None:

@@ -5,9 +5,13 @@
 Torch hands cuDNN a block of its own allocator for the time of each call: the most that was asked for during the call,
 less what was asked for after it, is its size. Forward, the gradient of the input and that of the weight are measured of
 each shape. Shapes are drawn at random, so that those of half the time are a fair half; every GPU has a share of them.
+
+With ``--table volseg/forecast/tables/convolutions_h200.json.gz`` an earlier result is added to the table of the
+forecast, in place of what that had for the same shapes.
 """
 
 import argparse
+import gzip
 import json
 import os
 import random
@@ -40,7 +44,11 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shapes", type=Path, help="JSON list of shapes instead of drawn ones")
+    parser.add_argument("--table", type=Path, help="of the forecast, to add the result to instead of measuring")
     chosen = parser.parse_args()
+    if chosen.table is not None:
+        add_to_table(json.loads(chosen.result.read_text(encoding="utf-8"))["rows"], chosen.table)
+        return
     given = json.loads(chosen.shapes.read_text(encoding="utf-8")) if chosen.shapes else None
     gpus = torch.cuda.device_count()
     with tempfile.TemporaryDirectory() as folder:
@@ -51,6 +59,20 @@ def main() -> None:
     chosen.result.parent.mkdir(parents=True, exist_ok=True)
     chosen.result.write_text(json.dumps(result) + "\n", encoding="utf-8")
     print(len(rows), "shapes")
+
+
+def add_to_table(rows: list[dict[str, Any]], table: Path) -> None:
+    """Put what was measured into the table that `volseg.forecast.workspaces` reads."""
+    known = json.loads(gzip.decompress(table.read_bytes())) if table.exists() else []
+    found = {json.dumps(row[:-1]): row[-1] for row in known}
+    for row in rows:
+        kind = [row["kernel"] ** 3, getattr(torch, row["dtype"]).itemsize, row["order"] == "channels_last"]
+        for part in ("forward", "input_gradient", "weight_gradient") if "failed" not in row else ():
+            shape = [part, row["input"], row["output"], *kind, row["stride"] > 1, row["transposed"]]
+            found[json.dumps(shape)] = row[part]
+    told = [[*json.loads(shape), size] for shape, size in found.items()]
+    table.write_bytes(gzip.compress(json.dumps(told, separators=(",", ":")).encode(), mtime=0))
+    print(len(told), "sizes in", table)
 
 
 def work(rank: int, gpus: int, seconds: float, seed: int, folder: str, given: list[dict[str, Any]] | None) -> None:

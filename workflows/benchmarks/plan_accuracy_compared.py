@@ -78,7 +78,9 @@ def forecast_row(row: Row, gpu: str = "h200") -> Forecast:
     """Return what is forecast of a configuration."""
     kind = find_kind(gpu)
     names = ("spatial", "pipeline", "split_size", "checkpoint", "kernels", "recorded")
-    candidate = Candidate(**{name: row[name] for name in names})
+    # A pipeline is cut by times that are measured when it starts: what is compared is the cut that was made.
+    cuts = tuple(stage["begins"] for stage in row["partition"][1:]) if "partition" in row else None
+    candidate = Candidate(**{name: row[name] for name in names}, cuts=cuts)
     machine = Machine(gpu=kind, num_gpus=candidate.num_gpus, links=find_links(kind), gpu_bytes=kind.memory)
     return forecast_work(build_work(row), candidate, machine)
 

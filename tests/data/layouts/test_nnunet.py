@@ -281,3 +281,16 @@ def test_channels_are_read_and_checked(raw):
     assert problem.case == "b"
     assert "b_0001.nii.gz lies up to 3 mm away from its first channel" in problem.message
     assert "b_0000.nii.gz" in problem.message
+
+
+@pytest.mark.parametrize("name", ["Dataset004_Hippocampus", "4"])
+def test_a_data_set_that_lies_where_nnunet_looks_is_named(tmp_path, monkeypatch, name):
+    folder = tmp_path / "raw" / "Dataset004_Hippocampus"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("nnUNet_raw", str(tmp_path / "raw"))
+    with pytest.raises(DataError, match=f"{name} does not exist; .*, such as {folder}, of nnU-Net's"):
+        load_task(name)
+    monkeypatch.delenv("nnUNet_raw")
+    with pytest.raises(DataError, match=r"or another data set's$"):
+        load_task(name)

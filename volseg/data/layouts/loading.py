@@ -61,7 +61,9 @@ def find_task(root: str | Path) -> Path:
     """
     root = Path(os.path.abspath(root))  # the folder's own name counts, so links are not resolved
     if not root.exists():
-        raise DataError(f"{root} does not exist; name the TaskNN_Name folder of an MSD task, or another data set's")
+        raise DataError(
+            f"{root} does not exist; name the TaskNN_Name folder of an MSD task, or another data set's{_find_raw(root)}"
+        )
     if root.name in MANIFESTS:
         root = root.parent
     if root.is_file() and root.suffix.lower() in TABLES:
@@ -97,3 +99,11 @@ def _is_described(folder: Path) -> bool:
 
 def _is_arranged(folder: Path) -> bool:
     return folder.is_dir() and find_arrangement(folder) is not None
+
+
+def _find_raw(root: Path) -> str:
+    """Return where nnU-Net would look for a data set of this name or number."""
+    raw = Path(os.environ.get("nnUNet_raw", "nowhere"))  # noqa: SIM112 - nnU-Net calls it so
+    number = f"Dataset{int(root.name):03d}_*" if root.name.isdecimal() else "Dataset*"
+    found = [folder for folder in sorted(raw.glob(number)) if root.name.isdecimal() or folder.name == root.name]
+    return f", such as {found[0]}, of nnU-Net's" if found else ""

@@ -20,6 +20,9 @@ __all__ = ["gather"]
 
 SIZES_BYTES = {"nccl": 64 * 2**20, "gloo": 2**20}
 REPEATS = 5
+ANSWER = "volseg-all-reduce"
+"""Begins the line on which the first process answers."""
+
 LIMIT = timedelta(seconds=90)
 """For the processes to find each other; whoever started this ends it later than that."""
 
@@ -54,7 +57,8 @@ def gather() -> AllReduceFacts:
     failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
     if failed:
         raise RuntimeError(_find_reason(failed))
-    seconds, is_right = said[0].splitlines()[-1].split()
+    # NCCL and torch write to the same stream, before it and after it.
+    seconds, is_right = next(line for line in said[0].splitlines() if line.startswith(ANSWER)).split()[1:]
     return AllReduceFacts(
         backend=backend,
         processes=count,
@@ -92,7 +96,7 @@ def _sum_with_others(rank: int, count: int, meeting: str) -> None:
     dist.all_reduce(wrong)
     is_right = not wrong.item()
     dist.destroy_process_group()
-    sys.stdout.write(f"\n{seconds} {is_right}\n")
+    sys.stdout.write(f"\n{ANSWER} {seconds} {is_right}\n")
 
 
 def _wait(has_gpus: bool) -> float:

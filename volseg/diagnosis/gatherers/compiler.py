@@ -36,7 +36,7 @@ def gather() -> CompilerFacts:
         if has_gpu():
             begun = time.perf_counter()
             try:
-                kernel = "right" if run_tried_kernel(os.environ) else "wrong"
+                kernel = "right" if run_tried_kernel() else "wrong"
             except Exception as fault:  # whatever Triton, the compiler and the driver raise is what is asked for
                 kernel_refused = f"{type(fault).__name__}: {fault}".strip().splitlines()[0]
             seconds = time.perf_counter() - begun

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """A kernel as small as can be, to see Triton compile."""
 
+import os
 import tempfile
-from collections.abc import MutableMapping
 
 import torch
 
@@ -11,6 +11,7 @@ from volseg.device.triton_kernels import kernel, tl, triton
 __all__ = ["has_gpu", "run_tried_kernel"]
 
 BLOCK = 1024
+CACHE = "TRITON_CACHE_DIR"
 
 
 @kernel()
@@ -27,18 +28,17 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def run_tried_kernel(environment: MutableMapping[str, str]) -> bool:
-    """Compile and run the kernel on the first GPU, and compare with torch.
-
-    Parameters
-    ----------
-    environment
-        This process's, in which Triton is given an empty folder to keep what it compiles: what it has compiled before
-        would hide that it can compile no more.
-    """
+def run_tried_kernel(device: str = "cuda") -> bool:
+    """Compile and run the kernel, and compare with torch."""
+    before = os.environ.get(CACHE)
+    # What Triton has compiled before would hide that it can compile no more.
     with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
-        environment["TRITON_CACHE_DIR"] = folder
-        x, y = torch.arange(10_000.0, device="cuda"), torch.full((10_000,), 3.0, device="cuda")
-        out = torch.zeros_like(x)
-        add_product[(triton.cdiv(x.numel(), BLOCK),)](x, y, out, x.numel(), block=BLOCK)
-        return torch.equal(out, 4 * x)
+        os.environ[CACHE] = folder
+        try:
+            x, y = torch.arange(10_000.0, device=device), torch.full((10_000,), 3.0, device=device)
+            out = torch.zeros_like(x)
+            add_product[(triton.cdiv(x.numel(), BLOCK),)](x, y, out, x.numel(), block=BLOCK)
+            return torch.equal(out, 4 * x)
+        finally:
+            del os.environ[CACHE]
+            os.environ.update({} if before is None else {CACHE: before})

@@ -162,7 +162,7 @@ def _place(net: nn.Module, candidate: Candidate, devices: list[torch.device], me
     """Return the network where the candidate has it."""
     model: nn.Module
     if candidate.pipeline > 1:
-        options = Pipeline(split_size=candidate.split_size or "auto", record=candidate.recorded)
+        options = Pipeline(split_size=candidate.split_size or "auto", cuts=candidate.cuts, record=candidate.recorded)
         return ModelParallel(net.to(devices[0]), strategy=options, devices=devices)
     cut = Spatial(checkpoint=candidate.checkpoint)
     if candidate.spatial > 1 and mesh is not None:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from volseg.device.layout import DIM
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, small_enough
-from volseg.device.pretended import is_recording
+from volseg.device.pretended import is_gpu, is_recording
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.communicator import Communicator
-from volseg.parallel.spatial.transport.process_group import ProcessGroupShards, pack, shares_block
+from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.transport.room import extend, own_planes
 
 __all__ = ["Halo", "Wait", "plan_halos", "return_gradients", "start_filling", "write_outer_first"]
@@ -217,7 +217,7 @@ def _start_between_processes(
             return [kept]
 
         return wait_and_keep
-    return _start_messages(halo, communicator.group, ordered_sends, ordered_receives)
+    return _start_messages(halo, communicator, ordered_sends, ordered_receives)
 
 
 def _fits_mailbox(halo: Halo, some: Sides) -> bool:
@@ -227,17 +227,18 @@ def _fits_mailbox(halo: Halo, some: Sides) -> bool:
     return small_enough(halo.width, values, planes.dtype, LIMIT if recording else EAGER_LIMIT)
 
 
-def _start_messages(halo: Halo, group: dist.ProcessGroup, sends: Sides, receives: Sides) -> Callable[[], None]:
-    """Exchange planes through the process group; on a GPU those in a larger block travel as copies: `shares_block`.
+def _start_messages(halo: Halo, communicator: ProcessGroupShards, sends: Sides, receives: Sides) -> Callable[[], None]:
+    """Exchange planes through the process group; on a GPU all of them travel as copies.
 
-    While a CUDA graph is recorded all do: a block that NCCL has used is not taken again before the recording ends.
+    A block that NCCL has used is not taken again before the host has seen that NCCL is done, while a CUDA graph is
+    recorded not before the end: neither an activation nor a gradient may be one.
     """
-    recording = is_recording(halo.communicator.home)
+    group, home = communicator.group, communicator.home
+    messages = communicator.begin_messages()
     operations, copies, kept = [], [], []
     for planes, number in zip(sends, halo.neighbours, strict=True):
         if planes is not None and number is not None and planes.numel():
-            packed = pack(planes)
-            kept.append(packed.clone() if recording and packed is planes else packed)
+            kept.append(messages.pack(planes))
             operations.append(dist.P2POp(dist.isend, kept[-1], dist.get_global_rank(group, number), group))
     for planes, number in zip(receives, halo.neighbours, strict=True):
         if planes is None or not planes.numel():
@@ -245,8 +246,8 @@ def _start_messages(halo: Halo, group: dist.ProcessGroup, sends: Sides, receives
         if number is None:  # the volume's border
             planes.zero_()
             continue
-        direct = planes.is_contiguous() and not recording and not shares_block(planes)
-        arriving = planes if direct else torch.empty_like(planes, memory_format=torch.contiguous_format)
+        direct = planes.is_contiguous() and not is_gpu(home)
+        arriving = planes if direct else messages.make_room(planes.shape, planes.dtype)
         if arriving is not planes:
             copies.append((planes, arriving))
         operations.append(dist.P2POp(dist.irecv, arriving, dist.get_global_rank(group, number), group))
@@ -258,5 +259,6 @@ def _start_messages(halo: Halo, group: dist.ProcessGroup, sends: Sides, receives
         for planes, arrived in copies:
             planes.copy_(arrived)
         kept.clear()
+        messages.end()
 
     return wait

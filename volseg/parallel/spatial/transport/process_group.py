@@ -17,7 +17,7 @@ from torch import Tensor
 from volseg.device.first_order import first_order
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
-from volseg.device.pretended import find_current_stream, is_gpu, make_stream, on_stream
+from volseg.device.pretended import find_current_stream, is_gpu, is_recording, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams, gather_into
 from volseg.device.triton_tiles import takes
 from volseg.parallel.buckets import flatten, split_like
@@ -25,29 +25,15 @@ from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
+from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages
 
-__all__ = ["ProcessGroupShards", "pack", "shares_block"]
+__all__ = ["ProcessGroupShards"]
 
 REFUSAL = (
     "the shards of a volume used {names} in a step in different ways: some shards had a gradient for it and others had "
     "none, or it lies in memory in another layout, so that their sum belongs to no network; let forward() use the same "
     "parameters in all processes, and give them the same memory format in all"
 )
-
-
-def shares_block(planes: Tensor) -> bool:
-    """Say whether planes lie on a GPU in a larger block of memory, which NCCL would mark as used on its stream.
-
-    Given back, a block so marked is not taken again before the host has seen that NCCL is done. Python runs steps ahead
-    of the GPU, and whole activations would pile up meanwhile.
-    """
-    return is_gpu(planes.device) and planes.untyped_storage().nbytes() > planes.nbytes
-
-
-def pack(planes: Tensor) -> Tensor:
-    """Return planes as they are sent: one after another, and on a GPU in a block of their own."""
-    copied = shares_block(planes) or not planes.is_contiguous()
-    return planes.clone(memory_format=torch.contiguous_format) if copied else planes
 
 
 class ProcessGroupShards(Communicator):
@@ -107,6 +93,15 @@ class ProcessGroupShards(Communicator):
         """How planes of halos are exchanged; made likewise."""
         return PlaneMailbox.connect(self.group, self.home)
 
+    @cached_property
+    def _buffers(self) -> MessageBuffers:
+        return MessageBuffers(self.home)
+
+    def begin_messages(self) -> Messages:
+        """Return where the messages of one exchange lie."""
+        keeps = is_gpu(self.home) and not is_recording(self.home)
+        return Messages(self.home, self._buffers if keeps else None)
+
     def peer(self, axis: int, position: int) -> int:
         """Return the global rank of the process at ``position`` on this process's line of the grid."""
         coordinates = (*self.coordinates[0][:axis], position, *self.coordinates[0][axis + 1 :])
@@ -139,7 +134,7 @@ class ProcessGroupShards(Communicator):
         """Start to move planes; the returned function waits for them and assembles the wanted span."""
         here = self.coordinates[0][axis]
         own = spans(size, self.grid[axis], unit)[here]
-        pieces, operations = [], []
+        pieces, operations, messages = [], [], self.begin_messages()
         for move in transfers(size, wanted, unit):
             if here not in (move.source, move.target):
                 continue
@@ -148,20 +143,22 @@ class ProcessGroupShards(Communicator):
                 if move.target == here:
                     pieces.append(planes)
                 else:
-                    operations.append(dist.P2POp(dist.isend, pack(planes), self.peer(axis, move.target), self.group))
+                    operations.append(
+                        dist.P2POp(dist.isend, messages.pack(planes), self.peer(axis, move.target), self.group)
+                    )
             else:
                 shape = list(slab.shape)
                 shape[dim] = move.stop - move.start
-                pieces.append(slab.new_empty(shape))
+                pieces.append(messages.make_room(shape, slab.dtype))
                 operations.append(dist.P2POp(dist.irecv, pieces[-1], self.peer(axis, move.source), self.group))
         work = dist.batch_isend_irecv(operations) if operations else []
 
         def finish() -> Tensor:
             for request in work:
                 request.wait()
-            if not pieces:
-                return slab.narrow(dim, 0, 0).clone()
-            return torch.cat(pieces, dim)
+            whole = torch.cat(pieces, dim) if pieces else slab.narrow(dim, 0, 0).clone()
+            messages.end()
+            return whole
 
         return finish
 
@@ -174,7 +171,7 @@ class ProcessGroupShards(Communicator):
         shape = list(planes.shape)
         shape[dim] = own[1] - own[0]
         total = planes.new_zeros(shape)
-        arrivals, operations = [], []
+        arrivals, operations, messages = [], [], self.begin_messages()
         for move in transfers(size, wanted, unit):
             if here not in (move.source, move.target):
                 continue
@@ -183,16 +180,19 @@ class ProcessGroupShards(Communicator):
                 if move.source == here:
                     total.narrow(dim, move.start - own[0], move.stop - move.start).copy_(piece)
                 else:
-                    operations.append(dist.P2POp(dist.isend, pack(piece), self.peer(axis, move.source), self.group))
+                    operations.append(
+                        dist.P2POp(dist.isend, messages.pack(piece), self.peer(axis, move.source), self.group)
+                    )
             else:
                 shape[dim] = move.stop - move.start
-                arrivals.append((move, planes.new_empty(shape)))
+                arrivals.append((move, messages.make_room(shape, planes.dtype)))
                 operations.append(dist.P2POp(dist.irecv, arrivals[-1][1], self.peer(axis, move.target), self.group))
         if operations:
             for request in dist.batch_isend_irecv(operations):
                 request.wait()
         for move, arrival in arrivals:
             total.narrow(dim, move.start - own[0], move.stop - move.start).add_(arrival)
+        messages.end()
         return total
 
     def stack(self, partial: Tensor) -> Tensor:

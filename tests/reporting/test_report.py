@@ -1,0 +1,196 @@
+"""What is said of runs: finished, under way, failed, of an older volseg, and damaged."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.reporting.run_folders import BEGUN, SCRIPT, make_crossed, make_run
+from volseg.cli import app
+from volseg.commands import spell
+from volseg.errors import ConfigError
+from volseg.monitoring.run_files import RunStatus, write_status
+from volseg.reporting import write_brief, write_report
+from volseg.reporting.drawing import choose_ticks
+from volseg.reporting.judged import choose_extremes
+from volseg.reporting.reading import ReportedCase, read_run
+from volseg.reporting.run import add_spans
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.texts, self.attributes = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes.extend((tag, key, value) for key, value in attrs)
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(self.texts)
+
+
+def read_page(folder):
+    return Page(write_report(folder).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "run")
+
+
+def test_the_page_is_whole_and_alone(run):
+    page = read_page(run)
+    for heading in ("Curves", "Scores", "Cases", "Published results", "Time", "GPU memory", "Config", "Next"):
+        assert heading in page.texts
+    assert page.tags.count("script") == 1
+    links = [value for tag, key, value in page.attributes if key in ("src", "href", "srcset", "action")]
+    assert links
+    assert all(link.startswith(("data:", "#")) for link in links)
+    assert page.tags.count("img") == 10
+    assert f"{SCRIPT}: voxels are NaN" in page.texts
+    assert "default-src 'none'" in " ".join(value for _, key, value in page.attributes if key == "content")
+
+
+def test_what_came_before_a_resume_counts(run):
+    spans = add_spans(read_run(run).parts)
+    assert spans == {"reading": 60, "training": 3500, "validation": 90, "the rest": 20}
+    assert "1 h 1 min in 2 parts" in read_page(run).text
+    assert "| in all     | 1 h 1 min" in write_brief(run)
+
+
+def test_an_older_run_says_what_is_missing(run):
+    for name in ("history.jsonl", "times.json", "status.json", "told.json", "memory.json", "environment.json"):
+        (run / name).unlink()
+    shutil.rmtree(run / "validation" / "overlays")
+    page = read_page(run)
+    assert "Not shown" in page.texts
+    for words in (
+        "No curves: history.jsonl",
+        "No time budget",
+        "No pictures of cases",
+        "environment.json is not there",
+    ):
+        assert words in page.text
+    assert "state unknown" in page.texts
+    (run / "report.md").touch()  # which only a finished training leaves
+    assert "finished" in read_page(run).texts
+
+
+@pytest.mark.parametrize("state", ["training", "interrupted", "failed"])
+def test_an_unfinished_run_says_how_far_it_came_and_how_it_goes_on(run, state):
+    shutil.rmtree(run / "validation")
+    message = f"loss is not finite <{state}>"
+    status = RunStatus(state=state, time=BEGUN, started=BEGUN, host="h", pid=1, best=0.7123, message=message)
+    write_status(run / "status.json", status)
+    page = read_page(run)
+    assert spell(f"volseg train {run / 'config.yaml'} --resume") in page.texts
+    assert "best mean Dice so far" in page.texts
+    assert "0.7123" in page.texts
+    assert state in page.text
+    assert (message in page.text) == (state == "failed")
+    assert "summary.json is not there" in page.text
+    assert "finished" in Page(write_report(run, state="finished").read_text(encoding="utf-8")).texts
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": 1}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "validation/summary.json",
+        "environment.json",
+        "split.json",
+        "task.json",
+        "told.json",
+        "memory.json",
+        "replanned.json",
+    ],
+)
+def test_a_damaged_file_keeps_no_report_from_being_written(run, name, content):
+    (run / name).write_text(content, encoding="utf-8")
+    assert "Curves" in read_page(run).texts
+
+
+def test_a_damaged_history_is_told_of(run):
+    lines = (run / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    (run / "history.jsonl").write_text("\n".join([lines[0], "{", *lines[1:]]) + "\n", encoding="utf-8")
+    assert "is no line of a history" in read_page(run).text
+
+
+def test_numbers_that_are_none_leave_gaps(run):
+    with (run / "history.jsonl").open("a", encoding="utf-8") as history:
+        for epoch in (20, 21):
+            line = {"epoch": epoch, "step": 1, "time": 0.0, "scalars": {"train/loss": None, "train/only_nan": None}}
+            history.write(json.dumps(line) + "\n")
+    page = read_page(run)
+    assert "Losses or gradients were not finite in 2 epoch(s), first in 20." in page.text
+    numbers = " ".join(
+        value for tag, key, value in page.attributes if tag in ("path", "circle", "line", "text") and key != "class"
+    )
+    assert "nan" not in numbers
+    assert "inf" not in numbers
+
+
+def test_a_cross_validation_has_a_page_of_its_own(tmp_path):
+    folder = make_crossed(tmp_path / "crossed")
+    page = read_page(folder)
+    assert "Cross-validation of DynUNet on Task00_<i>" in page.texts
+    assert "2-fold cross-validation" in page.texts
+    assert page.tags.count("img") == 10
+    assert "finished" in page.texts
+    (folder / "cross_validation.json").unlink()
+    (folder / "summary.json").unlink()
+    page = read_page(folder)
+    assert "0 of 2 folds" in page.texts
+    assert "cross_validation.json is not there" in page.text
+
+
+def test_another_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"is no run folder and no cross-validation: it has neither config\.yaml nor"):
+        write_report(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_best_and_the_worst_are_no_case_twice():
+    cases = [
+        ReportedCase(name=f"{n}", metrics={"1": {"Dice": dice}}) for n, dice in enumerate([0.5, 0.1, math.nan, 0.9])
+    ]
+    worst, best = choose_extremes(cases)
+    assert [case.name for case in worst] == ["1", "0"]
+    assert [case.name for case in best] == ["3"]
+    many = [ReportedCase(name=f"{n:02}", metrics={"0": {"Dice": 1.0}, "1": {"Dice": n / 20}}) for n in range(20)]
+    worst, best = choose_extremes(many)
+    assert [case.name for case in (*worst, *best)] == ["00", "01", "02", "03", "04", "19", "18", "17", "16", "15"]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (-3e-9, 2e-9), (0.1, 0.1000001), (-5, 1e7), (1e300, 2e300)])
+def test_ticks_enclose_what_is_drawn(low, high):
+    ticks = choose_ticks(low, high)
+    assert ticks[0] <= low
+    assert ticks[-1] >= high
+    assert 2 <= len(ticks) <= 8
+    assert ticks == sorted(set(ticks))
+
+
+def test_the_verb_writes_it_and_imports_no_torch(run, tmp_path):
+    result = CliRunner().invoke(app, ["report", str(run), "-o", str(tmp_path / "new" / "page.html")])
+    assert result.exit_code == 0, result.output
+    assert re.sub(r"\s", "", result.output) == str(tmp_path / "new" / "page.html")
+    assert (tmp_path / "new" / "page.html").stat().st_size > 10_000
+    code = (
+        f"import sys, volseg.reporting; volseg.reporting.write_report({str(run)!r}); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0

@@ -1,0 +1,38 @@
+"""Memory of a GPU for one purpose alone: its blocks do not lie among those of others, and keep none of them apart."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from volseg.device.pretended import is_pretended, pretend_recording
+
+__all__ = ["MemoryPool"]
+
+
+class MemoryPool:
+    """A part of torch's allocator.
+
+    Parameters
+    ----------
+    name : str
+        Of the purpose, for who follows a step without a GPU.
+    device : torch.device
+        Where it lies; of a CPU nothing is kept apart.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device = name, device
+        self._pool = torch.cuda.MemPool() if device.type == "cuda" else None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Take from it what this thread asks for."""
+        if self._pool is not None:
+            with torch.cuda.use_mem_pool(self._pool, self.device):
+                yield
+        elif is_pretended(self.device):
+            with pretend_recording(self.name):
+                yield
+        else:
+            yield

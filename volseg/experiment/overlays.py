@@ -1,0 +1,73 @@
+"""Pictures of the best and the worst validated cases, made while the data are there: reports may be written later."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from volseg.data.cases import Case, Task
+from volseg.data.checks import read_case
+from volseg.data.readers import read_volume
+from volseg.experiment.run_folder import RunFolder
+from volseg.monitoring.pictures import draw_example
+from volseg.reporting.judged import choose_extremes
+from volseg.reporting.reading import OVERLAYS, read_scores
+from volseg.workflow.validation import Example, make_example
+
+__all__ = ["draw_overlays"]
+
+logger = logging.getLogger(__name__)
+
+MIN_SIDE = 384
+"""Of a picture in pixels: ten of them are to make a page that can be sent."""
+
+
+def draw_overlays(folder: RunFolder, task: Task, cases: Sequence[Case]) -> list[Path]:
+    """Draw the cases with the lowest and the highest Dice of a run's validation; return the files.
+
+    Parameters
+    ----------
+    folder : RunFolder
+        With ``validation/summary.json`` and the label maps that it is about.
+    task : Task
+        Of the run.
+    cases : sequence of Case
+        Those that were validated: prepared where this process holds them, else with the paths of image and label, which
+        are read again. Of several with one id the last counts.
+    """
+    target = folder.path / OVERLAYS
+    for old in target.glob("*.png"):
+        old.unlink()
+    scores = read_scores(folder.validation / "summary.json", None)
+    if scores is None:
+        return []
+    by_name = {case["case"]: case for case in cases}
+    worst, best = choose_extremes(scores.cases)
+    drawn = []
+    for judged in (*worst, *best):
+        example = _read_example(folder, task, by_name[judged.name])
+        if example is not None:
+            target.mkdir(parents=True, exist_ok=True)
+            picture = draw_example(example, min_side=MIN_SIDE).permute(1, 2, 0).numpy()
+            drawn.append(target / f"{judged.name}.png")
+            Image.fromarray(np.ascontiguousarray(picture)).save(drawn[-1], optimize=True)
+    return drawn
+
+
+def _read_example(folder: RunFolder, task: Task, case: Case) -> Example | None:
+    """Return image, label and prediction of a case; None, with a line in the log, where they can no longer be read."""
+    if "reference" not in case:
+        checked = read_case(case, task, digests=False)
+        if checked.problems:
+            logger.warning("no picture of %s: %s", case["case"], checked.problems[0])
+            return None
+        case = {**checked.case, "reference": checked.case["label"]}
+    prediction = read_volume(folder.validation / f"{case['case']}.nii.gz")
+    known = {0, *task.class_values, *(value for key in task.structures for value in _list_values(key))}
+    return make_example(case, prediction, known, task.ignore)
+
+
+def _list_values(key: int | tuple[int, ...]) -> tuple[int, ...]:
+    return key if isinstance(key, tuple) else (key,)

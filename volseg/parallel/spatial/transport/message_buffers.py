@@ -1,0 +1,101 @@
+"""Memory of the messages between processes, used again and again.
+
+NCCL marks the memory of a message as used on its stream. Given back, such memory is not taken again before the host has
+seen that NCCL is done; Python runs steps ahead of the GPU, and meanwhile the copies pile up and keep the memory around
+them in pieces: a step took up to a third more than its tensors needed, and never twice the same. So they are not given
+back: whoever waits for a message has its stream wait for NCCL, and the next message of that stream may lie there.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from volseg.device.memory_pool import MemoryPool
+from volseg.device.pretended import find_current_stream, is_gpu
+
+__all__ = ["MessageBuffers", "Messages"]
+
+FEWEST_BYTES = 512
+
+
+class MessageBuffers:
+    """Memory of messages on one GPU.
+
+    Parameters
+    ----------
+    device : torch.device
+        The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # Of their own: they stay, and would keep larger blocks from being joined again.
+        self._pool = MemoryPool("messages", device)
+        self._free: dict[tuple[int, int], list[Tensor]] = {}
+        """By size and stream."""
+
+    def lend(self, size: int) -> Tensor:
+        """Return bytes, so many or some more, that no message is in."""
+        size = _round_up(size)
+        free = self._free.get(self._find_key(size))
+        if free:
+            memory = free.pop()
+        else:
+            with self._pool.in_use():
+                memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return memory
+
+    def take_back(self, lent: Iterable[Tensor]) -> None:
+        """Take what was lent, after the current stream was made to wait for the messages."""
+        for memory in lent:
+            self._free.setdefault(self._find_key(memory.numel()), []).append(memory)
+
+    def _find_key(self, size: int) -> tuple[int, int]:
+        if not is_gpu(self.device):
+            return size, 0
+        stream = find_current_stream(self.device)
+        return size, getattr(stream, "cuda_stream", 0) or getattr(stream, "number", 0)
+
+
+class Messages:
+    """The messages of one exchange: where they lie from its start until it was waited for.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where they lie.
+    buffers : MessageBuffers, optional
+        Memory for them. None on CPUs, and while a CUDA graph is recorded, whose memory is its own.
+    """
+
+    def __init__(self, device: torch.device, buffers: MessageBuffers | None) -> None:
+        self.device, self.buffers = device, buffers
+        self._lent: list[Tensor] = []
+
+    def pack(self, planes: Tensor) -> Tensor:
+        """Return planes as they are sent: one after another, and of a GPU in memory that is no other tensor's."""
+        if not is_gpu(self.device):
+            return planes.contiguous()
+        return self.make_room(planes.shape, planes.dtype).copy_(planes)
+
+    def make_room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return dense memory for what is received."""
+        if self.buffers is None:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        size = prod(shape) * dtype.itemsize
+        self._lent.append(self.buffers.lend(size))
+        return self._lent[-1][:size].view(dtype).view(tuple(shape))
+
+    def end(self) -> None:
+        """Let the next messages lie there: the current stream has waited, and what was received was read."""
+        if self.buffers is not None:
+            self.buffers.take_back(self._lent)
+        self._lent.clear()
+
+
+def _round_up(size: int) -> int:
+    """Return one of four sizes between a power of two and the next: messages of many shapes share a few."""
+    step = max(FEWEST_BYTES, 1 << max(0, size.bit_length() - 3))
+    return -(-size // step) * step

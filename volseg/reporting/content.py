@@ -1,0 +1,165 @@
+"""What a report says, apart from how it is written."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "Block",
+    "Boxes",
+    "Chart",
+    "Charts",
+    "Code",
+    "Commands",
+    "Items",
+    "Line",
+    "NamedValues",
+    "Picture",
+    "Pictures",
+    "ReportContent",
+    "Section",
+    "Shares",
+    "Text",
+    "TextTable",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list of sentences."""
+
+    items: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedValues:
+    """Names and values."""
+
+    facts: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextTable:
+    """Rows of text; the first cell of each row names it."""
+
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    sortable: bool = False
+    bold: frozenset[int] = frozenset()
+    """Rows that stand out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """A line of a chart, with NaN where it has gaps."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    colour: int = 0
+    """Number in the palette."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """Lines over the epochs."""
+
+    title: str
+    lines: Sequence[Line]
+    unit: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Boxes:
+    """How a metric spreads over the cases, a box for each label."""
+
+    title: str
+    groups: Sequence[tuple[str, Sequence[tuple[str, float]]]]
+    """Name of the label; case and value, of which those that are no finite number are counted apart."""
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Charts:
+    """Small drawings beside each other."""
+
+    charts: Sequence[Chart | Boxes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shares:
+    """Parts of a whole, as one bar."""
+
+    title: str
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """A picture of a case."""
+
+    title: str
+    alt: str
+    file: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pictures:
+    """Pictures below each other, and the colours of what is drawn in them."""
+
+    title: str
+    pictures: Sequence[Picture]
+    legend: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Text as it stands in a file."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """What may be typed, with what it does."""
+
+    commands: Sequence[tuple[str, str]]
+
+
+Block = Text | Items | NamedValues | TextTable | Charts | Shares | Pictures | Code | Commands
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """A heading and what stands below it."""
+
+    title: str
+    blocks: Sequence[Block]
+    brief: bool = False
+    """Whether the short form has it too."""
+    only_brief: bool = False
+    """Whether the page leaves it out, as it shows the same otherwise."""
+    warns: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportContent:
+    """Everything that is said of a run or of a cross-validation."""
+
+    title: str
+    subtitle: str
+    state: str
+    headline: Sequence[tuple[str, str]]
+    """What, and how much; the first is the most important."""
+    sections: Sequence[Section]
+    written: str
+    """When, and by which version."""

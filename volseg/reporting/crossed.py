@@ -1,0 +1,240 @@
+"""What is said of a cross-validation: its folds, and all their cases together."""
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import yaml
+
+from volseg.commands import spell
+from volseg.reporting.content import (
+    Block,
+    Chart,
+    Charts,
+    Code,
+    Commands,
+    Items,
+    Line,
+    ReportContent,
+    Section,
+    Shares,
+    Text,
+    TextTable,
+)
+from volseg.reporting.judged import tell_scores
+from volseg.reporting.published import tabulate_published
+from volseg.reporting.reading import RunRecord, Scores, read_json, read_run, read_scores
+from volseg.reporting.run import add_spans, find_state, show_cases, tell_environment
+from volseg.reporting.words import format_duration, format_value, list_sections, tell_when
+from volseg.version import __version__
+
+__all__ = ["RESULTS", "CrossedRecord", "describe_crossed", "find_fold_folders", "read_crossed"]
+
+RESULTS = "cross_validation.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossedRecord:
+    """What is known of a cross-validation."""
+
+    folder: Path
+    results: Mapping[str, Any]
+    """Of ``cross_validation.json``; empty before a fold is finished."""
+    folds: Mapping[int, RunRecord]
+    scores: Scores | None
+    missing: Sequence[str]
+
+
+def find_fold_folders(folder: Path) -> dict[int, Path]:
+    """Return the run folders of the folds that were begun."""
+    found = {
+        int(path.name.removeprefix("fold_")): path
+        for path in folder.glob("fold_*")
+        if re.fullmatch(r"fold_\d+", path.name) and (path / "config.yaml").is_file()
+    }
+    return dict(sorted(found.items()))
+
+
+def read_crossed(folder: str | Path) -> CrossedRecord:
+    """Read what the folder of a cross-validation holds."""
+    folder = Path(folder)
+    missing: list[str] = []
+    results = read_json(folder / RESULTS, missing, "the means over the folds")
+    folds = {number: read_run(path) for number, path in find_fold_folders(folder).items()}
+    task = next((record.task for record in folds.values() if record.task), {})
+    scores = read_scores(folder / "summary.json", task, missing)
+    missing += [f"Fold {number}: {told}" for number, record in folds.items() for told in record.missing]
+    return CrossedRecord(folder=folder, results=results or {}, folds=folds, scores=scores, missing=missing)
+
+
+def describe_crossed(record: CrossedRecord) -> ReportContent:
+    """Return what is said of a cross-validation."""
+    first = next(iter(record.folds.values()), None)
+    config = record.results.get("config") or (first.config if first else {})
+    whole = record.results.get("num_folds") or (config.get("split") or {}).get("num_folds")
+    done = len(record.results.get("folds") or ())
+    state = "finished" if whole and done == whole else f"{done} of {whole or 'unknown'} folds"
+    scores, failures = record.scores, [str(told) for told in (record.results.get("failures") or {}).values()]
+    sections = [
+        Section(title="Look at this", blocks=[Items(failures)] if failures else [], warns=True, brief=True),
+        Section(title="Folds", blocks=_tabulate_folds(record), brief=True),
+        *([] if scores is None else tell_scores(scores)),
+        Section(title="Published results", blocks=_compare(record), brief=True),
+        Section(title="Curves", blocks=_draw_curves(record)),
+        Section(title="Cases to look at closely", blocks=_show_cases(record)),
+        Section(title="Time", blocks=_tell_time(record), brief=True),
+        Section(title="Config", blocks=_tell_config(config, first)),
+        Section(
+            title="Environment",
+            blocks=tell_environment(record.results.get("environment") or (first.environment if first else {})),
+        ),
+        Section(title="Not shown", blocks=[Items(record.missing)] if record.missing else []),
+        Section(title="Next", blocks=[Commands([(what, spell(line)) for what, line in _list_commands(record)])]),
+    ]
+    network = (config.get("network") or {}).get("name", "a network")
+    task = record.results.get("task") or (first.task.get("name") if first else None) or "a task"
+    return ReportContent(
+        title=str(config.get("name", record.folder.name)),
+        subtitle=f"Cross-validation of {network} on {task}",
+        state=state,
+        headline=_make_headline(record, whole),
+        sections=list_sections(sections),
+        written=f"Written {tell_when(time.time())} by volseg {__version__} from {record.folder}",
+    )
+
+
+def _make_headline(record: CrossedRecord, whole: int | None) -> list[tuple[str, str]]:
+    headline = []
+    labels = record.results.get("labels") or {}
+    if "mean" in labels:
+        headline.append(("mean Dice over the cases", _format(labels["mean"].get("mean"))))
+        others = [(name, told) for name, told in labels.items() if name != "mean"]
+        if 1 < len(others) <= 4:
+            headline += [(f"Dice {name}", _format(told.get("mean"))) for name, told in others]
+        headline.append(("cases", str(record.results.get("num_cases"))))
+    headline.append(("folds", f"{len(record.results.get('folds') or ())} of {whole or 'unknown'}"))
+    seconds = sum(part.seconds for fold in record.folds.values() for part in fold.parts)
+    return [*headline, *([("time of all folds", format_duration(seconds))] if seconds else [])]
+
+
+def _tabulate_folds(record: CrossedRecord) -> list[Block]:
+    """Return Dice by fold and label, and how the folds stand."""
+    blocks: list[Block] = []
+    finished = [str(fold["fold"]) for fold in record.results.get("folds") or ()]
+    if labels := record.results.get("labels"):
+        rows = [
+            [
+                name,
+                *(_format(dice) for dice in told["of_folds"]),
+                _format(told.get("mean_of_folds")),
+                _format(told.get("mean")),
+                _format(told.get("std")),
+                f"{_format(told.get('low'))} to {_format(told.get('high'))}",
+            ]
+            for name, told in labels.items()
+        ]
+        header = ("label", *(f"fold {number}" for number in finished), "mean of folds", "mean of cases", "SD of cases")
+        blocks.append(
+            TextTable(caption="Dice", header=(*header, "95 % interval"), rows=rows, bold=frozenset([len(rows) - 1]))
+        )
+        blocks.append(
+            Text(
+                "Each case was predicted by the network that did not train on it, and compared on its original grid. "
+                "Intervals are of the mean over the cases, by bootstrap (Efron 1979, doi:10.1214/aos/1176344552); they "
+                "say nothing about training again."
+            )
+        )
+    rows = []
+    for number, fold in record.folds.items():
+        seconds = sum(part.seconds for part in fold.parts)
+        rows.append(
+            [
+                f"fold {number}",
+                find_state(fold),
+                str(len(fold.split["training"])),
+                str(len(fold.split["validation"])),
+                str(fold.history[-1].epoch + 1) if fold.history else "-",
+                format_duration(seconds) if seconds else "-",
+            ]
+        )
+    header = ("fold", "state", "training cases", "validation cases", "epochs", "time")
+    return [*blocks, TextTable(caption="Folds", header=header, rows=rows)] if rows else blocks
+
+
+def _compare(record: CrossedRecord) -> list[Block]:
+    published, labels = record.results.get("published"), record.results.get("labels")
+    if not published or not labels:
+        return []
+    names = [name for name in labels if name != "mean"]
+    own = [_number(labels[name].get("mean_of_folds")) for name in names]
+    cases = int(record.results.get("num_cases") or 0)
+    evaluation = f"{record.results.get('num_folds')}-fold cross-validation"
+    overall = _number(labels["mean"].get("mean_of_folds"))
+    others = sorted({int(row["num_cases"]) for row in published if "cross-validation" in row["evaluation"]} - {cases})
+    told = [Text("Of cross-validations the mean of folds.")]
+    if others:
+        told.append(
+            Text(
+                f"Not the same cases: the published cross-validations trained and validated on {others[0]} cases, this "
+                f"one has {cases}. Compare with that in mind."
+            )
+        )
+    return [tabulate_published(published, names, ("this run", evaluation, cases, own, overall)), *told]
+
+
+def _draw_curves(record: CrossedRecord) -> list[Block]:
+    charts = []
+    for title, tag in (("Loss", "train/loss"), ("Dice", "val/dice_mean")):
+        lines = []
+        for number, fold in record.folds.items():
+            held = [(line.epoch, line.scalars[tag]) for line in fold.history if tag in line.scalars]
+            if held:
+                xs, ys = zip(*held, strict=True)
+                lines.append(Line(name=f"fold {number}", xs=xs, ys=ys, colour=number))
+        if lines:
+            charts.append(Chart(title=title, lines=lines))
+    return [Text("Over the epochs, counted from 0."), Charts(charts)] if charts else []
+
+
+def _show_cases(record: CrossedRecord) -> list[Block]:
+    overlays = {case: file for fold in record.folds.values() for case, file in fold.overlays.items()}
+    return [] if record.scores is None else show_cases(record.scores, overlays)
+
+
+def _tell_time(record: CrossedRecord) -> list[Block]:
+    parts = [part for fold in record.folds.values() for part in fold.parts]
+    if not parts:
+        return []
+    spans = add_spans(parts)
+    whole = sum(part.seconds for part in parts)
+    rows = [[name, format_duration(part), f"{100 * part / (whole or 1):.0f} %"] for name, part in spans.items()]
+    table = TextTable(caption="What the time of all folds went by with", header=("", "time", "share"), rows=rows)
+    return [Text(f"{format_duration(whole)} for {len(record.folds)} folds."), Shares(title="Time", parts=spans), table]
+
+
+def _tell_config(config: Mapping[str, Any], first: RunRecord | None) -> list[Block]:
+    text = yaml.safe_dump(dict(config), sort_keys=False) if config else (first.config_text if first else "")
+    return [Code("The config of the folds, every value", text)] if text else []
+
+
+def _list_commands(record: CrossedRecord) -> list[tuple[str, str]]:
+    folder = quote(str(record.folder))
+    return [
+        ("Predict images by all folds together:", f"volseg predict {folder} IMAGES... -o predictions"),
+        ("Measure which postprocessing helps:", f"volseg postprocess {folder}"),
+        ("See the curves of all folds in a browser:", f"tensorboard --logdir {folder}"),
+        ("Write this page anew:", f"volseg report {folder}"),
+    ]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _format(value: float | None) -> str:
+    return format_value(_number(value), "Dice")

@@ -1,0 +1,193 @@
+"""Charts as inline SVG: lines over the epochs, boxes over the cases, shares of a whole.
+
+All are as wide as a phone and are set beside each other where there is room, so that their letters stay readable.
+Colours are classes of the page's style, which knows light and dark.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from volseg.reporting.content import Boxes, Chart, Line, Shares
+from volseg.reporting.markup import Markup, join, tag
+
+__all__ = ["NUM_COLOURS", "choose_ticks", "draw_boxes", "draw_chart", "draw_legend", "draw_shares", "format_number"]
+
+WIDTH, HEIGHT = 340, 190
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 24
+NUM_COLOURS = 7
+MOST_POINTS = 600
+"""Of a line: more are not seen."""
+
+ROW = 44
+"""Height of a box with its name above it."""
+
+
+def draw_chart(chart: Chart) -> Markup:
+    """Return lines over the epochs."""
+    ys = [y for line in chart.lines for y in line.ys if math.isfinite(y)]
+    xs = [x for line in chart.lines for x in line.xs]
+    if not ys:
+        return tag("p", "no finite value", class_="note")
+    ticks = choose_ticks(min(ys), max(ys))
+    low, high = min(*ys, *ticks), max(*ys, *ticks)
+    first, last = min(xs), max(max(xs), min(xs) + 1)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (WIDTH - LEFT - RIGHT) * (x - first) / (last - first)
+        return across, TOP + (HEIGHT - TOP - BOTTOM) * (1 - (y - low) / (high - low))
+
+    parts = []
+    for tick in ticks:
+        _, height = place(first, tick)
+        parts.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=height, y2=height))
+        parts.append(tag("text", format_number(tick), x=LEFT - 6, y=height + 4, text_anchor="end"))
+    whole = [tick for tick in choose_ticks(first, last, 5) if tick == int(tick) and first <= tick <= last]
+    parts += [
+        tag("text", format_number(tick), x=place(tick, low)[0], y=HEIGHT - 6, text_anchor="middle") for tick in whole
+    ]
+    for line in chart.lines:
+        parts.extend(_draw_line(line, place))
+    return _frame(parts, HEIGHT, f"{chart.title} over the epochs: {'; '.join(map(_tell_line, chart.lines))}")
+
+
+def draw_boxes(boxes: Boxes) -> Markup:
+    """Return a row per label: quartiles as a box, whiskers to the last value within 1.5 of its length, every case."""
+    values = [value for _, cases in boxes.groups for _, value in cases if math.isfinite(value)]
+    if not values:
+        return tag("p", "no finite value", class_="note")
+    ticks = choose_ticks(min(values), max(values), 4)
+    low, high = min(*values, *ticks), max(*values, *ticks)
+    height = ROW * len(boxes.groups) + BOTTOM
+
+    def place(value: float) -> float:
+        return 8 + (WIDTH - 24) * (value - low) / (high - low)
+
+    parts = []
+    for tick in ticks:
+        parts.append(tag("line", class_="grid", x1=place(tick), x2=place(tick), y1=0, y2=height - BOTTOM + 4))
+        parts.append(tag("text", format_number(tick), x=place(tick), y=height - 6, text_anchor="middle"))
+    told = []
+    for number, (name, cases) in enumerate(boxes.groups):
+        known = np.array([value for _, value in cases if math.isfinite(value)])
+        absent = len(cases) - len(known)
+        title = f"{name} ({absent} of {len(cases)} undefined)" if absent else name
+        parts.append(tag("text", title, class_="name", x=8, y=ROW * number + 13))
+        if not known.size:
+            continue
+        told.append(f"{name}: median {format_number(float(np.median(known)))} of {known.size} cases")
+        middle, colour = ROW * number + 29, f"stroke:var(--c{number % NUM_COLOURS});fill:var(--c{number % NUM_COLOURS})"
+        parts.extend(_draw_box(known, middle, colour, place))
+        for order, (case, value) in enumerate(cases):
+            if math.isfinite(value):
+                # Spread over three heights in turn, so that equal values are seen to be several.
+                dot = {"cx": place(value), "cy": middle + 5.0 * (order % 3 - 1), "r": 2.2}
+                shown = tag("title", f"{case}: {value:.4g}")
+                parts.append(tag("circle", shown, class_="dot", style=colour, **dot))
+    return _frame(parts, height, f"{boxes.title} by label: {'; '.join(told)}")
+
+
+def draw_shares(shares: Shares) -> Markup:
+    """Return a bar of the parts, as wide as they are large."""
+    whole = math.fsum(shares.parts.values()) or 1.0
+    begin, parts, told = 0.0, [], []
+    for number, (name, part) in enumerate(shares.parts.items()):
+        width = WIDTH * part / whole
+        style = f"fill:var(--c{number % NUM_COLOURS})"
+        title = tag("title", f"{name}: {100 * part / whole:.0f} %")
+        parts.append(tag("rect", title, x=begin, y=0, width=max(width - 0.6, 0.0), height=20, style=style))
+        begin += width
+        told.append(f"{name} {100 * part / whole:.0f} %")
+    return Markup(
+        tag("svg", *parts, viewBox=f"0 0 {WIDTH} 20", preserveAspectRatio="none", class_="bar", role="img",
+            aria_label=f"{shares.title}: {', '.join(told)}")
+    )  # fmt: skip
+
+
+def draw_legend(names: Sequence[tuple[str, int]]) -> Markup:
+    """Return names with their colours."""
+    return tag("ul", *(_draw_key(name, colour) for name, colour in names), class_="legend")
+
+
+def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Return about ``count`` round numbers from ``low`` or somewhat below to ``high`` or somewhat above.
+
+    Examples
+    --------
+    >>> choose_ticks(0.13, 0.94)
+    [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    >>> choose_ticks(5, 5)
+    [4.0, 5.0, 6.0]
+    """
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
+        margin = abs(low) / 5 or 1.0
+        return [low - margin, float(low), low + margin]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * nice for nice in (1, 2, 2.5, 5, 10) if power * nice >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(number * step, 12 - math.floor(math.log10(step))) for number in range(first, last + 1)]
+
+
+def format_number(value: float) -> str:
+    """Return a number as short as it is told apart by.
+
+    Examples
+    --------
+    >>> format_number(0.25), format_number(3.0), format_number(2e6), format_number(1e-05)
+    ('0.25', '3', '2M', '1e-05')
+    """
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= factor:
+            return f"{value / (1000 if letter == 'k' else factor):.4g}{letter}"
+    return f"{value:.4g}"
+
+
+def _draw_key(name: str, colour: int) -> Markup:
+    return tag("li", tag("i", style=f"background:var(--c{colour % NUM_COLOURS})"), name)
+
+
+def _draw_line(line: Line, place) -> list[Markup]:  # type: ignore[no-untyped-def]  # a function of two numbers
+    stroke = f"stroke:var(--c{line.colour % NUM_COLOURS})"
+    stride = -(-len(line.xs) // MOST_POINTS)
+    points = list(zip(line.xs, line.ys, strict=True))
+    points = [*points[::stride], *points[-1:]] if stride > 1 else points
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for x, y in points:
+        if math.isfinite(y):
+            pieces[-1].append(place(x, y))
+        elif pieces[-1]:
+            pieces.append([])
+    drawn = []
+    for piece in pieces:
+        if len(piece) == 1:  # between two gaps
+            drawn.append(tag("circle", cx=piece[0][0], cy=piece[0][1], r=2.5, style=stroke.replace("stroke", "fill")))
+        elif piece:
+            path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in piece)
+            drawn.append(tag("path", class_="curve", d=path, style=stroke))
+    return drawn
+
+
+def _draw_box(known: np.ndarray, middle: float, colour: str, place) -> list[Markup]:  # type: ignore[no-untyped-def]
+    lower, median, upper = (float(value) for value in np.quantile(known, [0.25, 0.5, 0.75]))
+    reach = 1.5 * (upper - lower)
+    inside = known[(known >= lower - reach) & (known <= upper + reach)]
+    ends = [(float(inside.min()), lower), (upper, float(inside.max()))]
+    whiskers = [tag("line", x1=place(a), x2=place(b), y1=middle, y2=middle, style=colour) for a, b in ends]
+    box = tag("rect", class_="box", x=place(lower), y=middle - 9, height=18, style=colour,
+              width=max(place(upper) - place(lower), 1.0))  # fmt: skip
+    line = {"x1": place(median), "x2": place(median), "y1": middle - 9, "y2": middle + 9}
+    return [*whiskers, box, tag("line", class_="median", style=colour, **line)]
+
+
+def _tell_line(line: Line) -> str:
+    known = [y for y in line.ys if math.isfinite(y)]
+    if not known:
+        return f"{line.name}: no value"
+    lowest, highest = format_number(min(known)), format_number(max(known))
+    return f"{line.name} from {format_number(known[0])} to {format_number(known[-1])}, between {lowest} and {highest}"
+
+
+def _frame(parts: Sequence[Markup], height: float, told: str) -> Markup:
+    return tag("svg", join(list(parts)), viewBox=f"0 0 {WIDTH} {height:g}", role="img", aria_label=told)

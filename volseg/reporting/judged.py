@@ -1,0 +1,123 @@
+"""What is said of judged cases: tables by label and by case, boxes, the best and the worst."""
+
+import math
+from collections.abc import Sequence
+
+from volseg.reporting.content import Block, Boxes, Charts, Items, Section, Text, TextTable
+from volseg.reporting.reading import ReportedCase, Scores
+from volseg.reporting.words import UNITS, format_value
+
+__all__ = ["NUM_EXTREME", "choose_extremes", "tell_scores"]
+
+NUM_EXTREME = 5
+"""Cases at either end that are shown."""
+
+
+def choose_extremes(
+    cases: Sequence[ReportedCase], count: int = NUM_EXTREME
+) -> tuple[list[ReportedCase], list[ReportedCase]]:
+    """Return the cases with the lowest and with the highest mean Dice, from the outermost on; none is among both."""
+    known = sorted((case for case in cases if math.isfinite(case.dice)), key=lambda case: (case.dice, case.name))
+    lowest = min(count, -(-len(known) // 2))
+    highest = min(count, len(known) - lowest)
+    return known[:lowest], known[::-1][:highest]
+
+
+def tell_scores(scores: Scores) -> list[Section]:
+    """Return the sections on scores: by label, spread over the cases, and case by case."""
+    return [
+        Section(
+            title="Validation", blocks=[_tabulate_dice(scores), *_list_lowest(scores)], brief=True, only_brief=True
+        ),
+        Section(title="Scores", blocks=_tabulate_labels(scores), brief=True),
+        Section(title="Spread over the cases", blocks=[_draw_boxes(scores)] if scores.cases else []),
+        Section(title="Cases", blocks=_tabulate_cases(scores)),
+    ]
+
+
+def name_metric(metric: str) -> str:
+    """Return a metric as a table's head calls it."""
+    return {"volume_diff_ml": "volume difference (ml)", "lesion_F1": "lesion F1"}.get(
+        metric, f"{metric} ({UNITS[metric]})" if metric in UNITS else metric
+    )
+
+
+def _tabulate_dice(scores: Scores) -> TextTable:
+    rows = [[name, format_value(scores.of("mean", key, "Dice"), "Dice")] for key, name in scores.labels.items()]
+    rows.append(["mean", format_value(scores.dice, "Dice")])
+    return TextTable(caption="Mean Dice", header=("label", "Dice"), rows=rows, bold=frozenset([len(rows) - 1]))
+
+
+def _tabulate_labels(scores: Scores) -> list[Block]:
+    rows = []
+    for metric in scores.metrics:
+        for key, name in scores.labels.items():
+            interval = scores.interval(key, metric)
+            absent = scores.of("undefined", key, metric)
+            rows.append(
+                [
+                    name,
+                    name_metric(metric),
+                    format_value(scores.of("mean", key, metric), metric),
+                    "" if interval is None else " to ".join(format_value(end, metric) for end in interval),
+                    format_value(scores.of("median", key, metric), metric),
+                    "" if math.isnan(absent) else f"{absent:.0f}",
+                ]
+            )
+    told = []
+    if any(metric in UNITS for metric in scores.metrics):
+        told.append(
+            Text("Undefined: cases in which only one of the two has the label; no mean of a distance has them.")
+        )
+    tolerances = sorted(set(((scores.summary.get("settings") or {}).get("tolerance_mm") or {}).values()))
+    if tolerances:
+        told.append(Text(f"NSD: within {', '.join(f'{each:g}' for each in tolerances)} mm."))
+    return [
+        TextTable(
+            caption=f"Means over {len(scores.cases)} cases; intervals by bootstrap over the cases",
+            header=("label", "metric", "mean", "95 % interval", "median", "undefined"),
+            rows=rows,
+        ),
+        *told,
+    ]
+
+
+def _list_lowest(scores: Scores) -> list[Block]:
+    worst, _ = choose_extremes(scores.cases)
+    return (
+        [Text("Lowest:"), Items([f"{case.name}: {format_value(case.dice, 'Dice')}" for case in worst])] if worst else []
+    )
+
+
+def _draw_boxes(scores: Scores) -> Charts:
+    return Charts(
+        [
+            Boxes(
+                title=metric.replace("_", " ") if metric not in UNITS else name_metric(metric).partition(" (")[0],
+                unit=UNITS.get(metric, ""),
+                groups=[
+                    (name, [(case.name, case.metrics[key].get(metric, math.nan)) for case in scores.cases])
+                    for key, name in scores.labels.items()
+                ],
+            )
+            for metric in scores.metrics
+        ]
+    )
+
+
+def _tabulate_cases(scores: Scores) -> list[Block]:
+    columns = [(metric, key, name) for metric in scores.metrics for key, name in scores.labels.items()]
+    header = ["case", "mean Dice", *(f"{name}: {name_metric(metric)}" for metric, _, name in columns)]
+    rows = [
+        [
+            case.name,
+            format_value(case.dice, "Dice"),
+            *(format_value(case.metrics[key].get(metric, math.nan), metric) for metric, key, _ in columns),
+        ]
+        for case in sorted(scores.cases, key=lambda case: (math.isnan(case.dice), case.dice, case.name))
+    ]
+    return [
+        TextTable(
+            caption="Every case, lowest Dice first; press a head to sort", header=header, rows=rows, sortable=True
+        )
+    ]

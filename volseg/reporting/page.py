@@ -1,0 +1,188 @@
+"""A report as one page of HTML, which asks nothing of any other file or machine.
+
+Style, the few lines of script that sort tables, drawings and pictures are in the page. Browsers are told to load
+nothing besides (Content-Security-Policy), so that a name that got through as markup would do nothing either.
+"""
+
+import base64
+import hashlib
+import io
+from functools import singledispatch
+from importlib import resources
+
+from PIL import Image
+
+from volseg.reporting.content import (
+    Boxes,
+    Chart,
+    Charts,
+    Code,
+    Commands,
+    Items,
+    NamedValues,
+    Picture,
+    Pictures,
+    ReportContent,
+    Section,
+    Shares,
+    Text,
+    TextTable,
+)
+from volseg.reporting.drawing import draw_boxes, draw_chart, draw_legend, draw_shares
+from volseg.reporting.markup import Markup, join, tag
+
+__all__ = ["write_page"]
+
+LONG = 24
+"""Rows from which a table scrolls within its own box."""
+
+
+def write_page(report: ReportContent) -> str:
+    """Return the page."""
+    style, script = (
+        Markup(resources.files(__package__).joinpath(f"report.{end}").read_text("utf-8")) for end in ("css", "js")
+    )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", f"{report.title}: {report.subtitle}"),
+        tag("link", rel="icon", href="data:,"),  # else a browser asks a server for one
+        tag("style", style),
+    )
+    named = [(f"s{number}", section) for number, section in enumerate(report.sections) if not section.only_brief]
+    body = tag(
+        "body",
+        _write_header(report),
+        tag(
+            "nav",
+            tag("ul", *(tag("li", tag("a", section.title, href=f"#{name}")) for name, section in named)),
+            aria_label="Sections",
+        ),
+        tag("main", *(_write_section(name, section) for name, section in named)),
+        tag("script", script),
+    )
+    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _write_header(report: ReportContent) -> Markup:
+    state = tag("span", report.state, class_=f"state {report.state.partition(' ')[0].strip(',')}")
+    pairs = [tag("div", tag("dt", name), tag("dd", value)) for name, value in report.headline]
+    return tag(
+        "header",
+        tag("h1", report.title, state),
+        tag("p", report.subtitle, class_="subtitle"),
+        tag("dl", *pairs, class_="headline"),
+        tag("p", report.written, class_="written"),
+    )
+
+
+def _write_section(name: str, section: Section) -> Markup:
+    blocks = [_write(block) for block in section.blocks]
+    return tag("section", tag("h2", section.title), *blocks, id=name, class_="warns" if section.warns else None)
+
+
+@singledispatch
+def _write(block: object) -> Markup:
+    raise TypeError(f"no way to write {type(block).__name__}")
+
+
+@_write.register
+def _(block: Text) -> Markup:
+    return tag("p", block.text)
+
+
+@_write.register
+def _(block: Items) -> Markup:
+    return tag("ul", *(tag("li", item) for item in block.items))
+
+
+@_write.register
+def _(block: NamedValues) -> Markup:
+    pairs = [join([tag("dt", name), tag("dd", value)]) for name, value in block.facts.items()]
+    return tag("dl", *pairs, class_="facts")
+
+
+@_write.register
+def _(block: TextTable) -> Markup:
+    words = [_is_words([row[column] for row in block.rows]) for column in range(len(block.header))]
+    heads = [
+        tag(
+            "th",
+            tag("button", name, type="button") if block.sortable else name,
+            scope="col",
+            class_=words[column] and "words",
+        )
+        for column, name in enumerate(block.header)
+    ]
+    rows = [
+        tag(
+            "tr",
+            tag("th", row[0], scope="row"),
+            *(tag("td", cell, class_=words[column] and "words") for column, cell in enumerate(row[1:], start=1)),
+            class_="bold" if number in block.bold else None,
+        )
+        for number, row in enumerate(block.rows)
+    ]
+    # The caption is no part of the table, as wide as which it would be: on a phone wider than the page.
+    table = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *rows), aria_label=block.caption)
+    kind = "scroll long" if len(rows) > LONG else "scroll"
+    # To be scrolled by keys, a box must take the focus.
+    box = tag("div", table, class_=kind, tabindex=0, role="region", aria_label=f"{block.caption}: table")
+    return join([tag("p", block.caption, class_="caption"), box])
+
+
+@_write.register
+def _(block: Charts) -> Markup:
+    return tag("div", *map(_write_chart, block.charts), class_="charts")
+
+
+@_write.register
+def _(block: Shares) -> Markup:
+    legend = draw_legend([(name, number) for number, name in enumerate(block.parts)])
+    return tag("figure", draw_shares(block), legend)
+
+
+@_write.register
+def _(block: Pictures) -> Markup:
+    legend = [draw_legend([(name, number) for number, name in enumerate(block.legend)])] if block.legend else []
+    return join([tag("h3", block.title), *legend, tag("div", *map(_write_picture, block.pictures), class_="pictures")])
+
+
+@_write.register
+def _(block: Code) -> Markup:
+    return tag("details", tag("summary", block.title), tag("pre", block.text, tabindex=0))
+
+
+@_write.register
+def _(block: Commands) -> Markup:
+    return join([join([tag("p", what), tag("pre", command, tabindex=0)]) for what, command in block.commands])
+
+
+def _write_chart(chart: Chart | Boxes) -> Markup:
+    unit = [tag("span", f" ({chart.unit})")] if chart.unit else []
+    caption = tag("figcaption", chart.title, *unit)
+    if isinstance(chart, Boxes):
+        return tag("figure", caption, draw_boxes(chart))
+    legend = [draw_legend([(line.name, line.colour) for line in chart.lines])] if len(chart.lines) > 1 else []
+    return tag("figure", caption, draw_chart(chart), *legend)
+
+
+def _write_picture(picture: Picture) -> Markup:
+    """Return a picture as JPEG: a sixth of what the file has, and its lines stay as they are without subsampling."""
+    with Image.open(picture.file) as image:
+        width, height = image.size
+        packed = io.BytesIO()
+        image.convert("RGB").save(packed, "JPEG", quality=82, subsampling=0)
+    source = f"data:image/jpeg;base64,{base64.b64encode(packed.getvalue()).decode()}"
+    shown = tag("img", src=source, alt=picture.alt, width=width, height=height)
+    return tag("figure", tag("figcaption", picture.title), shown)
+
+
+def _is_words(cells: list[str]) -> bool:
+    """Return whether a column holds words rather than numbers: it is set to the left then."""
+    return any(cell and cell != "infinite" and not (cell[0].isdigit() or cell[0] in "-+") for cell in cells)

@@ -1,0 +1,239 @@
+"""The files of a run folder as a report needs them: what is there, and in plain words what is not.
+
+Nothing that lacks or is damaged keeps a report from being written: it is what somebody looks at when something went
+wrong.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from volseg.errors import ConfigError, DataError
+from volseg.monitoring.run_files import (
+    HISTORY,
+    STATUS,
+    TIMES,
+    EpochLine,
+    RunPart,
+    RunStatus,
+    read_history,
+    read_status,
+    read_times,
+)
+
+__all__ = ["OVERLAYS", "TOLD", "ReportedCase", "RunRecord", "Scores", "read_json", "read_run", "read_scores"]
+
+TOLD = "told.json"
+"""What a training has to say that stands in none of its other files: cases left out, remarks, published results."""
+
+OVERLAYS = Path("validation", "overlays")
+"""Pictures of the best and the worst cases."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportedCase:
+    """One case's numbers."""
+
+    name: str
+    metrics: Mapping[str, Mapping[str, float]]
+    """By label and metric; infinite where only one of the two label maps has the label, NaN where neither has."""
+
+    @property
+    def dice(self) -> float:
+        """Mean over the labels that are there."""
+        return mean(of.get("Dice", math.nan) for key, of in self.metrics.items() if key != "0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """A ``summary.json``."""
+
+    labels: Mapping[str, str]
+    """Key to name, without the background."""
+    cases: Sequence[ReportedCase]
+    dice: float
+    """Mean over the labels of the means over the cases."""
+    summary: Mapping[str, Any]
+
+    def of(self, part: str, key: str, metric: str) -> float:
+        """Return what the file says of a label, such as ``mean`` or ``median``; NaN where it says nothing."""
+        value = self.summary.get(part, {}).get(key, {}).get(metric)
+        return math.nan if value is None else float(value)
+
+    def interval(self, key: str, metric: str) -> tuple[float, float] | None:
+        """Return the interval of a mean, where there is one."""
+        found = self.summary.get("intervals", {}).get("mean", {}).get(key, {}).get(metric)
+        return None if not found or None in found else (float(found[0]), float(found[1]))
+
+    @property
+    def metrics(self) -> list[str]:
+        """What was measured, counts left out."""
+        return [name for name in SHOWN if any(name in of for case in self.cases for of in case.metrics.values())]
+
+
+SHOWN = ("Dice", "NSD", "HD95", "ASSD", "lesion_F1", "volume_diff_ml")
+DISTANCES = ("HD", "HD95", "ASSD")
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """What is known of a run."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    config_text: str
+    environment: Mapping[str, Any]
+    task: Mapping[str, Any]
+    split: Mapping[str, Sequence[str]]
+    history: Sequence[EpochLine]
+    parts: Sequence[RunPart]
+    status: RunStatus | None
+    memory: Mapping[str, Any] | None
+    replanned: Mapping[str, Any] | None
+    told: Mapping[str, Any]
+    scores: Scores | None
+    overlays: Mapping[str, Path]
+    postprocessing: Mapping[str, Any] | None
+    missing: list[str] = field(default_factory=list)
+    """Sentences on what could not be shown, and why."""
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """Read what a run folder holds.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    folder = Path(folder)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"{folder} is no run folder: it has no config.yaml; name the folder that `volseg train` or "
+            "`volseg cross-validate` made"
+        )
+    missing: list[str] = []
+    text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+    config = _read_config(text, missing)
+    task = read_json(folder / "task.json", missing, "what the labels are called")
+    try:
+        history: Sequence[EpochLine] = read_history(folder / HISTORY)
+    except DataError as fault:
+        missing.append(f"No curves: {fault}.")
+        history = ()
+    else:
+        if not history:
+            missing.append(f"No curves: {HISTORY} is not there; no epoch has ended, or the run is of an older volseg.")
+    parts = read_times(folder / TIMES)
+    if not parts:
+        missing.append(f"No time budget: {TIMES} is not there; the run is of an older volseg.")
+    status = read_status(folder / STATUS)
+    scores = read_scores(folder / "validation" / "summary.json", task, missing)
+    overlays = {file.stem: file for file in sorted((folder / OVERLAYS).glob("*.png"))}
+    if scores is not None and not overlays:
+        missing.append(f"No pictures of cases: {OVERLAYS.as_posix()} is not there; it is written at a training's end.")
+    return RunRecord(
+        folder=folder,
+        config=config,
+        config_text=text,
+        environment=read_json(folder / "environment.json", missing, "the machine and the versions") or {},
+        task=task or {},
+        split=_read_split(folder / "split.json", missing),
+        history=history,
+        parts=parts,
+        status=status,
+        memory=read_json(folder / "memory.json"),
+        replanned=read_json(folder / "replanned.json"),
+        told=read_json(folder / TOLD) or {},
+        scores=scores,
+        overlays=overlays,
+        postprocessing=read_json(folder / "postprocessing.json"),
+        missing=missing,
+    )
+
+
+def read_json(file: Path, missing: list[str] | None = None, what: str = "") -> Any:
+    """Return what a file holds, None where it is absent or damaged; ``missing`` is told so."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if missing is not None:
+            missing.append(f"{file.name} is not there: {what} cannot be told.")
+    except (OSError, ValueError, RecursionError) as fault:
+        if missing is not None:
+            missing.append(f"{file.name} cannot be read ({fault}): {what} cannot be told.")
+    return None
+
+
+def read_scores(file: Path, task: Mapping[str, Any] | None, missing: list[str] | None = None) -> Scores | None:
+    """Return the scores of a ``summary.json``; None where there are none that can be read."""
+    missing = [] if missing is None else missing
+    content = read_json(file, missing, "how good the predictions are")
+    if content is None:
+        return None
+    try:
+        named = content.get("labels") or {**(task or {}).get("labels", {}), **_list_regions(task)}
+        labels = {key: str(named.get(key, f"label {key}")) for key in content["mean"] if key != "0"}
+        return Scores(
+            labels=labels,
+            cases=[_read_case(case, number) for number, case in enumerate(content["metric_per_case"], start=1)],
+            dice=_number(content["foreground_mean"].get("Dice")),
+            summary=content,
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as fault:
+        missing.append(f"No scores: {file} is no summary as volseg writes it ({fault!r}).")
+        return None
+
+
+def mean(values: Any) -> float:
+    """Return the mean of what is finite; NaN of nothing."""
+    known = [value for value in values if math.isfinite(value)]
+    return math.fsum(known) / len(known) if known else math.nan
+
+
+def _read_case(case: Mapping[str, Any], number: int) -> ReportedCase:
+    file = case.get("prediction_file") or case.get("reference_file") or f"case {number}"
+    name = Path(file).name
+    for suffix in (".gz", ".nii"):
+        name = name.removesuffix(suffix)
+    return ReportedCase(name=name, metrics={key: _read_metrics(of) for key, of in case["metrics"].items()})
+
+
+def _read_metrics(of: Mapping[str, Any]) -> dict[str, float]:
+    """Return a label's metrics; a distance that is null is infinite where one of the two has the label."""
+    in_one = (of.get("n_pred") == 0) != (of.get("n_ref") == 0)
+    return {
+        name: math.inf if value is None and in_one and name in DISTANCES else _number(value)
+        for name, value in of.items()
+    }
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _list_regions(task: Mapping[str, Any] | None) -> dict[str, str]:
+    regions = (task or {}).get("regions") or {}
+    return {str(tuple(values)): name for name, values in regions.items()}
+
+
+def _read_config(text: str, missing: list[str]) -> Mapping[str, Any]:
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as fault:
+        missing.append(f"config.yaml cannot be read ({str(fault).partition(chr(10))[0]}).")
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _read_split(file: Path, missing: list[str]) -> dict[str, Sequence[str]]:
+    content = read_json(file, missing, "which cases trained and which validated")
+    first = content[0] if isinstance(content, list) and content and isinstance(content[0], dict) else {}
+    return {
+        kind: [str(case) for case in first.get(key, ())] for kind, key in (("training", "train"), ("validation", "val"))
+    }

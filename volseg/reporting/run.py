@@ -1,0 +1,394 @@
+"""What is said of one run."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from volseg.commands import spell
+from volseg.monitoring.run_files import RunPart
+from volseg.reporting.content import (
+    Block,
+    Chart,
+    Charts,
+    Code,
+    Commands,
+    Items,
+    Line,
+    NamedValues,
+    Picture,
+    Pictures,
+    ReportContent,
+    Section,
+    Shares,
+    Text,
+    TextTable,
+)
+from volseg.reporting.judged import choose_extremes, tell_scores
+from volseg.reporting.published import tabulate_published
+from volseg.reporting.reading import RunRecord, Scores
+from volseg.reporting.words import format_duration, format_value, list_sections, tell_when
+from volseg.version import __version__
+
+__all__ = ["add_spans", "describe_run", "find_state", "show_cases", "tell_environment"]
+
+GIB = 2**30
+
+CURVES = (
+    ("Loss", "", ("train/loss", "train/*")),
+    ("Dice", "", ("val/dice_mean", "val/dice/*")),
+    ("Learning rate", "", ("lr",)),
+    ("Gradient norm", "", ("train/gradient_norm",)),
+    ("A step", "s", ("time/step_*",)),
+    ("An epoch", "s", ("time/*",)),
+    ("Speed", "voxels/s", ("voxels_per_second",)),
+    ("GPU memory", "GiB", ("gpu/*_gib", "memory/*_gib")),
+)
+"""Charts, and the tags that are drawn in them; a tag is drawn once, where it is named rather than where it fits."""
+
+
+def describe_run(record: RunRecord, state: str | None = None) -> ReportContent:
+    """Return what is said of a run.
+
+    Parameters
+    ----------
+    record : RunRecord
+        Of its folder.
+    state : str, optional
+        How it ended, where the caller knows better than its files.
+    """
+    state = state or find_state(record)
+    scores, warnings = record.scores, _list_warnings(record, state)
+    sections = [
+        Section(title="Look at this", blocks=[Items(warnings)] if warnings else [], warns=True),
+        Section(title="Out of memory", blocks=_tell_replanning(record), brief=True),
+        *_list_findings(record),
+        Section(title="Curves", blocks=_draw_curves(record)),
+        *([] if scores is None else tell_scores(scores)),
+        Section(title="Published results", blocks=_compare(record), brief=True),
+        Section(
+            title="Cases to look at closely",
+            blocks=[] if record.scores is None else show_cases(record.scores, record.overlays),
+        ),
+        Section(title="Time", blocks=_tell_time(record), brief=True),
+        Section(title="GPU memory", blocks=_tell_memory(record), brief=True),
+        Section(title="Data", blocks=_tell_data(record)),
+        Section(title="Config", blocks=_tell_config(record)),
+        Section(title="Environment", blocks=tell_environment(record.environment)),
+        Section(title="Not shown", blocks=[Items(record.missing)] if record.missing else []),
+        Section(title="Next", blocks=[Commands([(what, spell(line)) for what, line in _list_commands(record, state)])]),
+    ]
+    network = record.config.get("network") or {}
+    fold = (record.config.get("split") or {}).get("fold")
+    told = f"{network.get('name', 'a network')} on {record.task.get('name', 'a task')}"
+    return ReportContent(
+        title=str(record.config.get("name", record.folder.name)),
+        subtitle=told if fold is None else f"{told}, fold {fold}",
+        state=state,
+        headline=_make_headline(record),
+        sections=list_sections(sections),
+        written=f"Written {tell_when(time.time())} by volseg {__version__} from {record.folder}",
+    )
+
+
+def tell_environment(environment: Mapping[str, Any]) -> list[Block]:
+    """Return versions and devices."""
+    if not environment:
+        return []
+    gpus = environment.get("gpus") or []
+    named = [f"{gpu.get('name')}, {gpu.get('memory_bytes', 0) / GIB:.0f} GiB" for gpu in gpus]
+    facts = {
+        "volseg": _join(environment.get("volseg"), environment.get("git_commit")),
+        "Python": environment.get("python"),
+        **{str(name): version for name, version in (environment.get("libraries") or {}).items()},
+        "GPUs": "; ".join(f"{named.count(name)} x {name}" for name in dict.fromkeys(named)) or "none",
+        "CUDA, cuDNN, driver": _join(environment.get("cuda"), environment.get("cudnn"), environment.get("driver")),
+        "CPU cores": environment.get("cpu_cores"),
+        "System": environment.get("platform"),
+    }
+    return [NamedValues({name: str(value) for name, value in facts.items() if value})]
+
+
+def find_state(record: RunRecord) -> str:
+    """Return how a run ended, or how it stood when something was last heard of it."""
+    if record.status is None:
+        return "finished" if (record.folder / "report.md").exists() else "state unknown"
+    if record.status.has_ended:
+        return record.status.state
+    return f"{record.status.state}, as of {tell_when(record.status.time)}"
+
+
+def _make_headline(record: RunRecord) -> list[tuple[str, str]]:
+    headline = []
+    if record.scores is not None:
+        headline.append(("mean Dice", format_value(record.scores.dice, "Dice")))
+        names = list(record.scores.labels.items())
+        if 1 < len(names) <= 4:
+            headline += [
+                (f"Dice {name}", format_value(record.scores.of("mean", key, "Dice"), "Dice")) for key, name in names
+            ]
+        headline.append(("validation cases", str(len(record.scores.cases))))
+    elif record.status is not None and record.status.best is not None:
+        headline.append(("best mean Dice so far", format_value(record.status.best, "Dice")))
+    done, epochs = _count_epochs(record)
+    if epochs is not None:
+        headline.append(("epochs", str(epochs) if done in (None, epochs) else f"{done} of {epochs}"))
+    if record.parts:
+        headline.append(("time in all", format_duration(sum(part.seconds for part in record.parts))))
+    return headline
+
+
+def _count_epochs(record: RunRecord) -> tuple[int | None, int | None]:
+    epochs = (record.config.get("training") or {}).get("epochs")
+    return (record.history[-1].epoch + 1 if record.history else None), epochs
+
+
+def _list_warnings(record: RunRecord, state: str) -> list[str]:
+    warnings = []
+    if state == "failed" and record.status is not None:
+        warnings.append(f"The training failed: {record.status.message or 'nothing is known of the reason'}")
+    if state == "interrupted":
+        warnings.append("The training was interrupted; it goes on from its last checkpoint by --resume.")
+    if left := record.told.get("problems"):
+        warnings.append(f"{len(left)} case(s) were left out, as they cannot be used; see below.")
+    if remarks := record.told.get("remarks"):
+        warnings.append(f"{len(remarks)} remark(s) on cases that should be looked at; see below.")
+    if record.replanned:
+        warnings.append("A step was out of memory, and the training went on in another way; see below.")
+    scalars = [(line.epoch, tag, value) for line in record.history for tag, value in line.scalars.items()]
+    bad = [epoch for epoch, tag, value in scalars if tag.startswith("train/") and not math.isfinite(value)]
+    if bad:
+        warnings.append(f"Losses or gradients were not finite in {len(set(bad))} epoch(s), first in {min(bad)}.")
+    if record.scores is not None:
+        for key, name in record.scores.labels.items():
+            lost = [case.name for case in record.scores.cases if case.metrics[key].get("Dice") == 0]
+            if lost:
+                warnings.append(
+                    f"{name}: nothing of it was found in {len(lost)} case(s), such as {', '.join(lost[:3])}."
+                )
+    waited, spent = (
+        sum(line.scalars.get(tag, 0.0) for line in record.history)
+        for tag in ("time/data_wait_seconds", "time/epoch_seconds")
+    )
+    if spent and waited > 0.2 * spent:
+        warnings.append(f"{100 * waited / spent:.0f} % of the training's time was spent waiting for batches.")
+    return warnings
+
+
+def _tell_replanning(record: RunRecord) -> list[Block]:
+    return [Text(str(record.told["replanned"]))] if record.told.get("replanned") else []
+
+
+def _list_findings(record: RunRecord) -> list[Section]:
+    return [
+        Section(title=title, blocks=[Items([str(one) for one in record.told.get(key) or ()])], brief=True)
+        for title, key in (("Cases left out", "problems"), ("Cases to look at", "remarks"))
+        if record.told.get(key)
+    ]
+
+
+def _compare(record: RunRecord) -> list[Block]:
+    published = record.told.get("published")
+    if not published or record.scores is None:
+        return []
+    own = [record.scores.of("mean", key, "Dice") for key in record.scores.labels]
+    names = list(record.scores.labels.values())
+    cases = len(record.scores.cases)
+    table = tabulate_published(published, names, ("this run", "one fold", cases, own, record.scores.dice))
+    return [
+        table,
+        Text(
+            f"The {cases} cases of one fold are not those of a whole cross-validation, nor of a challenge's test set: "
+            "other cases are easier or harder. Compare with that in mind, or run `volseg cross-validate`."
+        ),
+    ]
+
+
+def _draw_curves(record: RunRecord) -> list[Block]:
+    tags = list(dict.fromkeys(tag for line in record.history for tag in line.scalars))
+    names = list(record.scores.labels.values()) if record.scores is not None else []
+    named = {tag for _, _, wanted in CURVES for tag in wanted}
+    charts = []
+    taken: set[str] = set()
+    for title, unit, wanted in CURVES:
+        fitting = [tag for tag in tags if tag not in taken | named and any(fnmatchcase(tag, one) for one in wanted)]
+        chosen = [*(tag for tag in wanted if tag in tags), *fitting]
+        taken.update(chosen)
+        if chosen:
+            charts.append(Chart(title=title, unit=unit, lines=_list_lines(record, chosen, names)))
+    further = [tag for tag in tags if tag not in taken and tag.startswith("val/")]
+    for metric in dict.fromkeys(tag.split("/")[1] for tag in further):
+        chosen = [tag for tag in further if tag.split("/")[1] == metric]
+        charts.append(Chart(title=f"Validation: {metric}", lines=_list_lines(record, chosen, names)))
+    return [Text("Over the epochs, counted from 0."), Charts(charts)] if charts else []
+
+
+def _list_lines(record: RunRecord, tags: Sequence[str], names: Sequence[str]) -> list[Line]:
+    """Return a line per tag over the epochs that have it; a label has the colour that it has in the pictures."""
+    lines = []
+    for place, tag in enumerate(tags):
+        held = [(line.epoch, line.scalars[tag]) for line in record.history if tag in line.scalars]
+        name = _name_line(tag)
+        colour = names.index(name) if name in names else place + (len(names) if tag == "val/dice_mean" else 0)
+        lines.append(Line(name=name, xs=[x for x, _ in held], ys=[y for _, y in held], colour=colour))
+    return lines
+
+
+def _name_line(tag: str) -> str:
+    """Return a tag without what the chart's title says already: of ``val/dice/Anterior`` the label."""
+    kind, _, rest = tag.partition("/")
+    if kind == "val":
+        return rest.partition("/")[2] or "mean"
+    name = rest.removesuffix("_seconds")
+    return (name if name == "step" else name.removeprefix("step_")).replace("_", " ") or kind
+
+
+def show_cases(scores: Scores, overlays: Mapping[str, Path]) -> list[Block]:
+    """Return the pictures of the cases with the lowest and the highest Dice."""
+    shown: list[Block] = []
+    worst, best = choose_extremes(scores.cases)
+    for title, cases in (("Lowest Dice", worst), ("Highest Dice", best)):
+        pictures = [
+            Picture(
+                title=f"{case.name}: Dice {format_value(case.dice, 'Dice')}",
+                alt=f"Sagittal, coronal and axial slice of {case.name} with lines around its label and the prediction; "
+                f"mean Dice {format_value(case.dice, 'Dice')}",
+                file=overlays[case.name],
+            )
+            for case in cases
+            if case.name in overlays
+        ]
+        if pictures:
+            shown.append(Pictures(title=title, pictures=pictures, legend=() if shown else list(scores.labels.values())))
+    return [Text(EXPLAINED), *shown] if shown else []
+
+
+EXPLAINED = (
+    "Coloured line with a faint tint: the label. Pale line of the same hue: the prediction. A tint without a pale line "
+    "was missed, a pale line without a tint was made up. R and L, A and P are the patient's sides. Each slice is the "
+    "one that holds most of the label."
+)
+
+
+def add_spans(parts: Sequence[RunPart]) -> dict[str, float]:
+    """Return the seconds of all parts by what was done, and what no span accounts for."""
+    spans: dict[str, float] = {}
+    for part in parts:
+        for name, seconds in part.spans.items():
+            spans[name] = spans.get(name, 0.0) + seconds
+    # Spans are measured one by one: what they leave may be a hair below nothing.
+    return {**spans, "the rest": max(sum(part.seconds for part in parts) - math.fsum(spans.values()), 0.0)}
+
+
+def _tell_time(record: RunRecord) -> list[Block]:
+    if not record.parts:
+        return []
+    whole = sum(part.seconds for part in record.parts)
+    spans = add_spans(record.parts)
+    rows = [[name, format_duration(part), f"{100 * part / (whole or 1):.0f} %"] for name, part in spans.items()]
+    rows.append(["in all", format_duration(whole), "100 %"])
+    parts = (
+        "in one go" if len(record.parts) == 1 else f"in {len(record.parts)} parts, as it was resumed; all are counted"
+    )
+    begun = tell_when(record.parts[0].begun)
+    return [
+        Text(f"{format_duration(whole)} {parts}; begun {begun}."),
+        Shares(title="Time", parts=spans),
+        TextTable(
+            caption="What the time went by with",
+            header=("", "time", "share"),
+            rows=rows,
+            bold=frozenset([len(rows) - 1]),
+        ),
+    ]
+
+
+def _tell_memory(record: RunRecord) -> list[Block]:
+    memory = record.memory
+    if not memory or not memory.get("measured"):
+        return []
+    reading = memory["measured"][-1]
+    forecast = memory.get("forecast") or {}
+    rows = [
+        [
+            f"process {device.get('process', 0)}, {device['device']}",
+            f"{device['used'] / GIB:.2f}",
+            f"{device['reserved'] / GIB:.2f}",
+        ]
+        for device in reading["devices"]
+    ]
+    if forecast.get("reserved"):
+        rows.append(["forecast of a step", f"{forecast.get('used', 0) / GIB:.2f}", f"{forecast['reserved'] / GIB:.2f}"])
+    table = TextTable(
+        caption=f"Peaks after {reading['steps']} steps, in GiB", header=("GPU", "used", "reserved"), rows=rows
+    )
+    told = record.told.get("memory")
+    text = [Text(f"{told[0].upper()}{told[1:]}.")] if told else []
+    if memory.get("no_forecast"):
+        text.append(Text(f"No forecast: {memory['no_forecast']}"))
+    return [*text, table]
+
+
+def _tell_data(record: RunRecord) -> list[Block]:
+    if not any(record.split.values()) and not record.task:
+        return []
+    labels = {**(record.task.get("labels") or {}), **{name: name for name in record.task.get("regions") or {}}}
+    facts = {
+        "Task": str(record.task.get("name", "unknown")),
+        "Folder": str((record.config.get("data") or {}).get("root", "unknown")),
+        "Channels": ", ".join(map(str, record.task.get("modalities") or ())),
+        "Structures": ", ".join(str(name) for key, name in labels.items() if str(key) != "0"),
+        "Cases": f"{len(record.split['training'])} trained, {len(record.split['validation'])} validated",
+    }
+    lists = [Code(f"Cases: {kind}", "\n".join(cases)) for kind, cases in record.split.items() if cases]
+    return [NamedValues({name: value for name, value in facts.items() if value}), *lists]
+
+
+def _tell_config(record: RunRecord) -> list[Block]:
+    config = record.config
+    training, patch, network = (config.get(part) or {} for part in ("training", "patch", "network"))
+    optimizer, losses = config.get("optimizer") or {}, config.get("losses") or ()
+    batches = _join(training.get("iterations"), "batches an epoch")
+    facts = {
+        "Network": network.get("name"),
+        "Patch": " x ".join(map(str, patch.get("size") or ())),
+        "Batch": patch.get("batch"),
+        "Optimizer": _join(optimizer.get("name"), f"lr {optimizer['lr']:g}" if "lr" in optimizer else None),
+        "Losses": ", ".join(str(loss.get("name")) for loss in losses if isinstance(loss, dict)),
+        "Epochs": _join(training.get("epochs"), batches),
+        "Precision": training.get("precision"),
+        "Seed": config.get("seed"),
+    }
+    return [
+        NamedValues({name: str(value) for name, value in facts.items() if value not in (None, "")}),
+        Code("config.yaml, every value", record.config_text),
+    ]
+
+
+def _list_commands(record: RunRecord, state: str) -> list[tuple[str, str]]:
+    folder, config = quote(str(record.folder)), quote(str(record.folder / "config.yaml"))
+    folds = quote(f"{record.folder}_folds")
+    board = ("See curves and slices in a browser:", f"tensorboard --logdir {quote(str(record.folder / 'tensorboard'))}")
+    if state != "finished":
+        return [
+            ("Go on with the training:", f"volseg train {config} --resume"),
+            board,
+            ("Write this page anew:", f"volseg report {folder}"),
+        ]
+    return [
+        ("Predict images:", f"volseg predict {folder} IMAGES... -o predictions"),
+        board,
+        ("Measure which postprocessing helps:", f"volseg postprocess {folder}"),
+        (
+            "Train every fold of this config:",
+            f"volseg cross-validate {config} --output {folds}",
+        ),
+        ("Write this page anew:", f"volseg report {folder}"),
+    ]
+
+
+def _join(*values: object) -> str:
+    return ", ".join(str(value) for value in values if value not in (None, ""))
