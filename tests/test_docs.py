@@ -144,8 +144,6 @@ def test_what_a_page_imports_and_calls_can_be(page: Path) -> None:
 
 
 def test_a_call_of_a_module_and_an_absent_name_are_found() -> None:
-    calls = (
-        "volseg.parallel.verification.verify(net)\nvolseg.gone(volseg.FastKernels(net))\nvolseg.predict(run).table()"
-    )
+    calls = "volseg.parallel.verification.verify(net)\nvolseg.gone(volseg.FastKernels(net))\nvolseg.plan(net).table()"
     code = f"from volseg.data import Read, Write\n{calls}"
     assert broken_names(code) == ["volseg.data.Write", "volseg.parallel.verification.verify", "volseg.gone"]
