@@ -107,6 +107,12 @@ class Functions(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_dispatch_is_left_out() -> None:
+    with Operators() as seen, internals.without_dispatch():
+        torch.ones(2).add(1)
+    assert seen.seen == []
+
+
 def test_overrides_are_left_out_and_called_again() -> None:
     x = torch.zeros(2).as_subclass(Named)
 

@@ -9,7 +9,7 @@ import torch
 
 from volseg.errors import ConfigError, OutOfMemoryError
 from volseg.experiment import train
-from volseg.experiment.out_of_memory import explaining_memory
+from volseg.experiment.out_of_memory import explaining_memory, is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,29 @@ def test_every_allocator_says_it_in_the_same_words(configured, call):
     remedies = ["smaller patch.batch", "smaller patch.size", "parallel.spatial", "parallel.checkpoint: all"]
     places = [message.index(remedy) for remedy in remedies]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error\nCuda failure 2 'out of memory'",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory",
+    ],
+)
+def test_libraries_without_a_class_of_their_own_are_known_by_their_words(said):
+    assert is_out_of_memory(RuntimeError(said))
+
+
+@pytest.mark.parametrize(
+    "fault", [RuntimeError("the scanner's store is out of memory cards"), ValueError("CUDA is out of memory")]
+)
+def test_who_only_speaks_of_memory_is_passed_on(fault):
+    # A loss of somebody's own that raised such words was called out of memory, and replanned.
+    assert not is_out_of_memory(fault)
 
 
 def test_other_errors_pass(configured):

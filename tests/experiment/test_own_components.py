@@ -191,6 +191,26 @@ def test_a_run_with_ones_own_parts_from_training_to_prediction(own, task, tmp_pa
     assert len(load_checkpoint(run / "checkpoints" / "latest.pt").history) == 3
 
 
+def test_a_plan_and_the_largest_patch_are_of_ones_own_parts(own):
+    """What is said to be the largest is planned for again, by itself."""
+    config, components = own
+    # MONAI's loss looks at the values of class weights, where there are some.
+    losses = "losses=[{name: FocalLoss, output: focal}, {name: EdgeLoss, inputs: [boundary, label], output: edge}]"
+
+    def plan(*more):
+        with as_a_new_process():
+            arguments = ["plan", config, "--components", components, "--gpu-memory", "2GiB", "--json", "--set", losses]
+            told = CliRunner().invoke(app, [*map(str, [*arguments, *more])])
+        assert told.exit_code == 0, told.exception
+        return json.loads(told.stdout)
+
+    largest = plan("--max-volume")
+    plain = largest["rows"][0]
+    assert (largest["network"], plain["name"]) == ("TinyNet", "one GPU")
+    assert min(plain["sides"]) > 16
+    assert plan("--set", f"patch.size={plain['sides']}")["candidates"][0]["state"] == "chosen"
+
+
 def test_processes_that_are_started_know_the_same_components(own, tmp_path):
     config, components = own
     call("train", config, "--gpus", "2", "--set", "device=cpu", "--components", components)

@@ -12,6 +12,7 @@ from volseg import Checkpoints, Hook
 from volseg.config.parallel import ParallelConfig
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
 from volseg.experiment import RunFolder, replanning, train
+from volseg.experiment.forecast_beside import Answer
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
 from volseg.parallel import ModelParallel
@@ -56,6 +57,21 @@ def test_without_being_asked_a_run_ends_and_says_what_takes_less(configured):
     assert "at train, epoch 0, 1" in told
     assert "\n  --set parallel.strategy=spatial --set parallel.devices=1 --set parallel.checkpoint=all   " in told
     assert told.endswith("parallel.checkpoint: all (recomputes activations)")
+
+
+def test_where_nothing_fits_it_is_told_what_would(configured, monkeypatch):
+    """As `volseg plan` on a GPU would have answered."""
+    memory = MemoryUse(used=0, reserved=40 * 2**30, outside=0, peak_in="backward")
+    known = (Forecast(candidate=Candidate(), memory=memory, seconds=1.0, refused="needs 40.0 GiB"),)
+    remedies = ("GPUs of 40.0 GiB: one GPU", "volumes of 8 x 8 x 8: one GPU (3.0 GiB)")
+    answer = Answer(forecasts=known, remedies=remedies)
+    monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: answer)
+    with pytest.raises(OutOfMemoryError) as caught:
+        train(configured(), hooks=[TooMuch(0, 1)])
+    told = str(caught.value).splitlines()
+    assert [line for line in told if line.startswith("It would fit: ")] == [
+        f"It would fit: {remedy}." for remedy in remedies
+    ]
 
 
 def test_what_is_said_can_be_pasted(configured, tmp_path):
@@ -119,7 +135,7 @@ def test_what_is_taken_follows_from_forecasts(configured, monkeypatch, gib, take
         return Forecast(candidate=Candidate(checkpoint=checkpoint), memory=memory, seconds=seconds, refused=refused)
 
     known = [forecast(None, 21), *(forecast(*each) for each in gib.items())] if gib else []
-    monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: known)
+    monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: Answer(forecasts=known))
     config = configured(REPLAN, "training.epochs=1")
     train(config, hooks=[TooMuch(0, 1)])
     record = json.loads((config.folder / "replanned.json").read_text(encoding="utf-8"))
@@ -296,12 +312,14 @@ def measure_peak(config):
 @pytest.mark.gpu
 def test_a_gpu_that_is_out_of_memory_goes_on_with_what_fits_it(configured, tmp_path):
     """The limit lies between what the step takes as it is and what it takes recomputed; both are measured before."""
-    # A recording allocates nothing when it is replayed: what is to fail is the step.
-    step = ["device=cuda", "training.record=false", "network={name: VNet}", "patch.size=[96,96,96]"]
+    # A recording allocates nothing when it is replayed: what is to fail is the step. Its memory is activations, nearly
+    # all: of a V-Net on 96^3 half are weights and what cuDNN computes with, and recomputation saved 6 % on an H200.
+    network = "network={name: UNet, channels: [32, 64], strides: [2], num_res_units: 2}"
+    step = ["device=cuda", "training.record=false", network, "patch.size=[128,128,128]"]
     recomputed = "parallel={strategy: spatial, devices: 1, checkpoint: all}"
     most = measure_peak(configured(*step, f"output={tmp_path / 'plain'}"))
     least = measure_peak(configured(*step, f"output={tmp_path / 'recomputed'}", recomputed))
-    assert least < 0.9 * most
+    assert least < 0.85 * most, f"{least / 2**20:.0f} MiB recomputed, {most / 2**20:.0f} MiB as it is: no room between"
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((0.4 * most + 0.6 * least) / total)

@@ -78,6 +78,27 @@ def test_where_nothing_fits_the_status_is_3_and_remedies_have_numbers(vnet):
     assert any("volumes of " in remedy for remedy in report.remedies)
 
 
+def plan_small(vnet, *overrides, **machine):
+    return plan_training(load_config(vnet, [*SMALL[1::2], *overrides]), find_machine(**machine))
+
+
+def test_the_average_of_the_weights_is_held_besides(vnet):
+    """A network whose weights are most of what it needs."""
+    wide = ["network={name: UNet, channels: [256, 256], strides: [2]}", "patch={size: [4, 4, 4], batch: 2}"]
+    without, held = (
+        plan_small(vnet, *wide, f"training.ema={ema}", kind="v100-16").forecasts[0] for ema in ("null", "0.9")
+    )
+    weights = 4 * 256 * 256 * 27  # float32, of the largest of its convolutions alone
+    assert held.memory.used - without.memory.used > weights
+
+
+def test_gathered_batches_take_that_much_longer_and_no_more_memory(vnet):
+    two, six = (plan_small(vnet, f"training.accumulate={count}", kind="v100-16") for count in (2, 6))
+    assert six.forecasts[0].seconds == pytest.approx(3 * two.forecasts[0].seconds)
+    assert six.forecasts[0].memory == two.forecasts[0].memory
+    assert (two.steps_per_epoch, six.steps_per_epoch) == (125, 42)
+
+
 @pytest.mark.slow  # some twenty steps are followed
 def test_the_largest_patch_fits_and_the_next_does_not(vnet):
     told = run(vnet, *SMALL, "--gpu-memory", "2GiB", "--set", "parallel.strategy=spatial", "--max-volume", "--json")

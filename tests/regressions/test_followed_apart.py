@@ -19,7 +19,7 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.following import following
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.parallel.candidates import StepPlan
-from volseg.parallel.candidates.beside import following_beside
+from volseg.parallel.candidates.beside import FollowingCopies
 
 
 def build() -> nn.Module:
@@ -92,19 +92,21 @@ def test_other_threads_pretend_nothing() -> None:
     assert said == [(None, False, True)]
 
 
+def end_process_of(lost: Candidate, candidate: Candidate) -> Forecast:
+    if candidate == lost:
+        os._exit(9)
+    return Forecast(candidate=candidate, refused="as asked")
+
+
 def test_process_that_ends_while_it_follows_is_an_error() -> None:
     # `volseg plan` waited for ever: the pool began another process, and nobody told of the lost candidate.
     lost, well = Candidate(spatial=2), Candidate()
-
-    def follow(candidate: Candidate) -> Forecast:
-        if candidate == lost:
-            os._exit(9)
-        return Forecast(candidate=candidate, refused="as asked")
-
     if os.cpu_count() == 1:
         pytest.skip("one core follows in this process")
-    with following_beside(follow, [well, lost]) as ask, pytest.raises(ParallelError, match="ended without a word"):
-        ask(lost)
+    with FollowingCopies(lost, beside=True) as copies:
+        copies.begin(end_process_of, well)
+        with pytest.raises(ParallelError, match="ended without a word"):
+            copies.ask(end_process_of, lost)
 
 
 def test_settings_of_the_allocator_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

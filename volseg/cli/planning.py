@@ -62,7 +62,7 @@ def plan(
     loaded = experiment.load_config(config, overrides or ())
     machine = experiment.find_machine(num_gpus=gpus, gpu_memory=gpu_memory, kind=gpu, instance=instance, here=here)
     if max_volume:
-        volumes = experiment.plan_volumes(loaded, machine, channels=channels, classes=classes)
+        volumes = experiment.plan_volumes(loaded, machine, channels=channels, classes=classes, beside=True)
         typer.echo(volumes.to_json() if as_json else volumes.words())
         fits = volumes.fits
     else:

@@ -121,6 +121,7 @@ __all__ = [
     "tree_unflatten",
     "unwrap_transformed",
     "with_overrides",
+    "without_dispatch",
     "without_dispatch_modes",
     "without_overrides",
     "without_subclass_overrides",
@@ -161,6 +162,9 @@ without_subclass_overrides = torch._C.DisableTorchFunctionSubclass
 
 with_overrides = torch._C._EnableTorchFunction
 """Call ``__torch_function__`` again, inside of the two above."""
+
+without_dispatch = torch._C._DisableTorchDispatch
+"""Call no ``__torch_dispatch__``, neither a subclass's nor a mode's: what follows is torch's own."""
 
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Return how many ``TorchDispatchMode`` are active."""

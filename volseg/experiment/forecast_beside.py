@@ -98,6 +98,8 @@ class Answer:
     """Bytes of a GPU that something else holds: cases, and batches on their way."""
     problem: str = ""
     """Why there are none."""
+    remedies: tuple[str, ...] = ()
+    """Where nothing fits, what would: larger GPUs, more of them, a smaller patch, with numbers."""
 
 
 class PlanBeside:
@@ -165,7 +167,8 @@ class PlanBeside:
         try:
             report = json.loads(said)
             forecasts = tuple(_read_forecast(row) for row in report["candidates"])
-            return Answer(forecasts=forecasts, reserve=report["reserve_bytes"])
+            remedies = tuple(map(str, report["remedies"]))
+            return Answer(forecasts=forecasts, reserve=report["reserve_bytes"], remedies=remedies)
         except (KeyError, TypeError, ValueError) as fault:
             return Answer(problem=f"what volseg plan printed is no plan ({_first_line(str(fault))})")
 

@@ -42,7 +42,9 @@ def choose_by_forecast(config: ExperimentConfig, device: torch.device) -> tuple[
         return None
     found = []
     if is_main_process():
-        answer = PlanBeside(config, gpus).wait()
+        # No pipeline is asked for: none could be taken, and one of many micro-batches takes longest to follow.
+        alone = config.parallel.model_copy(update={"pipeline": 1})
+        answer = PlanBeside(config.model_copy(update={"parallel": alone}), gpus).wait()
         if answer.problem:
             logger.info("no forecast of a training step (%s): it is tried", answer.problem)
         found = [json.dumps(choose_mesh(answer.forecasts, count, int(NEAR * gpus.memory) - answer.reserve))]

@@ -10,7 +10,7 @@ from volseg.forecast.calibration.stored import calibrate, describe_kind, find_fi
 from volseg.forecast.gpu_kinds import KINDS, GpuKind, find_kind
 from volseg.forecast.instances import find_instance, find_links
 from volseg.parallel.candidates.choosing import GIB
-from volseg.parallel.candidates.planning import Machine
+from volseg.parallel.candidates.forecasting import Machine
 from volseg.parallel.devices import count_gpus, find_current_device
 from volseg.planning import parse_memory
 

@@ -1,6 +1,7 @@
 """What does not fit into memory: told before it is tried where sizes alone tell it, else in words that help."""
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,15 +22,15 @@ __all__ = [
     "require_plausible_sizes",
 ]
 
-SAYS_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "Storage size calculation overflowed",
+SAYS_MEMORY = re.compile(
+    r"\b(CUDA|Cuda|HIP|NCCL)\b.*out of memory"
+    r"|can't allocate memory|not enough memory: you tried to allocate"
+    r"|CU[A-Z]+_STATUS_\w*ALLOC\w*_FAILED"
+    r"|Storage size calculation overflowed",
+    re.DOTALL,
 )
-"""In messages of torch's allocators and libraries, whose exceptions have no class of their own on a CPU."""
+"""In messages of torch's allocators and libraries, where their exceptions have no class of their own: of main memory,
+of CUDA's driver and of libraries. A message of somebody else's that speaks of memory is not one of these."""
 
 FLOAT_BYTES = 4
 
@@ -79,7 +80,9 @@ def require_plausible_sizes(config: ExperimentConfig, task: Task, device: torch.
 
 def is_out_of_memory(fault: BaseException) -> bool:
     """Tell whether an allocator of torch or of one of its libraries raised it."""
-    return isinstance(fault, MemoryError | torch.OutOfMemoryError) or any(text in str(fault) for text in SAYS_MEMORY)
+    if isinstance(fault, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(fault, RuntimeError) and SAYS_MEMORY.search(str(fault)) is not None
 
 
 def describe_attempt(config: ExperimentConfig, device: torch.device, fault: BaseException) -> str:

@@ -41,7 +41,7 @@ from volseg.experiment.alternatives import (
     rank_smaller,
     take_candidate,
 )
-from volseg.experiment.forecast_beside import Gpus, PlanBeside
+from volseg.experiment.forecast_beside import Answer, Gpus, PlanBeside
 from volseg.experiment.out_of_memory import describe_attempt, describe_remedies, is_out_of_memory
 from volseg.experiment.placed_network import choose_device
 from volseg.experiment.roles import Member
@@ -252,10 +252,13 @@ class Replanning:
 
     def _explain(self, failure: Failure) -> str:
         """Return the failure with what would fit."""
-        lines = list_lines(self.config, _list_ways(self.config, failure, more_gpus=True), count_processes())
+        answer = _forecast(self.config, failure.tried, more_gpus=True)
+        lines = list_lines(self.config, _list_ways(self.config, failure, answer.forecasts), count_processes())
         before = [] if self.replanned is None else [f"{self.replanned}. A second time ends the run."]
         ways = ["What takes less, fastest first:", *lines] if lines else []
-        return "\n".join([f"{failure.said}, at {failure.at}.", *before, *ways, describe_remedies(self.config)])
+        fitting = [f"It would fit: {remedy}." for remedy in answer.remedies]
+        told = [f"{failure.said}, at {failure.at}.", *before, *ways, *fitting, describe_remedies(self.config)]
+        return "\n".join(told)
 
 
 def free_memory() -> None:
@@ -287,9 +290,8 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
     OutOfMemoryError
         If nothing takes less.
     """
-    ways = [
-        way for way in _list_ways(config, failure, more_gpus=False) if way.candidate.num_gpus == failure.tried.num_gpus
-    ]
+    forecasts = _forecast(config, failure.tried, more_gpus=False).forecasts
+    ways = [way for way in _list_ways(config, failure, forecasts) if way.candidate.num_gpus == failure.tried.num_gpus]
     if not any(way.runs for way in ways):  # what takes least comes first then: this is done once
         ways.reverse()  # the most thorough first, where nobody knows how much it needs
         ways.sort(key=lambda way: math.inf if way.memory is None else way.memory.total)
@@ -313,9 +315,8 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
     )
 
 
-def _list_ways(config: ExperimentConfig, failure: Failure, *, more_gpus: bool) -> list[Forecast]:
+def _list_ways(config: ExperimentConfig, failure: Failure, forecasts: Sequence[Forecast]) -> list[Forecast]:
     """Return what takes less memory, fastest first, with its numbers where they can be told."""
-    forecasts = _forecast(config, failure.tried, more_gpus=more_gpus)
     if fitting := rank_smaller(failure.tried, forecasts):
         return fitting
     return [
@@ -324,7 +325,7 @@ def _list_ways(config: ExperimentConfig, failure: Failure, *, more_gpus: bool) -
     ]
 
 
-def _forecast(config: ExperimentConfig, tried: Candidate, *, more_gpus: bool) -> Sequence[Forecast]:
+def _forecast(config: ExperimentConfig, tried: Candidate, *, more_gpus: bool) -> Answer:
     """Return what is forecast of every way to use the GPUs of the training, or all that are visible if they are more.
 
     Seconds in which this process waits: it has nothing else to do.
@@ -332,9 +333,9 @@ def _forecast(config: ExperimentConfig, tried: Candidate, *, more_gpus: bool) ->
     count = max(tried.num_gpus, count_gpus() if more_gpus else 0)
     gpus = Gpus.find(choose_device(config), count)
     if gpus is None:
-        return ()
+        return Answer()
     is_open = config.model_copy(update={"parallel": ParallelConfig()})
     answer = PlanBeside(is_open, gpus, thorough=True).wait()
     if answer.problem:
         logger.warning("no forecast of what would fit: %s", answer.problem)
-    return answer.forecasts
+    return answer

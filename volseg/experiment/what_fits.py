@@ -13,8 +13,9 @@ from volseg.experiment.data_facts import DataFacts, find_facts
 from volseg.experiment.forecasting import Described, at_size, describe_training, find_freedom, find_reserve
 from volseg.forecast.candidate import Candidate
 from volseg.parallel.candidates.choosing import GIB
-from volseg.parallel.candidates.listing import Freedom, name_candidate
-from volseg.parallel.candidates.planning import Machine, StepPlan, list_largest, plan_work
+from volseg.parallel.candidates.forecasting import Machine, Planned
+from volseg.parallel.candidates.listing import name_candidate
+from volseg.parallel.candidates.planning import StepPlan, list_largest, plan_work
 from volseg.parallel.candidates.report import LargestRow, VolumesReport, format_volumes
 from volseg.parallel.candidates.work import Work
 from volseg.parallel.fast_kernels import CAPABILITY
@@ -60,18 +61,11 @@ def plan_training(
     ParallelError
         If the training cannot be followed.
     """
-    described, free, reserve, notes = _describe(config, machine, channels, classes, facts)
-    accumulate = config.training.accumulate
+    planned, notes = _describe(config, machine, channels, classes, facts)
     return plan_work(
-        described.work,
-        machine,
-        free,
-        reserve=reserve,
+        planned,
         notes=notes,
-        steps_per_epoch=math.ceil(config.training.iterations / accumulate),
-        times=accumulate / described.batches,
-        resize=partial(_resize, described, machine),
-        divisors=described.rule.divisors,
+        steps_per_epoch=math.ceil(config.training.iterations / config.training.accumulate),
         only=only,
         thorough=thorough,
         beside=beside,
@@ -83,17 +77,26 @@ def _describe(
     machine: Machine,
     channels: int | None,
     classes: int | None,
-    facts: DataFacts | None,
-) -> tuple[Described, Freedom, int, list[str]]:
-    """Return what is followed, what is open, the bytes of a GPU that are taken, and what the reader must know."""
+    facts: DataFacts | None = None,
+) -> tuple[Planned, list[str]]:
+    """Return what is followed, and what the reader must know."""
     check_components(config)
     gpu = machine.gpu
     dtype = choose_dtype(config.training.precision, gpu.capability)
     facts = find_facts(config, channels, classes) if facts is None else facts
     described = describe_training(config, dtype, facts)
-    free = find_freedom(config, dtype, has_fast_kernels=gpu.capability >= CAPABILITY)
     reserve, notes = find_reserve(described, machine.gpu_bytes)
-    return described, free, reserve, [f"channels and classes by {facts.source}", *notes]
+    d, h, w = described.rule.divisors
+    planned = Planned(
+        work=described.work,
+        machine=machine,
+        free=find_freedom(config, dtype, has_fast_kernels=gpu.capability >= CAPABILITY),
+        reserve=reserve,
+        times=config.training.accumulate / described.batches,
+        resize=partial(_resize, described, machine),
+        divisors=(d, h, w),
+    )
+    return planned, [f"channels and classes by {facts.source}", *notes]
 
 
 def _resize(described: Described, machine: Machine, sides: tuple[int, int, int]) -> tuple[Work, int]:
@@ -198,18 +201,17 @@ class PlannedVolumes:
 
 
 def plan_volumes(
-    config: ExperimentConfig, machine: Machine, *, channels: int | None = None, classes: int | None = None
+    config: ExperimentConfig,
+    machine: Machine,
+    *,
+    channels: int | None = None,
+    classes: int | None = None,
+    beside: bool = False,
 ) -> PlannedVolumes:
     """Return the largest patches that each way of sharing a machine can train on; see `plan_training`."""
-    described, free, reserve, _ = _describe(config, machine, channels, classes, None)
-    work = described.work
-    found = list_largest(
-        work,
-        machine,
-        free,
-        resize=partial(_resize, described, machine),
-        divisors=described.rule.divisors,
-    )
+    planned, _ = _describe(config, machine, channels, classes)
+    work = planned.work
+    found = list_largest(planned, beside=beside)
     rows = tuple(
         LargestRow(
             name=name_candidate(candidate),
@@ -228,7 +230,7 @@ def plan_volumes(
             gpu=machine.gpu.name,
             num_gpus=machine.num_gpus,
             gpu_bytes=machine.gpu_bytes,
-            reserve_bytes=reserve,
+            reserve_bytes=planned.reserve,
             rows=rows,
         )
     )

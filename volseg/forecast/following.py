@@ -15,7 +15,7 @@ A step that looks at a value (``.item()``, a branch on a tensor, NumPy) cannot b
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,7 @@ from volseg.forecast.autocast import casting_like_gpus
 from volseg.forecast.copying import copy_without_values
 from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.forecast.kernel_work import describe_kernel, describe_noted, list_tensors
+from volseg.forecast.known_results import KnownResults
 from volseg.forecast.refusals import explaining_refusals
 from volseg.forecast.surroundings import apart_from_surroundings
 from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
@@ -303,6 +304,7 @@ class _Noting(TorchDispatchMode):
     def __init__(self, followed: FollowedStep) -> None:
         super().__init__()
         self.followed = followed
+        self.known = KnownResults(followed.mode)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is FIND_DEVICE:  # asked more often than all else together
@@ -317,8 +319,11 @@ class _Noting(TorchDispatchMode):
         is_scattered = self.followed.in_place.is_scattered(func)
         if is_scattered:
             self.followed.note_scattered(args[0])
-        with self.followed.without_cache() if func in OF_STORAGES else nullcontext():
-            out = func(*args, **kwargs)
+        if func in OF_STORAGES:
+            with self.followed.without_cache():
+                out = func(*args, **kwargs)
+        else:
+            out = self.known.run(func, args, kwargs)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
@@ -337,7 +342,7 @@ class _Noting(TorchDispatchMode):
         return out
 
     def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plain = None if func in WITHOUT_RESULT else func(*args, **kwargs)
+        plain = None if func in WITHOUT_RESULT else self.known.run(func, args, kwargs)
         with self:  # what the handler calls is noted too
             return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
 

@@ -43,7 +43,8 @@ is the result as of a CPU: of the right shape.
 """
 
 WITHOUT_RESULT: set[Any] = set()
-"""Those for whom a CPU's result is not asked: torch has none without values, or not from half to float32."""
+"""Those for whom a CPU's result is not asked: they need none, which takes milliseconds where torch computes it by
+parts, or torch has none without values, or not from half to float32."""
 
 
 def _replaces(*operators: Any) -> Callable[[Handler], Handler]:
@@ -144,6 +145,8 @@ def _differentiate_convolution(
 
 @_replaces(aten.native_batch_norm.default)
 def _normalize(note: Note, plain: Any, input: Tensor, weight: Any, bias: Any, *rest: Any) -> tuple[Tensor, ...]:
+    if weight is not None and weight.numel() != input.shape[1]:
+        raise RuntimeError(f"weight should contain {input.shape[1]} elements not {weight.numel()}")  # as torch says it
     training = rest[2]
     out = torch.empty_like(input)
     saved = input.shape[1] if training else 0
@@ -303,11 +306,12 @@ def _step_fused(note: Note, plain: Any, *lists: Any, **options: Any) -> None:
     note(None)  # in place, without memory of its own
 
 
-WITHOUT_RESULT |= {
-    operator
-    for operator, handler in GPU_OPERATORS.items()
-    if handler in (_softmax, _differentiate_softmax, _differentiate_plain_softmax, _step_fused)
-}
+READ_NO_RESULT = (
+    _differentiate_convolution, _normalize, _differentiate_norm, _softmax, _differentiate_softmax,
+    _differentiate_plain_softmax, _upsample_nearest, _roll, _step_fused,
+)  # fmt: skip
+
+WITHOUT_RESULT |= {operator for operator, handler in GPU_OPERATORS.items() if handler in READ_NO_RESULT}
 
 
 @contextmanager

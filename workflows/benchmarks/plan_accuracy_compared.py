@@ -16,7 +16,7 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.forecast.instances import find_links
 from volseg.models import build_network
-from volseg.parallel.candidates.planning import Machine, forecast_work
+from volseg.parallel.candidates.forecasting import Machine, forecast_work
 from volseg.parallel.candidates.work import Batch, Step, Work
 from volseg.workflow import Named
 from volseg.workflow.averaging import WeightAverage

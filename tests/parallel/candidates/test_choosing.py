@@ -108,8 +108,14 @@ def test_what_is_not_followed_would_not_have_won(data, num_gpus, batch, kernels,
 
     def follow(candidate):
         followed.append(candidate)
+        return cost(candidate)
+
+    def cost(candidate):
         plain = Candidate(kernels=candidate.kernels, recorded=candidate.recorded)
-        least = find_bound(candidate, [Forecast(candidate=plain, seconds=alone[candidate.kernels])], batch)
+        known = [Forecast(candidate=plain, seconds=alone[candidate.kernels])]
+        if candidate.pipeline > 1 and candidate.split_size * 2 * candidate.data < batch:
+            known.append(cost(replace(candidate, split_size=candidate.split_size * 2)))
+        least = find_bound(candidate, known, batch)
         number = (candidate.data * 5 + candidate.spatial * 3 + candidate.pipeline + (candidate.split_size or 0)) % 41
         recomputed = 1 + 0.3 * levels[candidate.checkpoint]
         time = (least or alone[candidate.kernels]) * extra.get(number, 1.0) * recomputed
@@ -127,6 +133,15 @@ def test_what_is_not_followed_would_not_have_won(data, num_gpus, batch, kernels,
     assert (found.chosen is None) == (thorough.chosen is None)
     if found.chosen is not None:
         assert found.chosen.seconds == thorough.chosen.seconds
+
+
+def test_smaller_micro_batches_save_what_the_pipeline_is_not_full():
+    pipeline = Candidate(pipeline=2, split_size=16, kernels="torch", recorded=True)
+    known = [Forecast(candidate=pipeline, seconds=3.0)]
+    # Of 2 rounds and 1 to fill it, 32 and 1 remain; never more than before.
+    assert find_bound(replace(pipeline, split_size=1), known, 32) == pytest.approx(3.0 * (33 / 32) / (3 / 2))
+    assert find_bound(replace(pipeline, split_size=32), known, 32) == 0, "larger kernels may be faster"
+    assert find_bound(replace(pipeline, split_size=1, pipeline=4), known, 32) == 0
 
 
 def test_python_bounds_a_pipeline_by_the_micro_batches_that_it_starts():

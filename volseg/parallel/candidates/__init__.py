@@ -5,9 +5,10 @@ it, and `choosing` takes the fastest one that fits. ``volseg.plan`` is `plan` he
 """
 
 from volseg.parallel.candidates.first_batch import choose_for_first_batch, describe_network
+from volseg.parallel.candidates.forecasting import Machine, Planned
 from volseg.parallel.candidates.listing import Freedom
 from volseg.parallel.candidates.network_plan import forecast, plan
-from volseg.parallel.candidates.planning import Machine, StepPlan
+from volseg.parallel.candidates.planning import StepPlan
 from volseg.parallel.candidates.report import PlanReport
 from volseg.parallel.candidates.work import Work
 
@@ -15,6 +16,7 @@ __all__ = [
     "Freedom",
     "Machine",
     "PlanReport",
+    "Planned",
     "StepPlan",
     "Work",
     "choose_for_first_batch",

@@ -1,4 +1,4 @@
-"""Follow several candidates at a time, each in a process that is a copy of this one.
+"""Work on several candidates at a time, each in a process that is a copy of this one.
 
 To follow a step is Python alone, a second or some of it per candidate. Copies have the network and all that was
 imported; what they find is some numbers. They are made for the command line only: in a training, threads and CUDA would
@@ -8,64 +8,100 @@ be copied along.
 import multiprocessing
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import torch
 
 from volseg.errors import ParallelError
-from volseg.forecast.candidate import Candidate, Forecast
 
-__all__ = ["following_beside"]
+__all__ = ["FollowingCopies"]
 
-Follow = Callable[[Candidate], Forecast]
+Shared = TypeVar("Shared")
+Asked = ParamSpec("Asked")
+Answer = TypeVar("Answer")
 
-_follow: Follow | None = None
-"""What the copies call; a closure over the network, which they get by being copies and not by pickling."""
+_shared: Any = None
+"""What the copies work on; a network is in it, which they get by being copies and not by pickling."""
 
 
-@contextmanager
-def following_beside(follow: Follow, candidates: Sequence[Candidate]) -> Iterator[Follow]:
-    """Begin to follow the candidates, in their order, as many at a time as there are cores; hand out what is found.
+class FollowingCopies(Generic[Shared]):
+    """Processes that answer what a function of ``shared`` and some arguments returns.
 
     Parameters
     ----------
-    follow : callable
-        Returns the forecast of one.
-    candidates : sequence of Candidate
-        Which to begin with; those that nobody asks for until the end are given up.
+    shared
+        What they work on.
+    beside
+        Whether there are any: else this process answers, when it is asked.
     """
-    cores = min(os.cpu_count() or 1, len(candidates))
-    if cores < 2 or "fork" not in multiprocessing.get_all_start_methods():
-        yield follow
-        return
-    global _follow
-    _follow = follow
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(cores, multiprocessing.get_context("fork"), _use_one_thread)
-    try:
+
+    def __init__(self, shared: Shared, *, beside: bool) -> None:
+        cores = os.cpu_count() or 1
+        is_copied = beside and cores > 1 and "fork" in multiprocessing.get_all_start_methods()
+        self._shared = shared
+        self._begun: dict[Any, Future[Any]] = {}
+        self._pool = _make_pool(cores) if is_copied else None
+        self._others = set(multiprocessing.active_children())
+
+    def __enter__(self) -> Self:
+        global _shared
+        _shared = self._shared
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        global _shared
+        _shared = None
+        if self._pool is not None:
+            for copy in set(multiprocessing.active_children()) - self._others:
+                copy.terminate()
+            self._pool.shutdown(cancel_futures=True)
+
+    def begin(
+        self, function: Callable[Concatenate[Shared, Asked], Answer], *args: Asked.args, **kwargs: Asked.kwargs
+    ) -> None:
+        """Let a copy begin with it as soon as one is free; what nobody asks for until the end is given up."""
+        key = _find_key(function, args)
+        if self._pool is None or key in self._begun:
+            return
         with warnings.catch_warnings():
             # Python warns of threads, which copies lack; those are torch's, and a copy that uses one thread needs none.
             warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
-            begun = {each: pool.submit(_run, each) for each in candidates}
-        yield lambda candidate: _wait(candidate, begun[candidate]) if candidate in begun else follow(candidate)
-    finally:
-        _follow = None
-        for copy in set(multiprocessing.active_children()) - others:
-            copy.terminate()
-        pool.shutdown(cancel_futures=True)
+            self._begun[key] = self._pool.submit(_run, function, args, kwargs)
+
+    def ask(
+        self, function: Callable[Concatenate[Shared, Asked], Answer], *args: Asked.args, **kwargs: Asked.kwargs
+    ) -> Answer:
+        """Return what it returns.
+
+        Raises
+        ------
+        ParallelError
+            If the copy was killed.
+        """
+        self.begin(function, *args, **kwargs)
+        future = self._begun.get(_find_key(function, args))
+        if future is None:
+            return function(self._shared, *args, **kwargs)
+        try:
+            found: Answer = future.result()
+        except BrokenProcessPool as fault:
+            raise ParallelError(
+                f"a process that followed this step ended without a word while {args[0]} was waited for: it was "
+                "killed, perhaps for want of main memory, or the network ends its process; plan for one GPU to see "
+                "which"
+            ) from fault
+        return found
 
 
-def _wait(candidate: Candidate, future: "Future[Forecast]") -> Forecast:
-    try:
-        return future.result()
-    except BrokenProcessPool as fault:
-        raise ParallelError(
-            f"a process that followed this step ended without a word while {candidate} was waited for: it was killed, "
-            "perhaps for want of main memory, or the network ends its process; plan for one GPU to see which"
-        ) from fault
+def _find_key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function, repr(args)
+
+
+def _make_pool(cores: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(cores, multiprocessing.get_context("fork"), _use_one_thread)
 
 
 def _use_one_thread() -> None:
@@ -73,6 +109,5 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _run(candidate: Candidate) -> Forecast:
-    assert _follow is not None
-    return _follow(candidate)
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(_shared, *args, **kwargs)

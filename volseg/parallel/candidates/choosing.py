@@ -5,7 +5,8 @@ hold for every network, as large kernels are at least as efficient as small ones
 
 - A recomputed step runs the kernels of the plain one, and more.
 - Of the kernels of one GPU each of N runs a share, in no less than an N-th of their time.
-- A pipeline of N stages and m micro-batches is full for m rounds and fills or empties for N - 1 more.
+- A pipeline of N stages and m micro-batches is full for m rounds and fills or empties for N - 1 more. So smaller
+  micro-batches save what of a step it is not full, and nothing else.
 - Where nothing is replayed, Python starts each kernel: of a pipeline those of the forward pass m times, the others once
   or more, and more of them for smaller micro-batches.
 """
@@ -62,6 +63,7 @@ def search(
     relieve: Callable[[Candidate], Sequence[Candidate]] = lambda _: (),
     *,
     thorough: bool = False,
+    begin: Callable[[Sequence[Candidate]], None] = lambda _: None,
 ) -> Found:
     """Follow candidates until none that is left can be faster, and choose.
 
@@ -79,6 +81,8 @@ def search(
         Returns what to take for one that does not fit, least recomputation first.
     thorough : bool
         Whether to follow those too that cannot win.
+    begin : callable
+        Is told what will be asked for soon, so that others can begin with it.
 
     Returns
     -------
@@ -96,16 +100,24 @@ def search(
         group.append(judge(follow(candidate), capacity))
         return group[-1]
 
+    to_relieve: list[tuple[Candidate, Forecast, list[Candidate], Candidate]] = []
     for first in sort_candidates(candidates):
         group = groups[first]
         plain = look(first, find_bound(first, chain.from_iterable(groups.values()), batch_size), group)
         if plain is None or plain.memory is None or (plain.runs and not thorough):
             continue
-        *less, most = relieve(first) or (first,)
+        if relieving := list(relieve(first)):
+            *less, most = relieving
+            to_relieve.append((first, plain, less, most))
+            if thorough or _find_fastest(chain.from_iterable(groups.values())) is None:
+                begin([most])
+    # All plain ones come first: the faster the best one is, the fewer of these can win.
+    for first, plain, less, most in to_relieve:
+        group = groups[first]
         # Of other kernels the plain step says nothing.
         least = plain.seconds or 0.0 if plain.candidate.kernels == most.kernels else 0.0
         # What recomputes most first: where that does not fit, nothing does.
-        last = None if most == first else look(most, least, group)
+        last = look(most, least, group)
         if last is not None and last.runs and not plain.runs:
             for candidate in less:
                 relieved = look(candidate, least, group)
@@ -128,9 +140,7 @@ def sort_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 def find_bound(candidate: Candidate, known: Iterable[Forecast], batch_size: int) -> float:
     """Return seconds that no step of the candidate is below, by forecasts of others with the same kernels."""
-    rounds = 1
-    if candidate.pipeline > 1 and candidate.split_size is not None:
-        rounds = -(-batch_size // (candidate.data * candidate.split_size))
+    rounds = _count_rounds(candidate, batch_size)
     bounds = [0.0]
     for forecast in known:
         one = forecast.candidate
@@ -141,8 +151,25 @@ def find_bound(candidate: Candidate, known: Iterable[Forecast], batch_size: int)
             # A pipeline is full for so many rounds, and fills and empties for the others.
             share = forecast.seconds / candidate.num_gpus
             bounds.append(share * (rounds + candidate.pipeline - 1) / rounds)
+        if _is_of_larger_pieces(one, candidate):
+            before = _count_rounds(one, batch_size)
+            filled = (rounds + candidate.pipeline - 1) / rounds * before / (before + candidate.pipeline - 1)
+            bounds.append(forecast.seconds * min(filled, 1.0))
         bounds.append(_find_host_bound(candidate, forecast, rounds))
     return max(bounds)
+
+
+def _count_rounds(candidate: Candidate, batch_size: int) -> int:
+    """Return the micro-batches of a step, 1 where there are no stages."""
+    if candidate.pipeline == 1 or candidate.split_size is None:
+        return 1
+    return -(-batch_size // (candidate.data * candidate.split_size))
+
+
+def _is_of_larger_pieces(one: Candidate, candidate: Candidate) -> bool:
+    """Say whether one is the same pipeline with larger micro-batches than the candidate's."""
+    is_larger = candidate.pipeline > 1 and (one.split_size or 0) > (candidate.split_size or 0)
+    return is_larger and (one.data, one.pipeline) == (candidate.data, candidate.pipeline)
 
 
 def _find_host_bound(candidate: Candidate, known: Forecast, rounds: int) -> float:
@@ -153,9 +180,7 @@ def _find_host_bound(candidate: Candidate, known: Forecast, rounds: int) -> floa
     if one.num_gpus == 1 and candidate.data == 1:
         forward = known.host_forward_seconds or 0.0
         return known.host_seconds + (rounds * OF_STAGES - 1) * forward
-    larger = (one.split_size or 0) > (candidate.split_size or 0)
-    same_stages = (one.data, one.pipeline) == (candidate.data, candidate.pipeline)
-    return known.host_seconds if larger and same_stages else 0.0
+    return known.host_seconds if _is_of_larger_pieces(one, candidate) else 0.0
 
 
 def choose(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:

@@ -16,8 +16,9 @@ from volseg.device.torch_internals import tree_leaves
 from volseg.errors import VolsegError
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.forecast.instances import find_links
+from volseg.parallel.candidates.forecasting import Machine, Planned
 from volseg.parallel.candidates.listing import Freedom
-from volseg.parallel.candidates.planning import Machine, StepPlan, plan_work
+from volseg.parallel.candidates.planning import StepPlan, plan_work
 from volseg.parallel.candidates.work import Batch, Step, Work
 from volseg.parallel.model_parallel import choose_by
 from volseg.parallel.pipeline import Pipeline
@@ -110,9 +111,8 @@ def choose_for_first_batch(
         usable = min(map(_count_usable_bytes, gpus))
         machine = Machine(gpu=kind, num_gpus=len(gpus), links=find_links(kind), gpu_bytes=usable)
         work = describe_network(net, args[0].shape, dtype=dtype)
-        plan = plan_work(
-            work, machine, Freedom(one_process=True), only=lambda candidate: candidate.num_gpus == len(gpus)
-        )
+        planned = Planned(work=work, machine=machine, free=Freedom(one_process=True))
+        plan = plan_work(planned, only=lambda candidate: candidate.num_gpus == len(gpus))
     except VolsegError as fault:
         logger.warning("ModelParallel(strategy='auto') forecasts nothing: %s", str(fault).partition("\n")[0])
         return None

@@ -12,8 +12,9 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.gpu_kinds import GpuKind, find_kind
 from volseg.forecast.instances import find_instance, find_links
 from volseg.parallel.candidates.first_batch import describe_network
+from volseg.parallel.candidates.forecasting import Machine, Planned, forecast_work
 from volseg.parallel.candidates.listing import Freedom
-from volseg.parallel.candidates.planning import Machine, StepPlan, forecast_work, plan_work
+from volseg.parallel.candidates.planning import StepPlan, plan_work
 from volseg.parallel.candidates.work import Work
 from volseg.parallel.devices import list_gpus, name_devices
 from volseg.parallel.fast_kernels import CAPABILITY
@@ -93,7 +94,9 @@ def plan(
 
     has_fast = machine.gpu.capability >= CAPABILITY and work.precision is torch.bfloat16
     free = Freedom(kernels=("fast", "torch") if has_fast else ("torch",), records=work.precision is not torch.float16)
-    return plan_work(work, machine, free, resize=resize, divisors=divisors, thorough=thorough)
+    d, h, w = divisors
+    planned = Planned(work=work, machine=machine, free=free, resize=resize, divisors=(d, h, w))
+    return plan_work(planned, thorough=thorough)
 
 
 def forecast(

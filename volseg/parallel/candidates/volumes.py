@@ -3,6 +3,7 @@
 What a step needs grows with the volume, nearly in proportion to its voxels. So the next size to look at is where the
 line through the two nearest known ones meets the memory that there is, which takes three or four sizes where bisection
 takes ten; a size between the largest known to fit and the smallest known not to is looked at until they are neighbours.
+Sizes of another aspect say where to begin.
 """
 
 import math
@@ -53,6 +54,8 @@ def find_largest(
     divisors: Sequence[int],
     *,
     first: int = 1,
+    fixed: int = 0,
+    known: dict[int, int] | None = None,
 ) -> Largest | None:
     """Return the largest size of an aspect that fits; None where the smallest does not.
 
@@ -68,15 +71,27 @@ def find_largest(
         What each side must be a multiple of.
     first : int
         Where to begin: multiples of its divisor that the longest side has.
+    fixed : int
+        Bytes that are taken whatever the size is, as far as they are known: with one size they give a line.
+    known : dict, optional
+        What sizes of other aspects take, by their voxels: where to begin, in place of ``first``. Sizes that are looked
+        at are added.
     """
     seen: dict[int, int | None] = {}
+    known = {} if known is None else known
+    others = dict(known)
 
     def look(step: int) -> int | None:
         if step not in seen:
-            seen[step] = need(scale_sides(step, aspect, divisors))
+            sides = scale_sides(step, aspect, divisors)
+            seen[step] = found = need(sides)
+            if found is not None:
+                known[math.prod(sides)] = found
         return seen[step]
 
     low, high, step = 0, MOST_STEPS + 1, max(1, first)
+    if others:
+        step = min(max(1, _read_line(others, capacity, aspect, divisors, fixed) or step), MOST_STEPS)
     for _ in range(TRIES):
         needed = look(step)
         if needed is not None and needed > capacity:
@@ -85,11 +100,11 @@ def find_largest(
             low = step
         if high - low <= 1:
             break
-        step = _guess_next(seen, low, high, capacity, aspect, divisors)
-    known = [number for number, needed in seen.items() if needed is not None and needed <= capacity]
-    if not known:
+        step = _guess_next(seen, others, low, high, capacity, aspect, divisors, fixed)
+    fitting = [number for number, needed in seen.items() if needed is not None and needed <= capacity]
+    if not fitting:
         return None
-    best = max(known)
+    best = max(fitting)
     needed = seen[best]
     assert needed is not None
     limit = scale_sides(high, aspect, divisors) if high in seen else None
@@ -97,26 +112,45 @@ def find_largest(
 
 
 def _guess_next(
-    seen: dict[int, int | None], low: int, high: int, capacity: int, aspect: Sequence[int], divisors: Sequence[int]
+    seen: dict[int, int | None],
+    others: dict[int, int],
+    low: int,
+    high: int,
+    capacity: int,
+    aspect: Sequence[int],
+    divisors: Sequence[int],
+    fixed: int,
 ) -> int:
-    """Return a step strictly between ``low`` and ``high``: by the line through two sizes, or by doubling or halving."""
-    points = sorted(
-        (abs(needed - capacity), math.prod(scale_sides(step, aspect, divisors)), needed)
-        for step, needed in seen.items()
-        if needed is not None
-    )
+    """Return a step strictly between ``low`` and ``high``: by a line, or by doubling or halving."""
     middle = (low + high) // 2 if high <= MOST_STEPS else max(1, low) * 2
-    if len(points) == 1 and len(seen) == 1 and points[0][2] > capacity:
-        # The line through nothing: what is needed besides voxels is little where this much does not fit.
-        guess = int(high * (capacity / points[0][2]) ** (1 / 3))
-    elif len(points) < 2 or len(seen) % 3 == 2:  # now and then the middle: a line may miss again and again
-        guess = middle
-    else:
-        (_, voxels, needed), (_, others, need) = points[:2]
-        slope = (needed - need) / (voxels - others) if voxels != others else 0.0
-        target = voxels + (capacity - needed) / slope if slope > 0 else 0.0
-        per_cube = math.prod(scale_sides(1000, aspect, divisors)) / 1000**3
-        guess = int((max(target, 0.0) / per_cube) ** (1 / 3)) if target else middle
-        if guess == low:  # it is as near as it can be: see whether the next one fits
-            guess = low + 1
+    own = {
+        math.prod(scale_sides(step, aspect, divisors)): needed for step, needed in seen.items() if needed is not None
+    }
+    # Of other aspects only while there are no two of this one: halos differ.
+    points = own if len(own) > 1 else {**others, **own}
+    guess = _read_line(points, capacity, aspect, divisors, fixed)
+    if guess is None or (len(seen) % 4 == 3 and high - low > 2 and high <= MOST_STEPS):
+        guess = middle  # now and then: a line may miss again and again
     return min(max(guess, low + 1), high - 1)
+
+
+def _read_line(
+    points: dict[int, int], capacity: int, aspect: Sequence[int], divisors: Sequence[int], fixed: int
+) -> int | None:
+    """Return the largest step that fits by the line through the two nearest known sizes, or one and nothing at all."""
+    nearest = sorted((abs(needed - capacity), voxels, needed) for voxels, needed in points.items())[:2]
+    if not nearest:
+        return None
+    (_, voxels, needed), (_, other, less) = (*nearest, (0, 0, min(fixed, nearest[0][2] - 1)))[:2]
+    slope = (needed - less) / (voxels - other) if voxels != other else 0.0
+    if slope <= 0:
+        return None
+    target = max(voxels + (capacity - needed) / slope, 0.0)
+    per_cube = math.prod(scale_sides(1000, aspect, divisors)) / 1000**3
+    step = int((target / per_cube) ** (1 / 3))
+    # Sides are rounded to multiples, so voxels do not quite grow with the cube.
+    while step > 1 and math.prod(scale_sides(step, aspect, divisors)) > target:
+        step -= 1
+    while math.prod(scale_sides(step + 1, aspect, divisors)) <= target:
+        step += 1
+    return step

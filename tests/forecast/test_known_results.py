@@ -1,0 +1,113 @@
+"""Results that are remembered, against torch's own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from volseg.device.torch_internals import TorchDispatchMode, get_storage_key
+from volseg.forecast import known_results
+from volseg.forecast.following import follow, following
+from volseg.forecast.gpu_kinds import find_kind
+from volseg.forecast.known_results import KnownResults
+from volseg.forecast.trace import Free
+
+GPU = find_kind("v100-16")
+
+
+class Compared(TorchDispatchMode):
+    """Ask for each operator's result three times: torch, who remembers it, and who has remembered it."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.names = known, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        plain = func(*args, **kwargs)
+        self.known.run(func, args, kwargs)
+        again = self.known.run(func, args, kwargs)
+        assert describe(again, args) == describe(plain, args), func
+        self.names.add(func.overloadpacket.__name__)
+        return plain
+
+
+def describe(values, args):
+    """Return all that a result is: sizes, and whose memory it is."""
+    if not isinstance(values, torch.Tensor):
+        listed = isinstance(values, list | tuple)
+        return type(values), [describe(value, args) for value in values] if listed else values
+    memory = get_storage_key(values.untyped_storage())
+    owners = [
+        number
+        for number, value in enumerate(args)
+        if isinstance(value, torch.Tensor) and get_storage_key(value.untyped_storage()) == memory
+    ]
+    same = [number for number, value in enumerate(args) if value is values]
+    shape = tuple(values.shape), values.stride(), values.storage_offset(), values.dtype, values.device
+    return shape, values.untyped_storage().nbytes(), owners, same, values.requires_grad
+
+
+def run_many(device):
+    """Run operators whose results are new, views, arguments, lists, and of other dtypes."""
+    x = torch.empty(2, 4, 8, 8, 8, device=device)
+    last = x.to(memory_format=torch.channels_last_3d)
+    halves = last.split(2, 1)
+    one, other = x.unbind(0)
+    (halves[0] + halves[1].half()).relu_()
+    torch.cat([one, other.transpose(1, 2)]).sum((1, 2), keepdim=True).expand(8, 3, 3, 8).contiguous()
+    x[:, 1:3].select(2, 3).mul_(2).add(1.0)
+    x.add(1).div(2, rounding_mode="floor").to(torch.int64)
+    x[0, 0, 0, 0, 0].mean()
+    x.view(2, -1).reshape(2, 4, -1).max(2)
+    F.softmax(x.flatten(2).bfloat16(), 1, torch.float32)
+    torch.empty_like(last).copy_(x).detach().bernoulli_(0.5)
+    F.pad(x, (1, 1, 0, 0, 2, 0)).as_strided((2, 2), (5, 3), 7)
+    F.interpolate(x, scale_factor=2, mode="trilinear")
+
+
+def test_results_that_are_remembered_are_those_of_torch(monkeypatch):
+    monkeypatch.setattr(known_results, "_known", {})
+    with following(GPU) as followed, Compared(KnownResults(followed.mode)) as compared:
+        run_many(followed.devices[0])
+    assert len(compared.names) > 20
+    assert len(known_results._known) > 20, "or nothing was remembered"
+
+
+def train(followed):
+    net = nn.Sequential(
+        nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8), nn.PReLU(8), nn.Dropout3d(0.5), nn.MaxPool3d(2),
+        nn.ConvTranspose3d(8, 8, 2, stride=2), nn.InstanceNorm3d(8), nn.ELU(), nn.Conv3d(8, 3, 1),
+    )  # fmt: skip
+    net = followed.copy(net).to(followed.devices[0])
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=True)
+    for _ in range(2):
+        x = followed.empty(2, 1, 16, 16, 16)
+        with torch.autocast(x.device.type, torch.float16):
+            loss = F.cross_entropy(net(x), torch.zeros(2, 16, 16, 16, dtype=torch.int64, device=x.device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_step_asks_for_the_same_whether_results_are_remembered_or_not(monkeypatch):
+    monkeypatch.setattr(known_results, "_known", {})
+    first, again = follow(train, gpu=GPU), follow(train, gpu=GPU)
+    monkeypatch.setattr(KnownResults, "run", lambda self, function, args, kwargs: function(*args, **kwargs))
+    (plain,), (first,), (again,) = follow(train, gpu=GPU), first, again
+    # What goes at a time goes in any order.
+    assert list_requests(first) == list_requests(again) == list_requests(plain)
+
+
+def list_requests(trace):
+    return [event for event in trace.events if not isinstance(event, Free)]
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_no_more_is_remembered_than_there_is_room_for(monkeypatch, most):
+    monkeypatch.setattr(known_results, "_known", {})
+    monkeypatch.setattr(known_results, "MOST", most)
+    with following(GPU) as followed:
+        run_many(followed.devices[0])
+    assert len(known_results._known) <= max(most, 1)

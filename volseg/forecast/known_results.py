@@ -1,0 +1,144 @@
+"""What operators return for tensors without values, remembered by what they were given.
+
+A step that is followed asks torch for the same shapes again and again: in its second pass, in other candidates, on
+other processes. Torch remembers results of its own, by keys that cost about as much as computing them, and not those
+of operators that return several tensors. Here a key is sizes, strides, dtypes and devices, and what is remembered is
+whether each result is new memory, a view of an argument, or an argument itself.
+
+Not remembered: what returns numbers, changes the size of memory or writes into ``out=``, depends on values, or is no
+operator of aten.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.torch_internals import FakeTensor, FakeTensorMode, get_schema, get_storage_key, without_dispatch
+
+__all__ = ["KnownResults"]
+
+MOST = 1 << 17
+"""Results to remember; a forecast of all candidates has a tenth of it."""
+
+UNFIT_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+
+UNFIT_NAMES = {"set_", "resize_", "resize_as_", "lift", "lift_fresh", "lift_fresh_copy"}
+"""Which give a tensor other memory, or one with values some."""
+
+Key = tuple[Any, ...]
+Remake = Callable[[FakeTensorMode, Sequence[FakeTensor]], Any]
+
+_known: dict[Key, Remake] = {}
+"""Of all steps that this process follows: what an operator returns depends on nothing else."""
+
+
+class KnownResults:
+    """The results of operators, for one mode of tensors without values.
+
+    Parameters
+    ----------
+    mode
+        To which the tensors belong.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what ``function(*args, **kwargs)`` returns."""
+        if not _may_be_known(function):
+            return function(*args, **kwargs)
+        tensors: list[FakeTensor] = []
+        key: list[Any] = [function, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        if not _describe(args, key, tensors) or (kwargs and not _describe(kwargs.items(), key, tensors)):
+            return function(*args, **kwargs)
+        whole = tuple(key)
+        remake = _known.get(whole)
+        if remake is not None:
+            return remake(self._mode, tensors)
+        out = function(*args, **kwargs)
+        remake = _find_remake(out, tensors)
+        if remake is not None:
+            if len(_known) >= MOST:
+                _known.clear()
+            _known[whole] = remake
+        return out
+
+
+@cache
+def _may_be_known(function: Any) -> bool:
+    """Say whether an operator's results follow from the sizes, strides, dtypes and devices of what it is given."""
+    schema = get_schema(function)
+    writes_out = any(each.is_out for each in schema.arguments)
+    unfit = any(tag in UNFIT_TAGS for tag in function.tags) or function.overloadpacket.__name__ in UNFIT_NAMES
+    return function.namespace == "aten" and not writes_out and not unfit
+
+
+def _describe(values: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
+    """Add what tells arguments from others to a key, and the tensors among them; say whether all can be told."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
+                return False
+            key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+            tensors.append(value)
+        elif kind is list or kind is tuple:
+            key += (kind, len(value))
+            if not _describe(value, key, tensors):
+                return False
+        elif isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | dict | torch.Generator):
+            return False
+        else:  # 1, 1.0 and True are equal, and give other dtypes
+            key += (kind, value)
+    return True
+
+
+def _find_remake(out: Any, tensors: Sequence[FakeTensor]) -> Remake | None:
+    """Return what makes such results again, given the tensors among the arguments; None where it is not known."""
+    if type(out) is FakeTensor:
+        return _find_remake_of_one(out, tensors)
+    if type(out) not in (list, tuple):
+        return None
+    memory = {get_storage_key(tensor.untyped_storage()) for tensor in tensors}
+    new = [get_storage_key(one.untyped_storage()) for one in out if type(one) is FakeTensor]
+    new = [key for key in new if key not in memory]
+    remakes = [(lambda *_: None) if one is None else _find_remake_of_one(one, tensors) for one in out]
+    if len(set(new)) < len(new) or any(remake is None for remake in remakes):
+        return None
+    kind = type(out)
+    return lambda mode, given: kind([remake(mode, given) for remake in remakes])  # type: ignore[misc]
+
+
+def _find_remake_of_one(out: Any, tensors: Sequence[FakeTensor]) -> Remake | None:
+    """Return what makes one tensor again."""
+    if type(out) is not FakeTensor or out.constant is not None or out.layout is not torch.strided:
+        return None
+    if out.requires_grad or out.dtype.is_complex:
+        return None
+    for number, tensor in enumerate(tensors):
+        if tensor is out:
+            return lambda mode, given: given[number]  # noqa: ARG005 (all are called alike)
+    size, stride, dtype, device = tuple(out.shape), out.stride(), out.dtype, out.fake_device
+    offset, whole = out.storage_offset(), out.untyped_storage()
+    mine = get_storage_key(whole)
+    base = next((n for n, tensor in enumerate(tensors) if get_storage_key(tensor.untyped_storage()) == mine), None)
+
+    def remake(mode: FakeTensorMode, given: Sequence[FakeTensor]) -> FakeTensor:
+        with without_dispatch():
+            if base is None:
+                made = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            else:
+                made = torch.empty(0, dtype=dtype, device="meta")
+                made.set_(given[base].untyped_storage(), offset, size, stride)  # type: ignore[call-overload]
+        return FakeTensor(mode, made, device)
+
+    if base is None:
+        with without_dispatch():
+            plain = torch.empty_strided(size, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
+        if offset or plain != whole.nbytes():  # more memory than its elements
+            return None
+    return remake

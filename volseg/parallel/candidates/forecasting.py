@@ -1,0 +1,181 @@
+"""What one way to run a step needs: it is followed, and its memory and its time are found."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from volseg.errors import OutOfMemoryError, VolsegError
+from volseg.forecast.allocator import AllocatorSettings, find_memory_use
+from volseg.forecast.candidate import Candidate, Forecast
+from volseg.forecast.gpu_kinds import GpuKind
+from volseg.forecast.links import Links
+from volseg.forecast.memory_use import MemoryUse
+from volseg.forecast.outside import find_outside
+from volseg.forecast.timing import find_times
+from volseg.forecast.trace import StepTrace
+from volseg.parallel.candidates.choosing import judge
+from volseg.parallel.candidates.listing import Freedom
+from volseg.parallel.candidates.running import follow_candidate
+from volseg.parallel.candidates.work import Work
+
+__all__ = ["Machine", "Planned", "Resize", "Sides", "forecast_work"]
+
+Sides = tuple[int, int, int]
+
+Resize = Callable[[Sides], tuple[Work, int]]
+"""Makes the work on volumes of other sides, and says how many bytes of a GPU something else takes then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """GPUs of one kind."""
+
+    gpu: GpuKind
+    num_gpus: int
+    links: Links
+    """What connects them."""
+    gpu_bytes: int
+    """Memory of one of them."""
+    instance: str | None = None
+    """What it is called by who lets it."""
+    price_per_hour: float | None = None
+    """In US dollars."""
+    price_source: str | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether times rest on measurements of this kind of GPU."""
+        return self.gpu.measured or self.gpu.rates is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A step, and the GPUs that are to share it."""
+
+    work: Work
+    machine: Machine
+    free: Freedom
+    """What may be chosen."""
+    reserve: int = 0
+    """Bytes of each GPU that something else takes."""
+    times: float = 1.0
+    """Of the followed step's time, that of an optimizer step: where it gathers more batches than are followed."""
+    resize: Resize | None = None
+    """By which the largest volume is found."""
+    divisors: tuple[int, int, int] = (1, 1, 1)
+    """What the sides of a volume must be multiples of."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a GPU that a step may take."""
+        return self.machine.gpu_bytes - self.reserve
+
+    def forecast(self, candidate: Candidate) -> Forecast:
+        """Return the forecast of a way to run an optimizer step."""
+        return _multiply(self._follow_best_kernels(candidate), self.times)
+
+    def _follow_best_kernels(self, candidate: Candidate) -> Forecast:
+        """Forecast a candidate; where the kernels that it should take have no form for the network, with the others."""
+        work, machine, free, reserve = self.work, self.machine, self.free, self.reserve
+        forecast = forecast_work(work, candidate, machine, reserve=reserve, one_process=free.one_process)
+        uncut = candidate.spatial == candidate.pipeline == 1 and candidate.checkpoint is None
+        if forecast.memory is None and uncut:
+            for kernels in free.kernels[1:]:
+                return forecast_work(work, replace(candidate, kernels=kernels), machine, reserve=reserve)
+        return forecast
+
+
+def forecast_work(
+    work: Work, candidate: Candidate, machine: Machine, *, reserve: int = 0, one_process: bool = False
+) -> Forecast:
+    """Follow a candidate, and return what it needs.
+
+    Parameters
+    ----------
+    work : Work
+        The step.
+    candidate : Candidate
+        Who computes what.
+    machine : Machine
+        On which GPUs.
+    reserve : int
+        Bytes of each GPU that something else takes.
+    one_process : bool
+        Whether one process has all GPUs.
+
+    Returns
+    -------
+    Forecast
+        Refused, with the reason, where it cannot run or does not fit.
+    """
+    try:
+        with _quietly():
+            traces = follow_candidate(
+                work, candidate, machine.gpu, time_kernel=machine.gpu.seconds, one_process=one_process
+            )
+    except VolsegError as fault:
+        return Forecast(candidate=candidate, refused=_tell(fault))
+    except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind
+        return Forecast(candidate=candidate, refused=f"{type(fault).__name__}: {_tell(fault)}")
+    processes = 1 if one_process else candidate.data * candidate.spatial
+    capacity = machine.gpu_bytes - reserve
+    uses = [_find_memory_use(trace, capacity, find_outside(trace, processes)) for trace in traces]
+    memory = max(uses, key=lambda use: use.total)
+    own = -(-work.batch_size // candidate.data)
+    times = find_times(
+        traces,
+        machine.gpu,
+        machine.links,
+        recorded=candidate.recorded,
+        stages=candidate.pipeline > 1,
+        micro_batches=-(-own // (candidate.split_size or own)),
+    )
+    forecast = Forecast(
+        candidate=candidate,
+        memory=memory,
+        seconds=times.seconds,
+        host_seconds=times.host,
+        host_forward_seconds=times.host_forward,
+    )
+    return judge(forecast, capacity)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Let the strategies say nothing about what is only followed."""
+    ours = logging.getLogger("volseg")
+    before = ours.level
+    ours.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
+
+
+def _tell(fault: Exception) -> str:
+    return str(fault).strip().partition("\n")[0]
+
+
+def _find_memory_use(trace: StepTrace, capacity: int, outside: int) -> MemoryUse:
+    """Return the peaks of a trace; near the end of the memory torch gives back what is cached, and may still fit."""
+    settings = AllocatorSettings.find()
+    free = find_memory_use(trace, settings, outside=outside)
+    if free.total <= capacity:
+        return free
+    try:
+        return find_memory_use(trace, settings, capacity, outside=outside)
+    except OutOfMemoryError:
+        return free
+
+
+def _multiply(forecast: Forecast, times: float) -> Forecast:
+    """Return the forecast of an optimizer step that takes so many times as long as what was followed."""
+    if forecast.seconds is None or forecast.host_seconds is None or forecast.host_forward_seconds is None:
+        return forecast
+    return replace(
+        forecast,
+        seconds=forecast.seconds * times,
+        host_seconds=forecast.host_seconds * times,
+        host_forward_seconds=forecast.host_forward_seconds * times,
+    )

@@ -1,0 +1,116 @@
+"""What would fit where nothing does, and the largest volume that does."""
+
+from collections.abc import Iterator, Sequence
+
+from volseg.forecast.candidate import Candidate, Forecast
+from volseg.parallel.candidates.beside import FollowingCopies
+from volseg.parallel.candidates.choosing import GIB, Found
+from volseg.parallel.candidates.forecasting import Planned, Sides, forecast_work
+from volseg.parallel.candidates.listing import name_candidate
+from volseg.parallel.candidates.volumes import Largest, find_largest
+
+__all__ = ["find_largest_volumes", "find_number", "list_remedies"]
+
+MOST_GPUS = 64
+"""To which more GPUs are looked for where nothing fits."""
+
+COPIES_OF_WEIGHTS = 4
+"""Of each weight: itself, its gradient, and two averages of the optimizer. Only where to look first depends on it."""
+
+
+def list_remedies(planned: Planned, found: Found, copies: FollowingCopies[Planned]) -> Iterator[str]:
+    """Say what would fit, with numbers."""
+    work, reserve = planned.work, planned.reserve
+    measured = tuple(each for each in found.forecasts if each.memory is not None)
+    least = min(measured, key=_total)
+    d, h, w = work.sides
+    own = ((d, h, w),)
+    known = {own[0]: _total(least) + reserve}
+    copies.begin(find_number, measured)
+    if planned.resize is not None:
+        copies.begin(find_largest_volumes, least.candidate, own, known)
+    yield f"GPUs of {(_total(least) + reserve) / GIB:.1f} GiB: {name_candidate(least.candidate)}"
+    enough = copies.ask(find_number, measured)
+    if enough is not None:
+        name, gib = name_candidate(enough.candidate), _total(enough) / GIB
+        yield f"{enough.candidate.num_gpus} such GPUs: {name} ({gib:.1f} GiB of each)"
+    if planned.resize is not None:
+        largest = copies.ask(find_largest_volumes, least.candidate, own, known)[own[0]]
+        if largest is not None:
+            sides = " x ".join(map(str, largest.sides))
+            yield f"volumes of {sides}: {name_candidate(least.candidate)} ({largest.needed / GIB:.1f} GiB)"
+        elif work.batch_size > 1:
+            yield "a smaller batch: with this one the smallest volume does not fit"
+
+
+def _total(forecast: Forecast) -> int:
+    assert forecast.memory is not None
+    return forecast.memory.total
+
+
+def find_number(planned: Planned, forecasts: Sequence[Forecast]) -> Forecast | None:
+    """Return the forecast of twice, four times ... as many GPUs, for the first number of them that suffices.
+
+    Of N GPUs each holds an N-th of what all of them hold, or more: so slabs that do not fit say which numbers of GPUs
+    cannot suffice either, and these are not followed.
+    """
+    work, machine = planned.work, planned.machine
+    alike = [each for each in forecasts if each.candidate.spatial > 1 and each.candidate.checkpoint == "all"]
+    held = max((_count_held(each) for each in alike), default=0)
+    count = machine.num_gpus * 2
+    while count <= min(MOST_GPUS, max(work.sides)):
+        if held / count <= planned.capacity:
+            candidate = Candidate(spatial=count, checkpoint="all")
+            forecast = forecast_work(work, candidate, machine, reserve=planned.reserve)
+            if forecast.memory is None:
+                return None  # its operators have no form on slabs
+            if forecast.runs:
+                return forecast
+            held = max(held, _count_held(forecast))
+        count *= 2
+    return None
+
+
+def _count_held(forecast: Forecast) -> int:
+    """Return the bytes of tensors that all GPUs together hold, 0 where it is not known."""
+    return 0 if forecast.memory is None else forecast.memory.used * forecast.candidate.spatial
+
+
+def find_largest_volumes(
+    planned: Planned, candidate: Candidate, aspects: Sequence[Sides], known: dict[Sides, int] | None = None
+) -> dict[Sides, Largest | None]:
+    """Return the largest volume of each aspect that fits; ``known`` is what sizes take whose need is known already."""
+    resize, machine, divisors = planned.resize, planned.machine, planned.divisors
+    assert resize is not None
+    needs = dict(known or {})
+    outside: list[int] = []
+
+    def need(sides: Sides) -> int | None:
+        if sides not in needs:
+            resized, reserve = resize(sides)
+            one_process = planned.free.one_process
+            memory = forecast_work(resized, candidate, machine, reserve=reserve, one_process=one_process).memory
+            if memory is None:
+                return None
+            needs[sides] = memory.total + reserve
+            outside.append(memory.outside)
+        return needs[sides]
+
+    d, h, w = planned.work.sides
+    need((d, h, w))
+    weights = sum(parameter.nbytes for parameter in planned.work.build().parameters()) // candidate.pipeline
+    fixed = planned.reserve + sum(outside) + COPIES_OF_WEIGHTS * weights
+    by_voxels: dict[int, int] = {}
+    found: dict[Sides, Largest | None] = {}
+    for aspect in aspects:
+        longest = max(range(3), key=lambda axis: (aspect[axis], divisors[axis]))
+        found[aspect] = find_largest(
+            need,
+            machine.gpu_bytes,
+            aspect,
+            divisors,
+            first=max(1, max(planned.work.sides) // divisors[longest]),
+            fixed=fixed,
+            known=by_voxels,
+        )
+    return found
