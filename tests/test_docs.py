@@ -91,7 +91,7 @@ def broken_names(code: str) -> list[str]:
             home = import_module(node.module or "")
             names = {one.name: f"{node.module}.{one.name}" for one in node.names}
             broken += [path for name, path in names.items() if not hasattr(home, name) and not _is_module(path)]
-        elif isinstance(node, ast.Call) and (path := ast.unparse(node.func)).startswith("volseg."):
+        elif isinstance(node, ast.Call) and re.fullmatch(r"volseg(\.\w+)+", path := ast.unparse(node.func)):
             found: object = volseg
             for name in path.split(".")[1:]:
                 found = getattr(found, name, None)
@@ -144,6 +144,6 @@ def test_what_a_page_imports_and_calls_can_be(page: Path) -> None:
 
 
 def test_a_call_of_a_module_and_an_absent_name_are_found() -> None:
-    calls = "volseg.parallel.verification.verify(net)\nvolseg.gone(volseg.FastKernels(net))"
+    calls = "volseg.parallel.verification.verify(net)\nvolseg.gone(volseg.FastKernels(net))\nvolseg.plan(net).table()"
     code = f"from volseg.data import Read, Write\n{calls}"
     assert broken_names(code) == ["volseg.data.Write", "volseg.parallel.verification.verify", "volseg.gone"]

@@ -1,7 +1,7 @@
 """Take the pictures of the docs: a run's report and its TensorBoard, in a browser without a window.
 
-    python workflows/screenshots.py DIR/Task04_Hippocampus         trains for some minutes on a CPU first
-    python workflows/screenshots.py --run runs/task04_unet         of a run that is there
+    python workflows/benchmarks/screenshots.py DIR/Task04_Hippocampus         trains for some minutes on a CPU first
+    python workflows/benchmarks/screenshots.py --run runs/task04_unet         of a run that is there
 
 Chromium is needed (Debian: apt install chromium). TensorBoard's server listens on 127.0.0.1 alone.
 """
@@ -26,7 +26,7 @@ from volseg.reporting import write_report
 FOLD_SETTINGS = """document.querySelector("settings-view") &&
   [...document.querySelectorAll("button")].find((one) => one.innerText.includes("Settings")).click()"""
 SCALARS = "^train/loss$|^train/gradient_norm$|^lr$|^val/dice|^voxels"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MOST_BYTES = 300_000
 SMALL = (
     "network.filters=[8,16,24,32]",
