@@ -26,16 +26,11 @@ def line(epoch, **scalars):
     return EpochLine(epoch=epoch, step=10 * (epoch + 1), time=1.5, scalars={"train/loss": 0.5, **scalars})
 
 
-def add(file, line):
-    with file.open("a", encoding="utf-8") as history:
-        append_history(history, line)
-
-
 def test_a_history_is_read_as_it_was_written_nan_too(tmp_path):
     file = tmp_path / "history.jsonl"
     assert read_history(file) == []
-    add(file, line(0))
-    add(file, line(1, dice=math.nan))
+    append_history(file, line(0))
+    append_history(file, line(1, dice=math.nan))
     first, second = read_history(file)
     assert first == line(0)
     assert second.step == 20
@@ -47,20 +42,20 @@ def test_a_history_is_read_as_it_was_written_nan_too(tmp_path):
 @pytest.mark.parametrize("torn", ['{"epoch": 2, "st', "\x00\x00\x00", '{"epoch": 2, "step": 3}\n', "\x00\x00\n"])
 def test_a_line_that_a_crash_cut_off_is_dropped_and_the_next_one_stands_by_itself(tmp_path, torn):
     file = tmp_path / "history.jsonl"
-    add(file, line(0))
-    add(file, line(1))
+    append_history(file, line(0))
+    append_history(file, line(1))
     with file.open("a", encoding="utf-8") as history:
         history.write(torn)
     assert read_history(file) == [line(0), line(1)]
     begin_history(file, 2)
-    add(file, line(2))
+    append_history(file, line(2))
     assert read_history(file) == [line(0), line(1), line(2)]
 
 
 def test_lines_past_the_epoch_gone_on_from_are_dropped(tmp_path):
     file = tmp_path / "history.jsonl"
     for epoch in range(4):
-        add(file, line(epoch))
+        append_history(file, line(epoch))
     begin_history(file, 2)
     assert [found.epoch for found in read_history(file)] == [0, 1]
     begin_history(file, 0)

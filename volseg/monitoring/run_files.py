@@ -121,8 +121,12 @@ _LINE, _STATUS = TypeAdapter(EpochLine), TypeAdapter(RunStatus)
 _PARTS = TypeAdapter(dict[Literal["parts"], tuple[RunPart, ...]])
 
 
-def append_history(history: TextIO, line: EpochLine) -> None:
-    """Add an epoch to an open history; what is written is out of this process when this returns."""
+def append_history(history: str | Path | TextIO, line: EpochLine) -> None:
+    """Add an epoch to a history, which may be open; what is written is out of this process when this returns."""
+    if isinstance(history, str | Path):
+        with Path(history).open("a", encoding="utf-8") as opened:
+            append_history(opened, line)
+        return
     history.write(f"{json.dumps(replace_nan(asdict(line)), allow_nan=False)}\n")
     history.flush()
 

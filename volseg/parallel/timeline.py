@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-__all__ = ["Interval", "Mark", "Pass", "Timeline", "compute_idle_shares", "find_timeline"]
+__all__ = ["Interval", "NotedMoment", "Pass", "Timeline", "compute_idle_shares", "find_timeline"]
 
 Pass = Literal["forward", "backward"]
 
@@ -32,7 +32,7 @@ class Interval:
     end: float
 
 
-class Mark(NamedTuple):
+class NotedMoment(NamedTuple):
     """A moment in the queue of a device."""
 
     stage: int
@@ -60,7 +60,7 @@ class Timeline:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(dict.fromkeys(devices))
         self.micro_batch = 0
-        self._marks: list[Mark] = []
+        self._marks: list[NotedMoment] = []
         self._ends: dict[torch.device, torch.cuda.Event | float] = {}
         self._zero: dict[torch.device, torch.cuda.Event | float] = {}
 
@@ -82,7 +82,7 @@ class Timeline:
 
     def mark(self, stage: int, device: torch.device, what: Pass, micro_batch: int, *, is_end: bool) -> None:
         """Note that a micro-batch begins or ends on a stage, when the device comes to what is queued next."""
-        self._marks.append(Mark(stage, device, what, micro_batch, is_end, self._find_moment(device)))
+        self._marks.append(NotedMoment(stage, device, what, micro_batch, is_end, self._find_moment(device)))
 
     def end_pass(self) -> None:
         """Note that the backward pass is over, when the devices come to what is queued next, such as the optimizer."""
@@ -128,7 +128,7 @@ class Timeline:
 
 
 def _pair(
-    stage: int, what: Pass, at: Sequence[tuple[Mark, float]], ends: Mapping[torch.device, float]
+    stage: int, what: Pass, at: Sequence[tuple[NotedMoment, float]], ends: Mapping[torch.device, float]
 ) -> Iterator[tuple[int, float, float]]:
     """Yield micro-batch, begin and end of a stage's work."""
     own = [(mark, moment) for mark, moment in at if (mark.stage, mark.what) == (stage, what)]
