@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import volseg
-from volseg import data, experiment, planning, workflow
+from volseg import data, experiment, planning, reporting, workflow
 from volseg.config.loading import require_config
 from volseg.data.layouts import find_task
 from volseg.data.preprocessed import prepare
@@ -184,7 +184,9 @@ CALLS = {
     "validate": lambda here: volseg.validate(here.run, output=here.new()),
     "validate_words": lambda here: experiment.validate_words(here.run, output=here.new()),
     "verify": lambda here: experiment.verify(here.config, num_devices=2),
+    "write_brief": lambda here: reporting.write_brief(here.run),
     "write_config": write_plan,
+    "write_report": lambda here: reporting.write_report(here.run),
     "write_splits": write_splits,
 }
 
