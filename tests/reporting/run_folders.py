@@ -128,7 +128,8 @@ def write_history(folder, epochs, draw):
             dice = {f"val/dice/{name}": 0.9 - math.exp(-epoch / 4) for name in LABELS.values()}
             scalars |= {"val/dice_mean": sum(dice.values()) / 2, **dice, "val/hd95/Anterior": 4 - epoch / 10}
         line = EpochLine(epoch=epoch, step=12 * (epoch + 1), time=BEGUN + 60 * epoch, scalars=scalars)
-        append_history(folder / "history.jsonl", line)
+        with (folder / "history.jsonl").open("a", encoding="utf-8") as history:
+            append_history(history, line)
 
 
 def make_crossed(folder):

@@ -12,6 +12,7 @@ from volseg.reporting import write_report
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
 from headless_browser import Browser, find_chromium
+from screenshots import MOST_BYTES, take_report
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="needs a browser (Debian: apt install chromium)")
 
@@ -136,8 +137,6 @@ def test_it_can_be_read_without_eyes_and_on_paper(browser, pages):
 
 def test_the_pictures_of_the_docs_can_be_taken_again(browser, tmp_path):
     """Of the report; those of TensorBoard take its server and half a minute."""
-    from screenshots import MOST_BYTES, take_report  # which imports torch
-
     pictures = list(take_report(browser, make_run(tmp_path / "run"), tmp_path))
     assert len(pictures) == 4
     for picture in pictures:

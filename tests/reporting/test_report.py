@@ -124,6 +124,16 @@ def test_a_damaged_file_keeps_no_report_from_being_written(run, name, content):
     assert "Curves" in read_page(run).texts
 
 
+@pytest.mark.parametrize("kept", [0, 8, 40, 60])
+def test_a_damaged_picture_is_told_of(run, kept):
+    """A process that was killed while it drew left half of one, and no report could be written."""
+    file = sorted((run / "validation" / "overlays").iterdir())[0]
+    file.write_bytes(file.read_bytes()[:kept])
+    page = read_page(run)
+    assert f"No picture of {file.stem}: " in page.text
+    assert page.tags.count("img") == 9
+
+
 def test_a_damaged_history_is_told_of(run):
     lines = (run / "history.jsonl").read_text(encoding="utf-8").splitlines()
     (run / "history.jsonl").write_text("\n".join([lines[0], "{", *lines[1:]]) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ from volseg.data.cases import Case, Task
 from volseg.data.checks import read_case
 from volseg.data.readers import read_volume
 from volseg.experiment.run_folder import RunFolder
+from volseg.files import replacing
 from volseg.monitoring.pictures import draw_example
 from volseg.reporting.judged import choose_extremes
 from volseg.reporting.reading import OVERLAYS, read_scores
@@ -49,10 +50,10 @@ def draw_overlays(folder: RunFolder, task: Task, cases: Sequence[Case]) -> list[
     for judged in (*worst, *best):
         example = _read_example(folder, task, by_name[judged.name])
         if example is not None:
-            target.mkdir(parents=True, exist_ok=True)
             picture = draw_example(example, min_side=MIN_SIDE).permute(1, 2, 0).numpy()
             drawn.append(target / f"{judged.name}.png")
-            Image.fromarray(np.ascontiguousarray(picture)).save(drawn[-1], optimize=True)
+            with replacing(drawn[-1]) as partial:
+                Image.fromarray(np.ascontiguousarray(picture)).save(partial, "PNG", optimize=True)
     return drawn
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from PIL import Image
 
 from volseg.errors import ConfigError, DataError
 from volseg.monitoring.run_files import (
@@ -134,7 +135,7 @@ def read_run(folder: str | Path) -> RunRecord:
         missing.append(f"No time budget: {TIMES} is not there; the run is of an older volseg.")
     status = read_status(folder / STATUS)
     scores = read_scores(folder / "validation" / "summary.json", task, missing)
-    overlays = {file.stem: file for file in sorted((folder / OVERLAYS).glob("*.png"))}
+    overlays = _find_overlays(folder / OVERLAYS, missing)
     if scores is not None and not overlays:
         missing.append(f"No pictures of cases: {OVERLAYS.as_posix()} is not there; it is written at a training's end.")
     return RunRecord(
@@ -211,6 +212,20 @@ def _read_metrics(of: Mapping[str, Any]) -> dict[str, float]:
         name: math.inf if value is None and in_one and name in DISTANCES else _number(value)
         for name, value in of.items()
     }
+
+
+def _find_overlays(folder: Path, missing: list[str]) -> dict[str, Path]:
+    """Return the picture of each case that has one, and that can be opened."""
+    found = {}
+    for file in sorted(folder.glob("*.png")):
+        try:
+            with Image.open(file) as image:
+                image.load()
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as fault:  # Pillow's for damaged files
+            missing.append(f"No picture of {file.stem}: {OVERLAYS.as_posix()}/{file.name} cannot be read ({fault}).")
+        else:
+            found[file.stem] = file
+    return found
 
 
 def _number(value: Any) -> float:

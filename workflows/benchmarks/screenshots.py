@@ -20,11 +20,9 @@ from urllib.parse import quote
 from headless_browser import Browser, Tab
 from PIL import Image
 
-from volseg.experiment import load_config, train
 from volseg.reporting import write_report
 
-FOLD_SETTINGS = """document.querySelector("settings-view") &&
-  [...document.querySelectorAll("button")].find((one) => one.innerText.includes("Settings")).click()"""
+FOLD_SETTINGS = "[...document.querySelectorAll('button')].find((one) => one.innerText.includes('Settings')).click()"
 SCALARS = "^train/loss$|^train/gradient_norm$|^lr$|^val/dice|^voxels"
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 300_000
@@ -62,6 +60,8 @@ def main() -> None:
 
 def train_small(data: Path, run: Path) -> None:
     """Train a small network for some minutes."""
+    from volseg.experiment import load_config, train  # imports torch, which pictures of a run do not need
+
     overrides = [f"data.root={data}", f"output={run}", *SMALL]
     train(load_config(ROOT / "configs" / "task04_unet.yaml", overrides))
 
@@ -88,7 +88,8 @@ def take_board(browser: Browser, run: Path, output: Path) -> Iterator[Path]:
                 f"{url}?darkMode=false&smoothing=0&tagFilter={quote(tags, safe='')}#timeseries", width=1300, height=850
             )
             tab.wait_for(f"document.querySelector('{drawn}')")
-            tab.evaluate(FOLD_SETTINGS)
+            if name == "scalars":  # the browser remembers it, and a second press would unfold them again
+                tab.evaluate(FOLD_SETTINGS)
             tab.wait_for("[...document.images].every((image) => image.complete)")
             tab.evaluate(
                 "new Promise((done) => setTimeout(done, 3000))"
