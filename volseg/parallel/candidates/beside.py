@@ -7,6 +7,7 @@ be copied along.
 
 import multiprocessing
 import os
+import signal
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -56,7 +57,7 @@ class FollowingCopies(Generic[Shared]):
         _shared = None
         if self._pool is not None:
             for copy in set(multiprocessing.active_children()) - self._others:
-                copy.terminate()
+                copy.kill()  # it holds nothing, and may be in the middle of a step
             self._pool.shutdown(cancel_futures=True)
 
     def begin(
@@ -101,12 +102,16 @@ def _find_key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _make_pool(cores: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(cores, multiprocessing.get_context("fork"), _use_one_thread)
+    return ProcessPoolExecutor(cores, multiprocessing.get_context("fork"), _begin_copy)
 
 
-def _use_one_thread() -> None:
+def _begin_copy() -> None:
     # A copy has no threads but its own; torch's workers of data loaders do the same.
     torch.set_num_threads(1)
+    # What this process does about signals is no matter of its copies, which it ends: one that took a signal for its
+    # step's fault went on to wait for the next step, and this process for it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
