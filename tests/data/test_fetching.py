@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from volseg.data.download import Persistence, download
 from volseg.data.fetching import fetch_task
 from volseg.data.unpacking import unpack
 from volseg.errors import DataError
+from volseg.monitoring import console
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
@@ -594,7 +596,7 @@ def test_the_verb_fetches_into_a_folder_by_any_name_of_a_task(serve, tmp_path, m
 
 
 def test_the_verb_fetches_what_a_manifest_says(serve, tmp_path, monkeypatch):
-    """With a manifest of this server's archive among the public ones, and bars on a stream."""
+    """With a manifest of this server's archive among the public ones, and bars on a terminal."""
     content = make_archive()
     url, _ = serve(ranged(content, upto=3000), ranged(content))
     manifest = yaml.safe_load((catalogue._find_manifests() / "Task04_Hippocampus.yaml").read_text(encoding="utf-8"))
@@ -602,6 +604,10 @@ def test_the_verb_fetches_what_a_manifest_says(serve, tmp_path, monkeypatch):
     (tmp_path / "manifests").mkdir()
     (tmp_path / "manifests/Task77_Test.yaml").write_text(yaml.safe_dump(manifest), encoding="utf-8")
     monkeypatch.setattr(catalogue, "_find_manifests", lambda: tmp_path / "manifests")
+    monkeypatch.setattr(console, "shows_bars", lambda: True)
     result = CliRunner().invoke(app, ["data", "fetch", "77", "-o", str(tmp_path)], catch_exceptions=False)
     assert result.stdout.split() == [str(tmp_path / "Task77_Test")]
-    assert all(f"{title}: 100%" in result.stderr for title in ("fetching", "checking", "unpacking"))
+    size = f"{len(content) / 2**20:.1f}"
+    for title in ("fetching", "checking"):
+        assert re.search(rf"{title} .* {size}/{size} MiB", result.stderr), title
+    assert re.search(r"unpacking .* MiB", result.stderr)

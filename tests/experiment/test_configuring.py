@@ -116,7 +116,7 @@ def test_train_takes_a_folder_and_goes_on_as_it_was_planned(folder, tmp_path):
     longer = setting("network.filters=[4, 8, 8]", "training.epochs=2")
     assert "| mean " in call("train", folder, "-o", run, *longer, "--resume").output
     assert (run / "planned.yaml").read_bytes() == planned
-    assert "2 epochs" in call("train", folder, "-o", run, *longer, "--restart").output
+    assert "epochs 2;" in call("train", folder, "-o", run, *longer, "--restart").output
     with pytest.raises(ConfigError, match=r"plans task00_tiny_unet, not task00_tiny_vnet; choose another folder"):
         call("train", folder, "-o", run, *longer, "--resume", "--preset", "vnet")
 
