@@ -500,6 +500,12 @@ def test_gradients_of_other_streams_may_be_accepted(monkeypatch: pytest.MonkeyPa
     internals.accept_gradients_of_other_streams()  # an older torch warns of nothing
 
 
+def test_a_process_that_is_no_copy_is_in_no_bad_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert internals.is_in_bad_fork() is False
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert internals.is_in_bad_fork() is True
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_kept_busy() -> None:
     internals.keep_gpu_busy(1)

@@ -16,7 +16,7 @@ from volseg.experiment.forecast_beside import Answer
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
 from volseg.parallel import ModelParallel
-from volseg.workflow import load_checkpoint
+from volseg.workflow import load_checkpoint, training
 
 REPLAN = "parallel.on_oom=replan"
 
@@ -72,6 +72,23 @@ def test_where_nothing_fits_it_is_told_what_would(configured, monkeypatch):
     assert [line for line in told if line.startswith("It would fit: ")] == [
         f"It would fit: {remedy}." for remedy in remedies
     ]
+
+
+def test_why_there_is_no_forecast_is_told(configured, monkeypatch):
+    monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: Answer(problem="no such kind"))
+    with pytest.raises(OutOfMemoryError, match=r"\nHow much each takes is not forecast: no such kind\.\n"):
+        train(configured(), hooks=[TooMuch(0, 1)])
+
+
+def test_a_batch_is_part_of_its_step(configured, monkeypatch):
+    """On a GPU it is augmented there: the first one of an epoch found the run at what had been done before."""
+
+    def fill_memory(batches, epoch, position):
+        take_all_memory()
+
+    monkeypatch.setattr(training, "remaining_batches", lambda *args: iter(lambda: fill_memory(*args), None))
+    with pytest.raises(OutOfMemoryError, match=r"(?s), at train, epoch 0, 0.*What takes less, fastest first:"):
+        train(configured())
 
 
 def test_what_is_said_can_be_pasted(configured, tmp_path):
@@ -221,7 +238,9 @@ def test_a_validation_without_memory_is_no_matter_of_steps(configured):
                 lambda network, inputs, output: None if network.training else take_all_memory()
             )
 
-    with pytest.raises(OutOfMemoryError, match=r"inference\.window \(prediction\)"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"inference\.window \(prediction\).* It was no training step \(predict\)"
+    ):
         train(configured(REPLAN), hooks=[Full()])
     assert not (RunFolder(configured().folder).path / "replanned.json").exists()
 

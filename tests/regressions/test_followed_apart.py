@@ -19,7 +19,7 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.following import following
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.parallel.candidates import StepPlan
-from volseg.parallel.candidates.beside import FollowingCopies
+from volseg.parallel.candidates.beside import FollowingCopies, ask_copy
 
 
 def build() -> nn.Module:
@@ -107,6 +107,42 @@ def test_process_that_ends_while_it_follows_is_an_error() -> None:
         copies.begin(end_process_of, well)
         with pytest.raises(ParallelError, match="ended without a word"):
             copies.ask(end_process_of, lost)
+
+
+def tell_process(shared: int, number: int) -> tuple[int, int]:
+    return os.getpid(), shared + number
+
+
+def tell_own_process() -> int:
+    return os.getpid()
+
+
+def ask_process() -> int:
+    with FollowingCopies(1, beside=True) as copies:
+        asked, told = copies.ask(tell_process, 2)
+    assert told == 3
+    return asked
+
+
+def test_processes_that_use_cuda_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `volseg plan --here` had asked CUDA for its GPUs, and every step failed by "CUDA error: initialization error".
+    own = os.getpid()
+    assert (ask_process() == own) == (os.cpu_count() == 1)
+    assert ask_copy(tell_own_process) != own
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert ask_process() == own
+        assert ask_copy(tell_own_process) == own
+    # Counted by CUDA, of which torch tells copies alone.
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert ask_process() == own
+    assert ask_copy(tell_own_process) == own
+
+
+def test_processes_of_a_job_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert ask_process() == os.getpid()
 
 
 def test_settings_of_the_allocator_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,7 @@ __all__ = [
     "get_storage_key",
     "get_version",
     "is_compiled",
+    "is_in_bad_fork",
     "is_transformed",
     "is_view",
     "keep_gpu_busy",
@@ -366,6 +367,14 @@ def count_references(tensors: tuple[Tensor, ...], number: int) -> tuple[int, int
     memory = tensors[number].untyped_storage()
     held = torch._C._storage_Use_Count(memory._cdata)  # type: ignore[attr-defined]
     return tensors[number]._use_count(), held, sys.getrefcount(tensors[number])  # type: ignore[attr-defined]
+
+
+def is_in_bad_fork() -> bool:
+    """Tell whether this process is a copy of one that had begun to use CUDA, which then fails here.
+
+    torch knows it in copies alone, and without its own ``is_initialized``: to count GPUs by CUDA is enough.
+    """
+    return bool(torch.cuda._is_in_bad_fork())
 
 
 def keep_gpu_busy(cycles: int) -> None:

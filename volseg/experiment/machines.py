@@ -9,6 +9,7 @@ from volseg.forecast.calibration.kernels import describe_machine
 from volseg.forecast.calibration.stored import calibrate, describe_kind, find_file, read_calibration
 from volseg.forecast.gpu_kinds import KINDS, GpuKind, find_kind
 from volseg.forecast.instances import find_instance, find_links
+from volseg.parallel.candidates.beside import ask_copy
 from volseg.parallel.candidates.choosing import GIB
 from volseg.parallel.candidates.forecasting import Machine
 from volseg.parallel.devices import count_gpus, find_current_device
@@ -115,9 +116,13 @@ def find_kind_here(device: torch.device) -> GpuKind:
 def _find_own_machine(num_gpus: int | None) -> Machine:
     if not count_gpus():
         raise ConfigError("--here plans for the GPUs of this machine, and none is visible; name others by --instance")
-    gpu = find_kind_here(find_current_device())
+    gpu = ask_copy(_ask_kind)  # which keeps this process fit for copies that follow the steps
     count = _take(num_gpus, count_gpus(), "this machine")
     return Machine(gpu=gpu, num_gpus=count, links=find_links(gpu), gpu_bytes=gpu.memory)
+
+
+def _ask_kind() -> GpuKind:
+    return find_kind_here(find_current_device())
 
 
 def calibrate_words() -> str:

@@ -228,8 +228,12 @@ class Replanning:
             yield
         except OutOfMemoryError as fault:
             cause = fault.__cause__
-            if self.tried is None or cause is None or not _is_of_step(self.config, cause):
+            if self.tried is None or cause is None:
                 raise
+            if not _is_of_step(self.config, cause):
+                raise OutOfMemoryError(
+                    f"{fault}. It was no training step ({find_milestone()}), so no other way to run one is told"
+                ) from cause
             said = describe_attempt(self.config, choose_device(self.config), cause)
             failure = Failure(where=name_own_place(), at=str(find_milestone()), said=said, tried=self.tried)
             if self.config.parallel.on_oom != "replan" or self.replanned is not None:
@@ -257,7 +261,8 @@ class Replanning:
         before = [] if self.replanned is None else [f"{self.replanned}. A second time ends the run."]
         ways = ["What takes less, fastest first:", *lines] if lines else []
         fitting = [f"It would fit: {remedy}." for remedy in answer.remedies]
-        told = [f"{failure.said}, at {failure.at}.", *before, *ways, *fitting, describe_remedies(self.config)]
+        lacking = [f"How much each takes is not forecast: {answer.problem}."] if answer.problem else []
+        told = [f"{failure.said}, at {failure.at}.", *before, *ways, *lacking, *fitting, describe_remedies(self.config)]
         return "\n".join(told)
 
 

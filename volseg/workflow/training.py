@@ -253,6 +253,7 @@ class Training:
         begin = time.perf_counter()
         batches = remaining_batches(self.batches, self.epoch, self.position)
         while True:
+            report_progress("train", self.epoch, self.position)  # a batch that is augmented on a GPU is part of a step
             asked = time.perf_counter()
             batch = next(batches, None)
             self._seconds_waited += time.perf_counter() - asked

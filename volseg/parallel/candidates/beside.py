@@ -1,8 +1,10 @@
 """Work on several candidates at a time, each in a process that is a copy of this one.
 
 To follow a step is Python alone, a second or some of it per candidate. Copies have the network and all that was
-imported; what they find is some numbers. They are made for the command line only: in a training, threads and CUDA would
-be copied along.
+imported; what they find is some numbers. They are made for the command line only, and never of a process that has begun
+to use CUDA, or that is one of several: CUDA does not survive a fork, its first call in a copy (autograd asks for the
+GPUs by itself) is an error, and threads of collectives would be copied in the middle of what they do. Such a process
+follows every step itself.
 """
 
 import multiprocessing
@@ -16,9 +18,12 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import torch
 
+from volseg.device.gpus import uses_gpus
+from volseg.device.torch_internals import is_in_bad_fork
 from volseg.errors import ParallelError
+from volseg.parallel.devices import has_process_group, is_launched
 
-__all__ = ["FollowingCopies"]
+__all__ = ["FollowingCopies", "ask_copy"]
 
 Shared = TypeVar("Shared")
 Asked = ParamSpec("Asked")
@@ -26,6 +31,9 @@ Answer = TypeVar("Answer")
 
 _shared: Any = None
 """What the copies work on; a network is in it, which they get by being copies and not by pickling."""
+
+_CANNOT = "this copy has a broken CUDA"
+"""What a copy answers in place of a result, where this process had begun to use CUDA without torch's knowing."""
 
 
 class FollowingCopies(Generic[Shared]):
@@ -36,12 +44,12 @@ class FollowingCopies(Generic[Shared]):
     shared
         What they work on.
     beside
-        Whether there are any: else this process answers, when it is asked.
+        Whether there are any, where they can be made: else this process answers, when it is asked.
     """
 
     def __init__(self, shared: Shared, *, beside: bool) -> None:
         cores = os.cpu_count() or 1
-        is_copied = beside and cores > 1 and "fork" in multiprocessing.get_all_start_methods()
+        is_copied = beside and cores > 1 and _can_copy()
         self._shared = shared
         self._begun: dict[Any, Future[Any]] = {}
         self._pool = _make_pool(cores) if is_copied else None
@@ -67,10 +75,7 @@ class FollowingCopies(Generic[Shared]):
         key = _find_key(function, args)
         if self._pool is None or key in self._begun:
             return
-        with warnings.catch_warnings():
-            # Python warns of threads, which copies lack; those are torch's, and a copy that uses one thread needs none.
-            warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
-            self._begun[key] = self._pool.submit(_run, function, args, kwargs)
+        self._begun[key] = _submit(self._pool, _run, function, args, kwargs)
 
     def ask(
         self, function: Callable[Concatenate[Shared, Asked], Answer], *args: Asked.args, **kwargs: Asked.kwargs
@@ -94,7 +99,36 @@ class FollowingCopies(Generic[Shared]):
                 "killed, perhaps for want of main memory, or the network ends its process; plan for one GPU to see "
                 "which"
             ) from fault
+        if found == _CANNOT:
+            return function(self._shared, *args, **kwargs)
         return found
+
+
+def ask_copy(function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
+    """Return what a function returns that asks CUDA, without this process beginning to use CUDA.
+
+    Afterwards it can still be copied, and holds no memory of a GPU. Where it cannot be copied it is asked itself.
+    """
+    if not _can_copy():
+        return function(*args, **kwargs)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), _follow_no_signals) as pool:
+        found: Any = _submit(pool, _run_unbroken, function, args, kwargs).result()
+    return function(*args, **kwargs) if found == _CANNOT else found
+
+
+def _can_copy() -> bool:
+    """Tell whether a copy of this process would work."""
+    is_alone = not (uses_gpus() or has_process_group() or is_launched())
+    return is_alone and "fork" in multiprocessing.get_all_start_methods()
+
+
+def _submit(
+    pool: ProcessPoolExecutor, function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs
+) -> Future[Answer]:
+    with warnings.catch_warnings():
+        # Python warns of threads, which copies lack; those are torch's, and a copy that uses one thread needs none.
+        warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
+        return pool.submit(function, *args, **kwargs)
 
 
 def _find_key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -106,6 +140,12 @@ def _make_pool(cores: int) -> ProcessPoolExecutor:
 
 
 def _begin_copy() -> None:
+    _follow_no_signals()
+    # The GPUs that are followed are pretended ones; autograd would begin a thread for each that is visible.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _follow_no_signals() -> None:
     # A copy has no threads but its own; torch's workers of data loaders do the same.
     torch.set_num_threads(1)
     # What this process does about signals is no matter of its copies, which it ends: one that took a signal for its
@@ -115,4 +155,8 @@ def _begin_copy() -> None:
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(_shared, *args, **kwargs)
+    return _run_unbroken(function, (_shared, *args), kwargs)
+
+
+def _run_unbroken(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _CANNOT if is_in_bad_fork() else function(*args, **kwargs)
