@@ -73,6 +73,7 @@ def test_numbers_of_numpy_do_not_end_the_history(tmp_path):
     history = History(tmp_path / "history.jsonl")
     history.begin(LoggedRun(name="a"))
     history.scalars(list_scalars(record), 0)
+    history.end({})
     assert read_history(tmp_path / "history.jsonl")[0].scalars["val/dice_mean"] == 0.5
 
 
