@@ -45,7 +45,7 @@ from volseg.monitoring.progress import Progress
 from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.monitoring.spot_notices import heeding_spot_notices
 from volseg.monitoring.stage_times import StageTimes
-from volseg.monitoring.training_log import TrainingLog
+from volseg.monitoring.training_log import TrainingLog, list_final
 from volseg.monitoring.waiting import WaitingAdvice
 from volseg.parallel.devices import count_restarts, is_main_process
 from volseg.reporting.reading import TOLD
@@ -230,6 +230,7 @@ def _finish(run: _Run) -> Outcome:
     """Validate as the config asks for, and report."""
     role, config, chosen = run.role, run.role.config, run.chosen
     final = None
+    scores = list_final(run.training.history[-1]) if run.training.history else {}
     role.require_folder()
     if chosen.validation:
         validation = run.reading.make_validation(
@@ -242,7 +243,8 @@ def _finish(run: _Run) -> Outcome:
         )
         with run.signs.validating():
             final = run.training.validate(validation)
-        run.log.end(_name_final(final))
+        scores = _name_final(final)
+    run.log.end(scores)
     outcome = Outcome(
         folder=role.folder,
         task=chosen.task,
@@ -266,7 +268,8 @@ def _open_log(
     if not is_main_process():
         return TrainingLog([], ends=False)
     run = LoggedRun(
-        id=f"{config.name}-{signs.begun:.0f}",
+        # In microseconds: runs of one name that begin together, as the folds of a cross-validation do, are several.
+        id=f"{config.name}-{signs.begun * 1e6:.0f}",
         name=config.name,
         folder=role.folder.path,
         config=config.model_dump(mode="json"),

@@ -83,12 +83,12 @@ class History(Logger):
     def begin(self, run: LoggedRun) -> None:
         """Drop the lines of epochs that are trained again."""
         self._batches = run.batches
-        if self.file is None:
-            self.file = run.require_folder("history") / HISTORY
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        begin_history(self.file, run.epoch)
+        # Found anew for every training: a logger that hears of a second one leaves the first one's file alone.
+        file = run.require_folder("history") / HISTORY if self.file is None else self.file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        begin_history(file, run.epoch)
         # Held open: a folder that was taken away, and is another run's by now, gets no line of this one.
-        self._lines = self.file.open("a", encoding="utf-8")
+        self._lines = file.open("a", encoding="utf-8")
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Add an epoch."""

@@ -59,6 +59,7 @@ class SignsOfLife(Hook):
         self._turned = self._clock
         self._earlier: tuple[RunPart, ...] = ()
         self._folder: Path | None = None
+        self._is_mute = False
         self._holds: Callable[[], bool] = lambda: True
         self._training: Training | None = None
         self._state: State = "preparing"
@@ -73,7 +74,8 @@ class SignsOfLife(Hook):
     @property
     def begun(self) -> float:
         """When the run began, in whichever process (seconds since 1970)."""
-        return min((part.begun for part in self._earlier), default=self._begun)
+        # The first part's, and not the earliest: a clock that was set back since makes no other run of it.
+        return self._earlier[0].begun if self._earlier else self._begun
 
     @property
     def seconds(self) -> float:
@@ -206,15 +208,20 @@ class SignsOfLife(Hook):
             return
         self._turn()
         with self._lock:
-            if self._folder is None:  # another thread could not write
+            if self._folder is None:  # ended by another thread
                 return
             part = RunPart(begun=self._begun, seconds=self.seconds, spans=dict(self._spans))
             try:
                 write_status(self._folder / STATUS, self._describe())
                 write_times(self._folder / TIMES, [*self._earlier, part])
             except OSError as fault:
-                logger.warning("%s: no more signs of life, %s; the training goes on", self._folder, fault)
-                self._folder = None
+                # Tried again: who looks in would take a training that goes on for one that hangs, long after a disk
+                # that was full has space again.
+                if not self._is_mute:
+                    logger.warning("%s: no signs of life for now, %s; the training goes on", self._folder, fault)
+                self._is_mute = True
+            else:
+                self._is_mute = False
 
     def _describe(self) -> RunStatus:
         told: Mapping[str, Any] = {} if self._training is None else self._describe_training(self._training)

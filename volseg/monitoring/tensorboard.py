@@ -40,19 +40,20 @@ class TensorBoard(Logger):
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
+        self._place = self.folder
         self._settings: dict[str, Any] = {}
         self._epoch = 0
         self._events: _EventFile | None = None
 
     def __str__(self) -> str:
-        return f"TensorBoard ({self.folder})"
+        return f"TensorBoard ({self._place})"
 
     def begin(self, run: LoggedRun) -> None:
         """Open the event file; events past the epoch from which a training is resumed are dropped."""
-        if self.folder is None:
-            self.folder = run.require_folder("tensorboard") / "tensorboard"
+        # Found anew for every training: a logger that hears of a second one leaves the first one's curves alone.
+        self._place = run.require_folder("tensorboard") / "tensorboard" if self.folder is None else self.folder
         self._settings, self._epoch = flatten(run.config), run.epoch
-        self._events = _EventFile(self.folder, purge_step=run.epoch)
+        self._events = _EventFile(self._place, purge_step=run.epoch)
         if self._settings:  # at once: a training that is killed has settings too
             self._write(hparams(self._settings, dict.fromkeys((FINAL, *SHOWN), 0.0))[:2], 0)
 

@@ -16,7 +16,7 @@ from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 
-__all__ = ["TrainingLog", "list_scalars"]
+__all__ = ["TrainingLog", "list_final", "list_scalars"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +88,8 @@ class TrainingLog(Hook):
 
     def on_training_end(self, training: Training) -> None:
         """End the loggers, if nobody does it later."""
-        del training
         if self._ends:
-            self.end()
+            self.end(list_final(training.history[-1]) if training.finished and training.history else None)
 
     def ask(self, source: Callable[[], Mapping[str, float]]) -> None:
         """Ask for further scalars by tag, after each epoch."""
@@ -116,8 +115,14 @@ class TrainingLog(Hook):
 
     @staticmethod
     def _draw(training: Training) -> dict[str, Tensor]:
-        examples = getattr(training.validation, "examples", ())
-        return {f"val/{example.case}": draw_example(example) for example in examples}
+        """Return the pictures that can be drawn: what a reader of one's own gave may not be such."""
+        pictures = {}
+        for example in getattr(training.validation, "examples", ()):
+            try:
+                pictures[f"val/{example.case}"] = draw_example(example)
+            except Exception as fault:  # whatever it is, a picture is no reason to end a training
+                logger.warning("no picture of %s (%s: %s)", example.case, type(fault).__name__, fault)
+        return pictures
 
     def _tell_all(self, event: str, *arguments: Any) -> None:
         for one in list(self._heard):
@@ -126,7 +131,8 @@ class TrainingLog(Hook):
     def _tell(self, one: Logger, event: str, *arguments: Any, forgives: type[Exception] = Exception) -> None:
         """Tell one logger, or say once why it hears no more: curves are no reason to end a training."""
         try:
-            getattr(one, event)(*arguments)
+            # A copy for each: what one of them takes out, or renames, reaches the others.
+            getattr(one, event)(*(dict(told) if isinstance(told, Mapping) else told for told in arguments))
         except forgives as fault:
             self._heard.remove(one)
             logger.warning("no more is logged by %s (%s: %s); the training goes on", one, type(fault).__name__, fault)
@@ -152,7 +158,13 @@ def list_scalars(record: EpochRecord) -> dict[str, float]:
         scalars["time/step_seconds"] = (record.seconds - record.seconds_waited) / record.batches
         scalars["time/step_data_wait_seconds"] = record.seconds_waited / record.batches
         scalars["time/step_validation_seconds"] = record.seconds_validating / record.batches
-    return scalars
+    return {tag: float(value) for tag, value in scalars.items()}  # a metric of one's own may give NumPy's numbers
+
+
+def list_final(record: EpochRecord) -> dict[str, float]:
+    """Return the final scores by tag of a training that ends with this epoch and is not validated again."""
+    scores = {} if record.score is None else {"final/dice_mean": float(record.score)}
+    return {"final/loss": record.losses["loss"], **scores}
 
 
 def _list_memory(devices: Sequence[DeviceMemory]) -> dict[str, float]:

@@ -120,6 +120,8 @@ def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
     >>> choose_ticks(5, 5)
     [4.0, 5.0, 6.0]
     """
+    if not math.isfinite(high - low):  # further apart than a float tells: a training that blew up
+        return [low, 0.0, high]
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         margin = abs(low) / 5 or 1.0
         return [low - margin, float(low), low + margin]

@@ -158,10 +158,13 @@ def read_run(folder: str | Path) -> RunRecord:
     )
 
 
-def read_json(file: Path, missing: list[str] | None = None, what: str = "") -> Any:
+def read_json(file: Path, missing: list[str] | None = None, what: str = "", *, kind: type = dict) -> Any:
     """Return what a file holds, None where it is absent or damaged; ``missing`` is told so."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, kind):
+            raise ValueError(f"it holds a {type(content).__name__}, no {kind.__name__}")
+        return content
     except FileNotFoundError:
         if missing is not None:
             missing.append(f"{file.name} is not there: {what} cannot be told.")
@@ -247,7 +250,7 @@ def _read_config(text: str, missing: list[str]) -> Mapping[str, Any]:
 
 
 def _read_split(file: Path, missing: list[str]) -> dict[str, Sequence[str]]:
-    content = read_json(file, missing, "which cases trained and which validated")
+    content = read_json(file, missing, "which cases trained and which validated", kind=list)
     first = content[0] if isinstance(content, list) and content and isinstance(content[0], dict) else {}
     return {
         kind: [str(case) for case in first.get(key, ())] for kind, key in (("training", "train"), ("validation", "val"))

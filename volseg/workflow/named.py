@@ -4,6 +4,7 @@ A batch is a dict of fields. ``Named`` binds a module's arguments and results to
 and metrics of any library can be combined without glue: the order of the fields in a batch never matters.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class Named(nn.Module):
         Raises
         ------
         ConfigError
-            If it cannot be called.
+            If it cannot be called, or names the same fields in another order.
         """
         if isinstance(module, Named):
             return module
@@ -60,6 +61,7 @@ class Named(nn.Module):
                 f"needed: a module that takes {', '.join(inputs)} and gives {output}, or "
                 f"Named(module, inputs=[...], outputs=[...]); got {module!r}"
             )
+        _require_order(module, inputs)
         return cls(module, inputs, [output])
 
     @property
@@ -93,3 +95,22 @@ class Named(nn.Module):
     def extra_repr(self) -> str:
         """Show the fields in the module's printout."""
         return f"{list(self.inputs)} -> {list(self.outputs)}"
+
+
+def _require_order(module: Callable[..., Any], inputs: Sequence[str]) -> None:
+    """Refuse a module whose own parameters are called as the fields are, and stand elsewhere: it would get the wrong.
+
+    ``loss(label, logits)`` often computes something of the two exchanged, and nobody would know.
+    """
+    try:
+        parameters = inspect.signature(module.forward if isinstance(module, nn.Module) else module).parameters.values()
+    except (TypeError, ValueError):  # written in C, which tells nothing
+        return
+    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    places = {name: named.index(name) for name in inputs if name in named}
+    if wrong := [name for place, name in enumerate(inputs) if places.get(name, place) != place]:
+        raise ConfigError(
+            f"{getattr(module, '__name__', type(module).__name__)} is called with {', '.join(inputs)} in this order, "
+            f"and its parameters are ({', '.join(named)}), where {wrong[0]} stands elsewhere; say what each gets by "
+            "Named(module, inputs=[...], outputs=[...])"
+        )
