@@ -302,6 +302,10 @@ BAD = {
         replace(SOUND, packages=PackageFacts(versions={}, unmet=("volseg needs monai>=1.6, installed is 1.4.0",))),
         ("packages", "error", "1.4.0", "not known to work", 'pip install "monai>=1.6"'),
     ),
+    "a checkout on PYTHONPATH": (
+        replace(SOUND, packages=PackageFacts(versions={}, is_installed=False)),
+        ("packages", "note", "from a checkout", "not known", "pip install -e ."),
+    ),
     "packages that do not fit each other": (
         replace(
             SOUND, packages=PackageFacts(versions={}, unmet=("monai needs numpy<3.0,>=1.24, which is not installed",))

@@ -118,7 +118,8 @@ def spatial_loop() -> dict[str, Any]:
 # What a page takes for granted, as its words do: "a network", "your loader".
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": lambda: {
-        "net": small_net(),
+        "net": (net := small_net()),
+        "optimizer": torch.optim.AdamW(net.parameters()),
         "loader": [{"image": image, "label": label[:, None]} for image, label in small_batches()],
     },
     "docs/augmentation.md": lambda: {"config": load_config("configs/task04_unet.yaml"), "cases": prepared_cases()},

@@ -13,6 +13,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from volseg.cli import app, main
+from volseg.cli.options import SETTINGS
+from volseg.config.shipped import find_shipped
 from volseg.errors import ConfigError, DataError, VolsegError
 from volseg.experiment import load_config, train
 from volseg.experiment.folder_lock import LOCK
@@ -46,6 +48,29 @@ def test_every_verb_has_help_with_an_example(verb):
     result = CliRunner().invoke(app, [*verb.split(), "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert f"Example: volseg {verb}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["--epochs", "3"], "training.epochs=3"),
+        (["--lr=0.1"], "optimizer.lr=0.1"),
+        (["--batch-size"], "patch.batch=VALUE"),
+        (["--fold", "-o"], "split.fold=VALUE"),
+    ],
+)
+def test_a_value_of_the_config_that_is_given_as_an_option_is_spelled(typed, meant):
+    for verb in ("train", "cross-validate"):
+        result = CliRunner().invoke(app, [verb, "task04_cpu", *typed], env={"COLUMNS": "200"})
+        assert result.exit_code == 2
+        assert f"--set {meant}" in result.output
+
+
+def test_every_value_that_is_spelled_is_one_of_the_config():
+    for key in SETTINGS.values():
+        node = load_config(find_shipped("task04_unet"), ["data.root=x"]).model_dump()
+        for part in key.split("."):
+            node = node[part]
 
 
 def test_train_then_validate_then_predict(config_file, task, tmp_path):

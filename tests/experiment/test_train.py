@@ -524,3 +524,4 @@ def test_a_bad_image_to_predict_has_a_remedy_of_its_own(outcome, tmp_path):
 def test_the_commands_to_type_next_can_be_typed(outcome):
     spaced = replace(outcome, folder=RunFolder(Path("runs/run 1")))
     assert "volseg predict 'runs/run 1' IMAGES..." in closing_words(spaced)
+    assert f"report: {Path('runs/run 1/report.html')} and report.md" in closing_words(spaced)

@@ -2,6 +2,7 @@
 
 import json
 from itertools import product
+from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -23,7 +24,7 @@ from volseg.inference.postprocessing import Postprocessing, Step
 def task_of(labels, regions=None, ignore=None):
     return Task(
         name="Test",
-        root=None,
+        root=Path(),
         modalities=("CT",),
         labels=labels,
         regions=regions or {},

@@ -8,7 +8,7 @@ import torch
 
 import volseg
 from volseg.errors import ParallelError
-from volseg.parallel import devices
+from volseg.parallel import ModelParallel, devices
 
 QUESTIONS = re.compile(
     r"LOCAL_RANK|WORLD_SIZE|\bRANK\b|is_initialized\(|get_world_size\(\)|get_rank\(\)|device_count|cuda\.is_available"
@@ -39,7 +39,8 @@ def test_nobody_else_asks():
         if QUESTIONS.search(path.read_text(encoding="utf-8"))
     }
     # What lies below asks about a tensor that it was given; about a group that one was given anybody may ask.
-    outside = {path for path in found if not path.startswith(("parallel/", "device/"))}
+    # The doctor asks what torch itself says, in processes of its own.
+    outside = {path for path in found if not path.startswith(("parallel/", "device/", "diagnosis/"))}
     assert ROOM in found
     assert outside == set(SPARED)
 
@@ -90,6 +91,22 @@ def test_named_devices(gpus):
             devices.name_devices(wrong)
     with pytest.raises(ParallelError, match=r"devices names cuda, and no GPU is visible, got \['cuda'\]; name cpu"):
         devices.name_devices(["cuda"])
+    gpus(1)
+    for unknown in ("gpu", "cuda:x", 1.5):
+        with pytest.raises(
+            ParallelError, match=rf"devices names {unknown!r}, which is no device; there are cpu, cuda:0"
+        ):
+            devices.name_devices(["cpu", unknown])
+
+
+def test_a_network_is_placed_on_devices_that_are_there(gpus):
+    gpus(0)
+    for strategy in ("auto", "spatial", "pipeline"):
+        with pytest.raises(ParallelError, match="devices names cuda:0, which is not there; there are cpu"):
+            ModelParallel(torch.nn.Conv3d(1, 2, 3), strategy=strategy, devices=["cuda:0", "cuda:1"])
+    gpus(2)
+    with pytest.raises(ParallelError, match="devices names cuda:2, which is not there; there are cpu, cuda:0, cuda:1"):
+        ModelParallel(torch.nn.Conv3d(1, 2, 3), devices=[2])
 
 
 def test_devices_that_must_be_there(gpus):

@@ -1,15 +1,47 @@
 """Options and arguments that several verbs have."""
 
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from volseg.cli.completion import complete_key
 from volseg.monitoring.console import set_up_logs
 
-__all__ = ["Checkpoint", "Components", "JsonLogs", "NoCache", "Overrides", "Quiet"]
+__all__ = ["Checkpoint", "Components", "JsonLogs", "NoCache", "Overrides", "Quiet", "SuggestingCommand"]
+
+SETTINGS = {
+    "--epochs": "training.epochs",
+    "--iterations": "training.iterations",
+    "--lr": "optimizer.lr",
+    "--learning-rate": "optimizer.lr",
+    "--batch": "patch.batch",
+    "--batch-size": "patch.batch",
+    "--patch-size": "patch.size",
+    "--fold": "split.fold",
+    "--seed": "seed",
+}
+"""What people type for a value of the config."""
+
+
+class SuggestingCommand(TyperCommand):
+    """A verb that takes a config, and says where a value stands that was given as an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Look for such options before the others are read."""
+        for argument, following in zip_longest(args, args[1:], fillvalue=""):
+            option, given, value = argument.partition("=")
+            if option in SETTINGS:
+                value = value if given else following
+                shown = value if value and not value.startswith("-") else "VALUE"
+                raise typer.BadParameter(
+                    f"{option} is no option but a value of the config: --set {SETTINGS[option]}={shown}"
+                )
+        return super().parse_args(ctx, args)
+
 
 Overrides = Annotated[
     list[str] | None,

@@ -44,6 +44,8 @@ FOREIGN = (
 WAYS_ON = {
     "train": "a training that had begun is saved, go on with it by --resume",
     "cross-validate": "a training that had begun is saved, go on with it by --resume",
+    "quickstart": "begin anew with another --output; a training that had begun is saved, go on with it by: "
+    "volseg train RUN/config.yaml -o RUN --resume",
     "predict": "the label maps that are written are whole, go on with the others by --resume",
 }
 """What to do by verb, after an interruption or a refusal of the system; the other verbs are begun again."""

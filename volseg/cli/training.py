@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from volseg.cli.completion import complete_config
-from volseg.cli.options import Components, JsonLogs, NoCache, Overrides, Quiet
+from volseg.cli.options import Components, JsonLogs, NoCache, Overrides, Quiet, SuggestingCommand
 
 __all__ = ["training_app"]
 
@@ -41,7 +41,10 @@ def configure(
     typer.echo(experiment.configure_words(planned, output))
 
 
-@training_app.command(epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus")
+@training_app.command(
+    cls=SuggestingCommand,
+    epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus",
+)
 def train(
     config: Annotated[
         Path,
@@ -121,7 +124,9 @@ def train(
 
 
 @training_app.command(
-    "cross-validate", epilog="Example: volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2"
+    "cross-validate",
+    cls=SuggestingCommand,
+    epilog="Example: volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2",
 )
 def cross_validate(
     config: Annotated[

@@ -103,6 +103,8 @@ class PackageFacts:
     """Requirements of volseg and of what it requires that are not met, a sentence each."""
     twice: tuple[str, ...] = ()
     """Packages of these that lie in two places, of which one shadows the other."""
+    is_installed: bool = True
+    """Whether volseg is; otherwise a checkout is on the path, and the packages beside it are not looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)

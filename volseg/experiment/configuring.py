@@ -14,7 +14,7 @@ from volseg.data.layouts.table import TABLES
 from volseg.errors import ConfigError
 from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.progress import count_up
-from volseg.parallel.devices import is_launched
+from volseg.parallel.devices import count_gpus, is_launched
 from volseg.planning import (
     DEFAULT_MEMORY,
     Fingerprint,
@@ -93,9 +93,13 @@ def configure_words(planned: Plan, path: str | Path) -> str:
         "network": planned.values()["network"]["name"],
         "for": f"{geometry.num_gpus} GPU(s) of {planned.gpu_memory:g} GiB",
     }
+    slow = (
+        "no GPU is here, and on a CPU this takes days; begin with: --set training.epochs=5 --set training.iterations=50"
+    )
     return "\n".join(
-        [*(f"{what:12} {text}" for what, text in lines.items()), f"written to {path}; why each number is what it is, "
-         "stands there. Next:", f"  {spell(f'volseg train {quote(str(path))}')}"]
+        [*(f"{what:12} {text}" for what, text in lines.items()), *([] if count_gpus() else [slow]),
+         f"written to {path}; why each number is what it is, stands there. Next:",
+         f"  {spell(f'volseg train {quote(str(path))}')}"]
     )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def closing_words(outcome: Outcome) -> str:
     return f"""
 {found}
 
-The run is in {folder} ({outcome.seconds:.0f} s); report: {folder / "report.md"}
+The run is in {folder} ({outcome.seconds:.0f} s); report: {outcome.folder.report_page} and report.md
 
 Next:
   {spell(f"tensorboard --logdir {quote(str(outcome.folder.tensorboard))}")}

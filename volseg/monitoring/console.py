@@ -43,7 +43,7 @@ LOGS = "VOLSEG_LOGS"
 FIELDS = "fields"
 """Attribute of a log record with what its line of JSON says besides: ``extra={FIELDS: {...}}``."""
 
-REDRAWN_PER_SECOND = 2
+REDRAWN_PER_SECOND = 1
 """Each redrawing takes a millisecond of the host, which the training wants too."""
 
 

@@ -232,7 +232,7 @@ class GpuMeter:
         """Count peaks from here on: what was tried before, to choose kernels or a layout, is given back."""
         if uses_gpus():
             torch.cuda.empty_cache()
-        for gpu in self._list_used():
+        for gpu in self._read_counters():
             torch.cuda.reset_peak_memory_stats(gpu)
 
     def read(self) -> list[DeviceMemory]:
@@ -240,18 +240,29 @@ class GpuMeter:
         return [
             DeviceMemory(
                 device=str(gpu),
-                used=torch.cuda.max_memory_allocated(gpu),
-                reserved=torch.cuda.max_memory_reserved(gpu),
+                used=counters["allocated_bytes"]["all"]["peak"],
+                reserved=counters["reserved_bytes"]["all"]["peak"],
                 process=find_rank(),
             )
-            for gpu in self._list_used()
+            for gpu, counters in self._read_counters().items()
         ]
 
     def count(self) -> int:
         """Return the bytes that are given out now, of the GPU on which most are."""
-        return max((torch.cuda.memory_allocated(gpu) for gpu in self._list_used()), default=0)
+        counts = (counters["allocated_bytes"]["all"]["current"] for counters in self._read_counters().values())
+        return max(counts, default=0)
 
-    def _list_used(self) -> list[torch.device]:
+    @staticmethod
+    def _read_counters() -> dict[torch.device, dict[str, Any]]:
+        """Return the counters of each GPU that is used, by one call for each.
+
+        ``torch.cuda.max_memory_allocated`` and its like read all counters, flatten and sort them, for one number.
+        """
         if not uses_gpus():
-            return []
-        return [gpu for gpu in list_gpus() if torch.cuda.memory_reserved(gpu)]
+            return {}
+        found = {gpu: torch.cuda.memory_stats_as_nested_dict(gpu) for gpu in list_gpus()}  # empty before CUDA begins
+        return {
+            gpu: counters
+            for gpu, counters in found.items()
+            if counters and counters["reserved_bytes"]["all"]["current"]
+        }

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
-EVERY_SECONDS = 0.5
+EVERY_SECONDS = 1.0
 """Between two looks at what stands behind the training's bar."""
 
 

@@ -168,7 +168,8 @@ class SignsOfLife(Hook):
             self._seconds_of_epochs += seconds + record.seconds_validating
         self._memory = max((device.reserved / GIB for device in GpuMeter().read()), default=None)
         self._score = record.score if record.score is not None else self._score
-        self._set_state("training")
+        if self._state != "training":  # else the thread writes it: a file takes the place of another in milliseconds
+            self._set_state("training")
 
     def on_training_end(self, training: Training) -> None:
         """Add the time of an epoch that was not ended."""

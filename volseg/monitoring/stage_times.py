@@ -57,8 +57,10 @@ class StageTimes(Hook):
         del batch
         first = max(0, min(FIRST, training.num_batches - COUNT))
         due = training.epoch == self._first_epoch and first <= training.position < first + COUNT
+        if not due or not training.is_main_process:
+            return
         strategy = training.network.strategy if isinstance(training.network, ModelParallel) else None
-        if due and training.is_main_process and isinstance(strategy, PipelineStrategy):
+        if isinstance(strategy, PipelineStrategy):
             self._timeline = Timeline(strategy.devices)
             self._watching = self._timeline.watching()
             self._watching.__enter__()

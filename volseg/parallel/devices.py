@@ -36,6 +36,7 @@ __all__ = [
     "name_place",
     "note_restarts",
     "require_devices",
+    "require_visible",
     "stay_on_cpu",
     "uses_gpus",
 ]
@@ -175,7 +176,8 @@ def name_devices(devices: Sequence[str | int | torch.device] | None) -> list[tor
     Raises
     ------
     ParallelError
-        If that is no sequence, or an empty one, or ``cuda`` without a number where no GPU is visible.
+        If that is no sequence, or an empty one, or one of what torch knows no device by, or ``cuda`` without a number
+        where no GPU is visible.
     """
     if devices is None:
         return list_devices()
@@ -183,10 +185,25 @@ def name_devices(devices: Sequence[str | int | torch.device] | None) -> list[tor
         raise ParallelError(
             f"devices is a sequence of one device or more, such as ['cuda:0', 'cuda:1'], got {devices!r}"
         )
-    named = [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in devices]
+    named = [_name_device(device) for device in devices]
     if torch.device("cuda") in named and not count_gpus():
         raise ParallelError(f"devices names cuda, and no GPU is visible, got {devices!r}; name cpu")
     return [find_current_device() if device == torch.device("cuda") else device for device in named]
+
+
+def _name_device(device: str | int | torch.device) -> torch.device:
+    try:
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as fault:
+        known = ", ".join(map(str, [torch.device("cpu"), *list_gpus()]))
+        raise ParallelError(f"devices names {device!r}, which is no device; there are {known}") from fault
+
+
+def require_visible(devices: Sequence[torch.device]) -> None:
+    """Raise a `ParallelError` if one of these is a GPU that this process does not see."""
+    if absent := [device for device in devices if device.type == "cuda" and (device.index or 0) >= count_gpus()]:
+        known = ", ".join(map(str, [torch.device("cpu"), *list_gpus()]))
+        raise ParallelError(f"devices names {absent[0]}, which is not there; there are {known}")
 
 
 def require_devices(devices: int | Sequence[str], kind: str) -> list[str]:

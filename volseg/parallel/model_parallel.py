@@ -34,7 +34,7 @@ from volseg.device.torch_internals import (
     load_from_state_dict,
 )
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
-from volseg.parallel.devices import list_gpus, name_devices
+from volseg.parallel.devices import list_gpus, name_devices, require_visible
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
 from volseg.parallel.state.attempt import Attempt
@@ -110,7 +110,12 @@ class ModelParallel(nn.Module):
     Raises
     ------
     ParallelError
-        If the strategy is unknown, an option is not one of its own, or the devices do not fit it.
+        If the strategy is unknown, an option is not one of its own, or the devices do not fit it or are not there.
+
+    Notes
+    -----
+    A spatial split's outputs are sharded volumes; ``volseg.parallel.whole`` returns one as a plain tensor, for a metric
+    of your own for example.
 
     Examples
     --------
@@ -139,6 +144,8 @@ class ModelParallel(nn.Module):
     ) -> None:
         super().__init__()
         check_not_lazy(net)
+        if devices is not None:
+            require_visible(name_devices(devices))
         replicated = options.pop("replicated", True)
         named = {"split_size": split_size, "on_unsupported": on_unsupported, "checkpoint": checkpoint}
         defaults = {"split_size": None, "on_unsupported": "raise", "checkpoint": None}

@@ -3,7 +3,7 @@
 python workflows/benchmarks/logging_cost.py configs/task04_unet.yaml DIR/Task04_Hippocampus \
         --result workflows/benchmarks/results/unet_h200_logging.json
 python workflows/benchmarks/logging_cost.py configs/task04_unet.yaml --set parallel.strategy=pipeline \
-        --set parallel.devices=2 --result workflows/benchmarks/results/unet_2xh200_pipeline_logging.json
+        --set parallel.devices=2 --result workflows/benchmarks/results/unet_h200x2_pipeline_logging.json
 
 Without a task's folder the cases are synthetic. A turn is an epoch; one without and one with follow each other in one
 process, and a ratio is that of two neighbours. Watched are: a bar on a terminal, status and times every five seconds,
@@ -58,7 +58,6 @@ class Turns(Hook):
         self.folder, self.texts = folder, texts
         self.ms: dict[bool, list[float]] = {False: [], True: []}
         self._held: ExitStack | None = None
-        self.first = 0
 
     def on_epoch_begin(self, training: Training) -> None:
         """Begin a turn."""
@@ -81,7 +80,9 @@ class Turns(Hook):
         log = TrainingLog([TensorBoard(), History()], run, texts=self.texts, more=memory.scalars)
         hooks = [Progress(), memory, StageTimes(log), log, signs]
         for hook in hooks:
-            hook.on_training_begin(training)
+            # A training gives memory back once, before its first step; in every turn the steps would take it anew.
+            if hook is not memory or training.epoch == 0:
+                hook.on_training_begin(training)
             hook.on_epoch_begin(training)
             held.callback(hook.on_training_end, training)
         training.hooks = [*hooks, self]

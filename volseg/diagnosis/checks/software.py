@@ -51,6 +51,16 @@ def check_packages(facts: Facts) -> list[MachineFinding]:
     packages = facts.packages
     if packages is None:
         return []
+    if not packages.is_installed:
+        return [
+            MachineFinding(
+                check="packages",
+                level="note",
+                found="volseg is not installed: it is imported from a checkout",
+                why="whether the packages fit what it requires is not known",
+                remedy="pip install -e . in the checkout",
+            )
+        ]
     findings = [
         MachineFinding(
             check="packages",

@@ -11,7 +11,9 @@ __all__ = ["find_unmet", "gather"]
 
 
 def gather() -> PackageFacts:
-    """Return versions and conflicts."""
+    """Return versions and conflicts; of volseg used from a checkout, which says nowhere what it requires, neither."""
+    if _find_version("volseg") is None:
+        return PackageFacts(versions={}, is_installed=False)
     needed = [Requirement(text) for text in distribution("volseg").requires or ()]
     wanted = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
     unmet, reached = find_unmet("volseg")
