@@ -11,16 +11,13 @@ from volseg.config.schema import ExperimentConfig
 from volseg.experiment.alternatives import take_candidate
 from volseg.experiment.forecast_beside import Gpus, PlanBeside
 from volseg.forecast.candidate import Candidate, Forecast
-from volseg.parallel.candidates.choosing import choose
+from volseg.parallel.candidates.choosing import SURE, choose
 from volseg.parallel.devices import count_processes, is_main_process
 from volseg.workflow.processes import gather_over_processes
 
 __all__ = ["choose_by_forecast", "choose_mesh"]
 
 logger = logging.getLogger(__name__)
-
-NEAR = 0.9
-"""Part of a GPU's memory up to which a forecast is believed; what comes nearer to all of it is tried."""
 
 
 def choose_by_forecast(config: ExperimentConfig, device: torch.device) -> tuple[ExperimentConfig, str] | None:
@@ -47,7 +44,7 @@ def choose_by_forecast(config: ExperimentConfig, device: torch.device) -> tuple[
         answer = PlanBeside(config.model_copy(update={"parallel": alone}), gpus).wait()
         if answer.problem:
             logger.info("no forecast of a training step (%s): it is tried", answer.problem)
-        found = [json.dumps(choose_mesh(answer.forecasts, count, int(NEAR * gpus.memory) - answer.reserve))]
+        found = [json.dumps(choose_mesh(answer.forecasts, count, int(SURE * gpus.memory) - answer.reserve))]
     (told,) = map(json.loads, gather_over_processes(found))
     return None if told is None else (take_candidate(config, Candidate(**told["candidate"]), count), told["why"])
 
