@@ -2,9 +2,9 @@
 
 ``in_group(2, function, *arguments)`` calls the function in two processes that are joined by gloo, and returns what each
 returned. Starting a group takes tenths of a second, and importing a test's module in it may take seconds; a call takes
-milliseconds. So the processes stay, a group of each size, until something goes wrong. A function that raises, or does
-not return in time, fails its own test with the traceback of the process it failed in; that group ends, and the next
-call starts a fresh one.
+milliseconds. So the processes stay, a group of each size, until something goes wrong or they have many threads. A
+function that raises, or does not return in time, fails its own test with the traceback of the process it failed in;
+that group ends, and the next call starts a fresh one.
 
 The function is found again by its file and its name, so it must stand at the top level of its module. It finds the
 default process group, ``RANK`` and ``WORLD_SIZE`` as under torchrun, no GPU, and leaves the group as it was.
@@ -37,6 +37,10 @@ SECONDS = 240
 
 START_SECONDS = 180
 """For a group to start."""
+
+MOST_THREADS = 60
+"""Of a process, before its group gives way to a fresh one. Each gloo group that a function makes leaves a thread, which
+wakes a hundred times a second: hundreds of them took as much of the machine as the tests."""
 
 GRACE_SECONDS = 2
 """For the other processes after one has failed: they may fail too, or wait for it for ever."""
@@ -87,6 +91,12 @@ class Group:
             with contextlib.suppress(ConnectionError):  # it has ended: told below
                 pipe.send_bytes(message)
         return self._collect(seconds)
+
+    def count_threads(self) -> int:
+        """Return the threads of the first process; 0 where the system does not tell."""
+        with contextlib.suppress(OSError):
+            return len(os.listdir(f"/proc/{self.processes[0].pid}/task"))
+        return 0
 
     def _collect(self, seconds: float) -> list[Any]:
         deadline, faults = time.monotonic() + seconds, {}
@@ -163,7 +173,10 @@ def in_group(processes: int, function: Callable[..., Any], *arguments: Any, seco
     try:
         if processes not in _groups:
             _groups[processes] = Group(processes)
-        return _groups[processes].call(message, seconds)
+        returned = _groups[processes].call(message, seconds)
+        if _groups[processes].count_threads() > MOST_THREADS:
+            end_group(processes)
+        return returned
     except BaseException:
         end_group(processes, politely=False)
         raise
