@@ -25,7 +25,7 @@ CONFIG = {"name": "a", "optimizer": {"name": "SGD", "lr": 0.1}, "losses": [{"nam
 class FinishedTraining:
     """What the hook reads of a training."""
 
-    is_main_process, epoch, validation, num_batches = True, 0, None, 10
+    is_main_process, epoch, validation, num_batches, finished, history = True, 0, None, 10, True, ()
 
 
 def make_record(epoch):

@@ -13,7 +13,7 @@ from volseg.workflow.records import EpochRecord
 class FinishedTraining:
     """What the hook reads of a training."""
 
-    is_main_process, epoch, validation, num_batches = True, 0, None, 10
+    is_main_process, epoch, validation, num_batches, finished, history = True, 0, None, 10, True, ()
 
 
 def record(epoch, score=None):

@@ -19,6 +19,7 @@ from volseg.errors import CheckpointError, NonFiniteLossError
 from volseg.files import replacing, require_writable
 from volseg.parallel.devices import is_main_process
 from volseg.workflow.background import BackgroundWriter, HostCopies, Snapshot
+from volseg.workflow.epoch_losses import NORM
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.state import FORMAT, TrainingState
@@ -216,7 +217,8 @@ class Checkpoints(Hook):
 
     def _save(self, name: str, state: TrainingState) -> None:
         """Write a state in the writer's thread, unless it is one of which nothing good can come."""
-        if not all(loss.isfinite().all() for losses in state.losses for loss in losses.values()):
+        losses = (loss for batch in state.losses for name, loss in batch.items() if name != NORM)
+        if not all(loss.isfinite().all() for loss in losses):
             return  # the training raises that itself, with the cases, when it looks at its losses
         for part, tensors in state.model.items():
             if isinstance(tensors, Tensor) and tensors.is_floating_point() and tensors.isnan().any():

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from volseg.errors import NonFiniteLossError
 
-__all__ = ["CHECK_EVERY", "EpochLosses"]
+__all__ = ["CHECK_EVERY", "NORM", "EpochLosses"]
 
 CHECK_EVERY = 32
 """Batches between two looks at the losses on a GPU; on a CPU every batch is looked at, which costs nothing there."""
 
 
 NORM = "(gradient norm)"
-"""Beside a batch's losses, by a name that no loss has."""
+"""Beside a batch's losses, by a name that no loss has. Unlike them it may be no number: of a batch that completes no
+step, and of a step that float16 leaves out."""
 
 
 class EpochLosses:
@@ -61,7 +62,9 @@ class EpochLosses:
 
     def add(self, losses: Mapping[str, Tensor], gradient_norm: Tensor | None = None) -> None:
         """Keep the losses of the batch, and the norm of the gradient where it ended a step."""
-        self.losses.append({**losses, **({} if gradient_norm is None else {NORM: gradient_norm})})
+        if gradient_norm is None:  # every batch has the same names: a checkpoint keeps them as one tensor each
+            gradient_norm = torch.full_like(next(iter(losses.values())), math.nan, dtype=torch.float32)
+        self.losses.append({**losses, NORM: gradient_norm})
 
     def require_finite(self, losses: Mapping[str, Tensor]) -> None:
         """Look at the losses of the batch that has begun.
