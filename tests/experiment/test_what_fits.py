@@ -68,7 +68,7 @@ def test_json_is_a_plan_report(vnet):
 def test_where_nothing_fits_the_status_is_3_and_remedies_have_numbers(vnet):
     sizes = ["--set", "patch={size: [256, 256, 256], batch: 2}"]
     # Of a GPU among others nearly 2 GiB are CUDA's, NCCL's and the mailboxes': of smaller ones no number helps.
-    told = run(vnet, *SMALL[:2], *sizes, "--gpus", "1", "--gpu-memory", "3.5GiB", "--json")
+    told = run(vnet, *SMALL[:2], *sizes, "--gpus", "1", "--gpu-memory", "3GiB", "--json")
     assert told.exit_code == 3, told.output
     report = PlanReport.model_validate_json(told.stdout)
     assert not report.fits

@@ -43,15 +43,17 @@ def is_strided(given):
 def test_volumes_with_channels_last_are_not_copied():
     given = sizes(2, 32, 32, 3, 128)
     assert find_workspace("forward", *given, BF16, channels_last=True) <= 512
-    assert find_workspace("weight_gradient", *given, BF16, channels_last=True) == 6_080_512
+    assert abs(find_workspace("weight_gradient", *given, BF16, channels_last=True) - 6_080_512) <= 512
 
 
 def test_float32_is_copied_though_channels_are_last():
     """Slabs of a V-Net in float32 on an H200: input and weight, and the output too from 64 channels on."""
     given = torch.Size([4, 32, 36, 256, 160]), torch.Size([4, 32, 32, 256, 160]), torch.Size([32, 32, 5, 5, 5])
-    assert find_workspace("forward", *given, FP32, channels_last=True) == 754_974_720 + 512_000 + 512
+    assert abs(find_workspace("forward", *given, FP32, channels_last=True) - 754_974_720 - 512_000) <= 512
     given = torch.Size([4, 64, 20, 128, 80]), torch.Size([4, 64, 16, 128, 80]), torch.Size([64, 64, 5, 5, 5])
-    assert find_workspace("forward", *given, FP32, channels_last=True) == 209_715_200 + 167_772_160 + 2_048_000 + 512
+    assert (
+        abs(find_workspace("forward", *given, FP32, channels_last=True) - 209_715_200 - 167_772_160 - 2_048_000) <= 512
+    )
 
 
 def test_channels_are_filled_up():

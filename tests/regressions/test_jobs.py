@@ -47,7 +47,7 @@ def stopped_run(config_file, tmp_path):
 
 
 LAUNCHERS = {
-    "launch": ["-m", "volseg", "train", "CONFIG", "--gpus", "2", "--max-restarts", "1"],
+    "launch": ["-m", "volseg", "train", "CONFIG", "--gpus", "2", "--set", "device=cpu", "--max-restarts", "1"],
     "torchrun": [
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"),
         *("-m", "volseg", "train", "CONFIG"),

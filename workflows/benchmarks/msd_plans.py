@@ -46,7 +46,10 @@ def write_task_config(task: str, folder: Path) -> Path:
     manifest = find_public_task(task).manifest
     if manifest["nnunet"]["fingerprint"]["mostly_zero"] and "stored" not in manifest:
         known += f"# {MOSTLY_ZERO:.0%} stands for a share that is only known to be below 75 %.\n"
-    text = path.read_text(encoding="utf-8")
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    text = "".join(
+        line for line in lines if not line.startswith("# yaml-language-server")
+    )  # where it lies on one machine
     with replacing(path) as partial:
         partial.write_text(known + text, encoding="utf-8")
     return path
