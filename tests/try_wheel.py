@@ -93,8 +93,8 @@ def use(scripts: Path, folder: Path) -> None:
     assert "Next:" in said
     assert (folder / "first" / "config.yaml").is_file()
     for command in (line.strip() for line in said.splitlines() if " train " in line):
-        config = Path(command.split(" train ")[1].split()[0])
-        assert (folder / config).is_file(), f"{command}: there is no such config"
+        refused = run(volseg, "train", command.split(" train ")[1].split()[0], folder=folder, status=1)
+        assert "Task04_Hippocampus" in refused, f"{command}: {refused}"  # the config is found, by its name or its path
 
 
 def check_types(scripts: Path, folder: Path) -> None:
