@@ -56,7 +56,7 @@ def check_packages(facts: Facts) -> list[MachineFinding]:
             MachineFinding(
                 check="packages",
                 level="note",
-                found="the package volseg is not installed: it is imported from a checkout",
+                found="imported from a checkout, not installed as a package",
                 why="whether the packages fit what it requires is not known",
                 remedy="pip install -e . in the checkout",
             )
