@@ -18,6 +18,7 @@ from hypothesis import settings
 
 # The machine may be busy; the time of one example says nothing.
 settings.register_profile("untimed", deadline=None)
+settings.register_profile("thorough", deadline=None, max_examples=2000)  # --hypothesis-profile thorough
 settings.load_profile("untimed")
 
 # Processes that a test starts of its own file find the modules that tests share, as pytest does.

@@ -116,7 +116,7 @@ def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
     Examples
     --------
     >>> choose_ticks(0.13, 0.94)
-    [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    [0.0, 0.25, 0.5, 0.75, 1.0]
     >>> choose_ticks(5, 5)
     [4.0, 5.0, 6.0]
     """
