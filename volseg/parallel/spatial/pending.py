@@ -10,11 +10,11 @@ them, who may hold them still (*shown*). ::
        +---+
        |   v   settle, lend          show
       Waiting --------------> Written ----> Shown
-         |                     |   ^         ^ ^
-         |             release |   | lend    | |
-         |                     v   |         | |
-         |                    Released -show-+ |
-         +----------------- show --------------+
+       | |                     |   ^         ^ ^
+       | |             release |   | lend    | |
+       | |   spare             v   |         | |
+       | +------------------> Released -show-+ |
+       +------------------- show --------------+
 
 ============= ======================== =========================== ================ =====================
 event         Waiting                  Written                     Shown            Released
@@ -22,6 +22,7 @@ event         Waiting                  Written                     Shown        
 activate      itself, activation       None                        None             None
               taken along, or None
 settle        writes; sends the halo   nothing                     nothing          nothing
+spare         Released unwritten [2]_  the recipe, if it holds     as Written       as Written
 lend          writes; the slabs        the slabs                   the slabs        writes again; the slabs
 show          writes; the slabs        the slabs                   the slabs        writes again; the slabs
 release       nothing                  frees, if the recipe holds  nothing          nothing
@@ -29,6 +30,7 @@ find_recipe   writes; as Written [1]_  the recipe, if it holds     as Written   
 ============= ======================== =========================== ================ =====================
 
 .. [1] The input of a recomputed block says its recipe, and stays unwritten: a join reads the recipe alone.
+.. [2] And the recipe; where it can only be written as a whole it is, and stays Written.
 
 What is changed in place
     An operator that works in place lets everything that waits be written first (``Context.settle``), and then has the
@@ -147,6 +149,10 @@ class Pending(ABC):
     def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
         """Return how to write the slabs again, unless something was changed in place since."""
 
+    def spare(self, volume: "ShardedVolume") -> Recipe | None:
+        """Return the recipe to an operator that needs no more of the slabs than that, and their history."""
+        return self.find_recipe(volume)
+
 
 class Waiting(Pending):
     """The slabs are still to be written.
@@ -173,6 +179,10 @@ class Waiting(Pending):
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Return the slabs, how to write them again, and the wait for ``halos``, which fit into the room."""
 
+    def outline(self) -> tuple[list[Tensor], Recipe] | None:
+        """Return slabs that were not written, with their history, and their recipe; None where they have none."""
+        return None
+
     def check(self) -> None:
         """Refuse to write from what was changed."""
         if not self.unchanged.holds():
@@ -185,6 +195,18 @@ class Waiting(Pending):
         volume._slabs = slabs
         volume.pending = PLAIN if recipe is None else Written(recipe, Unchanged((*slabs, *recipe.tensors)), self.parts)
         return wait
+
+    def spare(self, volume: "ShardedVolume") -> Recipe | None:
+        """Leave the slabs unwritten, and without memory, where there is a recipe."""
+        self.check()
+        outlined = self.outline()
+        if outlined is None:
+            return self.find_recipe(volume)
+        volume._slabs, recipe = outlined
+        written = Written(recipe, Unchanged((*volume._slabs, *recipe.tensors)), self.parts)
+        volume.pending = written
+        written.release(volume)
+        return recipe
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
         """Write the slabs and return them."""
@@ -229,7 +251,7 @@ class Written(Pending):
         """Give the memory back where the recipe holds."""
         if self.find_recipe(volume) is None:
             return
-        volume.pending = Released(self, [slab.untyped_storage().nbytes() for slab in volume._slabs])
+        volume.pending = Released(self, [slab.untyped_storage().nbytes() for slab in volume._slabs], self.parts)
         for slab in volume._slabs:
             resize_memory(slab, 0)
 
@@ -259,6 +281,7 @@ class Released(Pending):
 
     written: Written
     bytes: list[int]
+    parts: list[list[Tensor]] | None = None
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
         """Write the slabs again and return them."""

@@ -142,6 +142,7 @@ class SpatialStrategy:
             self.sum_gradients(self.replicas, average=True)
         self.recomputation = Recomputation(net, options.checkpoint, self.context)
         self.context.frugal = options.checkpoint is not None
+        self.context.tiled = options.checkpoint == "tiled"
         self._checked = False
         self._checked_weights = not self._groups
         # Shards that are one device's as well as several processes' draw alike in both cases.

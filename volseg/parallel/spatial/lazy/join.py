@@ -26,7 +26,8 @@ def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
     skip keeps neither the join nor the activated skip.
     """
     like = parts[0]
-    recipes = [part.pending.find_recipe(part) for part in parts]
+    find = [part.pending.spare if part.context.tiled else part.pending.find_recipe for part in parts]
+    recipes = [of_part(part) for of_part, part in zip(find, parts, strict=True)]
     # Where there is a recipe, the slabs stand for their history alone: they may have given their memory back.
     columns = [part.slabs if recipe is None else part._slabs for part, recipe in zip(parts, recipes, strict=True)]
     shape = list(like.shape)
@@ -71,12 +72,10 @@ class WaitingJoin(Waiting):
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Join the slabs."""
         wait: Wait | None = None
-        channels = [column[0].shape[1] for column in self.columns]
 
         def fill() -> list[Tensor]:
             nonlocal wait
-            places = zip(self.likes, self.stand_ins, strict=True)
-            outs = [allocate_with_room(like, self.room, sum(channels), slab.device) for like, slab in places]
+            outs = self._allocate()
 
             def planes(number: int, start: int, count: int) -> None:
                 self.recipe.write(self.recipe.rows[number], outs[number].narrow(DIM, start, count), start)
@@ -84,9 +83,21 @@ class WaitingJoin(Waiting):
             wait = write_outer_first(outs, self.room, halos, planes)
             return outs
 
+        return self._run(fill), self.recipe, wait
+
+    def outline(self) -> tuple[list[Tensor], Recipe] | None:
+        """Note it for the backward pass."""
+        return self._run(self._allocate), self.recipe
+
+    def _allocate(self) -> list[Tensor]:
+        channels = sum(column[0].shape[1] for column in self.columns)
+        places = zip(self.likes, self.stand_ins, strict=True)
+        return [allocate_with_room(like, self.room, channels, slab.device) for like, slab in places]
+
+    def _run(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
         with self.moment.restored():
-            joined = _Join.apply(fill, channels, *chain.from_iterable(self.columns))
-        return list(joined), self.recipe, wait
+            channels = [column[0].shape[1] for column in self.columns]
+            return list(_Join.apply(fill, channels, *chain.from_iterable(self.columns)))
 
 
 class _Join(torch.autograd.Function):

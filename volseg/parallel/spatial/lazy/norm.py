@@ -188,25 +188,37 @@ class WaitingNorm(Waiting):
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Apply it."""
         work = _Writing(self, halos)
+        slabs = self._run(work)
+        return slabs, self._describe(work) if self.context.communicator.is_direct else None, work.wait
+
+    def outline(self) -> tuple[list[Tensor], Recipe] | None:
+        """Note it for the backward pass."""
+        if not self.context.communicator.is_direct:
+            return None
+        work = _Writing(self, (), outline=True)
+        return self._run(work), self._describe(work)
+
+    def _run(self, work: "_Writing") -> list[Tensor]:
         with self.moment.restored():
-            slabs = list(_Normalize.apply(work, self.weight, self.bias, *self.stand_ins))
-        recipe = None
-        if self.context.communicator.is_direct:
-            recipe = recipe_of_norm(self.stand_ins, work.scales, work.shifts, self.activation)
-        return slabs, recipe, work.wait
+            return list(_Normalize.apply(work, self.weight, self.bias, *self.stand_ins))
+
+    def _describe(self, work: "_Writing") -> Recipe:
+        return recipe_of_norm(self.stand_ins, work.scales, work.shifts, self.activation)
 
 
 class _Writing:
     """A norm while its slabs are written, and what comes out besides them."""
 
-    def __init__(self, norm: WaitingNorm, halos: Sequence[Halo]) -> None:
-        self.norm, self.halos = norm, halos
+    def __init__(self, norm: WaitingNorm, halos: Sequence[Halo], outline: bool = False) -> None:
+        self.norm, self.halos, self.outline = norm, halos, outline
         self.scales, self.shifts = norm.context.spread(norm.found.scale), norm.context.spread(norm.found.shift)
         self.wait: Wait | None = None
 
     def write(self, slabs: Sequence[Tensor]) -> list[Tensor]:
         """Apply scale, shift and activation; with halos to send, to the outermost planes first."""
         room = self.norm.room
+        if self.outline:
+            return [allocate_with_room(slab, room) if room else torch.empty_like(slab) for slab in slabs]
         rows = zip(self.scales, self.shifts, strict=True)
         applied = [
             partial(choice.affine, scale=scale, shift=shift, activation=self.norm.activation) for scale, shift in rows

@@ -80,9 +80,9 @@ class Recomputation:
     """
 
     def __init__(self, net: nn.Module, levels: str | int | None, context: Context) -> None:
-        valid = levels is None or levels == "all" or (isinstance(levels, int) and levels > 0)
+        valid = levels is None or levels in ("all", "tiled") or (isinstance(levels, int) and levels > 0)
         if not valid or isinstance(levels, bool):
-            raise ParallelError(f"checkpoint must be None, 'all' or a number of finest levels, got {levels!r}")
+            raise ParallelError(f"checkpoint must be None, 'all', 'tiled' or a number of finest levels, got {levels!r}")
         self.levels, self.context = levels, context
         self.blocks = find_blocks(net) if levels is not None else []
         self._random = _DrawnStates()
@@ -146,7 +146,7 @@ class Recomputation:
         return result
 
     def _chosen(self, voxels: int, finest: int) -> bool:
-        if self.levels == "all":
+        if self.levels in ("all", "tiled"):
             return True
         level = round(log2(max(finest / max(voxels, 1), 1)) / 3)
         return level < self.levels  # type: ignore[operator]
