@@ -164,6 +164,7 @@ def summarise(trace: StepTrace, chosen: argparse.Namespace, owners: dict[int, Ow
         "gpus": chosen.gpus,
         "checkpoint": chosen.checkpoint,
         "recorded": chosen.recorded,
+        "expandable_segments": AllocatorSettings.find().expandable_segments,
         "used_bytes_per_voxel": round(use.used / voxels, 1),
         "reserved_bytes_per_voxel": round(use.reserved / voxels, 1),
         "peaks_of_parts": {name: round(size / voxels, 1) for name, size in of_parts.items()},

@@ -20,6 +20,9 @@ __all__ = ["TILE_ELEMENTS", "ConvolutionPlan", "count_tiles", "plan_convolution"
 TILE_ELEMENTS = 2**26
 """Of a convolution's input in one tile: 128 MiB in half precision, which still fills a GPU."""
 
+MOST_TILES = 16
+"""Of a slab: a few tiles lie there at a time, so that more of them would save little, and each takes the host time."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionPlan:
@@ -85,10 +88,11 @@ def plan_convolution(
     planes = plan_halo(size, communicator.num_shards, window, outputs)
     if planes is None or _count_computed(planes, size, whole, reach) != _count(outputs, len(planes)):
         return None
-    plain = whole.stride[0] == whole.dilation[0] == 1 and not whole.transposed
-    alike = plain and outputs == size and set(sum(planes, ())) == {(reach - 1) / 2}
+    same = whole.stride[0] == 1 and not whole.transposed and outputs == size
+    same = same and set(sum(planes, ())) == {(reach - 1) / 2}
+    alike = same and whole.dilation[0] == 1
     halos = plan_halos(communicator, planes, context.channels_last)
-    return ConvolutionPlan(along, halos, outputs, context.channels_last, context.frugal, alike, tiles if alike else 1)
+    return ConvolutionPlan(along, halos, outputs, context.channels_last, context.frugal, alike, tiles if same else 1)
 
 
 def _count_tiles(volume: ShardedVolume, settings: Settings, outputs: int, reach: int) -> int:
@@ -105,7 +109,7 @@ def _count_tiles(volume: ShardedVolume, settings: Settings, outputs: int, reach:
 
 def count_tiles(elements: int, most: int) -> int:
     """Return in how many tiles so many elements are computed: one where they are few."""
-    return max(1, min(most, -(-elements // TILE_ELEMENTS)))
+    return max(1, min(most, MOST_TILES, -(-elements // TILE_ELEMENTS)))
 
 
 def _count(size: int, num_shards: int) -> list[int]:

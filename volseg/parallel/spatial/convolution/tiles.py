@@ -168,7 +168,8 @@ def _surround(ctx: Any, rows: Sequence[Sequence[Tensor]], borders: Sequence[Sequ
     """Return the slabs that are written from these tensors."""
     layout = torch.channels_last_3d if ctx.plan.channels_last else torch.contiguous_format
     each = zip(ctx.shapes, rows, borders, strict=True)
-    return [_Surrounded(shape, *ctx.dtypes, layout, ctx.write, row, own) for shape, row, own in each]
+    kept_in, dtype = ctx.dtypes
+    return [_Surrounded(shape, kept_in, dtype, layout, ctx.write, row, own) for shape, row, own in each]
 
 
 def _split_kept(ctx: Any, kept: Sequence[Tensor]) -> list[_Surrounded]:
@@ -247,7 +248,8 @@ def _differentiate(
         if of_input is not None:
             _hand_out(of_input, parts, start)
         del of_input, found  # before the next tile is written
-    return parts, *(None if total is None else total.to(weight.dtype) for total in sums)
+    of_weight, of_bias = (None if total is None else total.to(weight.dtype) for total in sums)
+    return parts, of_weight, of_bias
 
 
 def _hand_out(tile: Tensor, parts: Sequence[Tensor | None], start: int) -> None:

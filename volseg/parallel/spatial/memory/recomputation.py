@@ -76,7 +76,7 @@ class Recomputation:
     Raises
     ------
     ParallelError
-        If ``levels`` is neither None, ``"all"`` nor a positive number.
+        If ``levels`` is neither None, ``"all"``, ``"tiled"`` nor a positive number.
     """
 
     def __init__(self, net: nn.Module, levels: str | int | None, context: Context) -> None:

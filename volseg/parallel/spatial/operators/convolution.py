@@ -194,5 +194,5 @@ def _convolve_later(
     settings = Settings(tuple(stride), (0,) * 3, (1,) * 3, True, (0,) * 3, groups)
     layout = torch.channels_last_3d if context.channels_last else torch.contiguous_format
     how = TransposedSettings(settings, channels, tiles, layout)
-    cast = [[context.cast(copy, dtype) for copy in copies] for copies in (weights, biases)]
-    return convolve_later(volume, *cast, how)
+    weights, biases = ([context.cast(copy, dtype) for copy in copies] for copies in (weights, biases))
+    return convolve_later(volume, weights, biases, how)
