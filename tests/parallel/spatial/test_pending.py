@@ -84,7 +84,9 @@ def test_every_event_in_every_state(whole: Tensor, state: str, event: str) -> No
     assert isinstance(volume.pending, Shown) == (after == "shown")
     if after == state:
         assert volume.pending is before
-    assert (held_bytes(volume) == 0) == (after == "released")
+    assert (held_bytes(volume) <= whole.element_size()) == (
+        after == "released"
+    )  # of what was never written, one element
     if event in ("lend", "show"):
         assert result is volume._slabs
     elif event in ("find_recipe", "spare"):

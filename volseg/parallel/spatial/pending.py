@@ -65,7 +65,21 @@ from volseg.parallel.spatial.transport.halo import Halo, Wait
 if TYPE_CHECKING:
     from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["PLAIN", "Moment", "Pending", "Recipe", "Released", "Shown", "Unchanged", "Waiting", "Write", "Written"]
+__all__ = [
+    "PLAIN",
+    "Moment",
+    "Outline",
+    "Pending",
+    "Recipe",
+    "Released",
+    "Shown",
+    "Unchanged",
+    "Waiting",
+    "Write",
+    "Written",
+    "find_likes",
+    "outline_slab",
+]
 
 Write = Callable[[Sequence[Tensor], Tensor, int], None]
 """Writes, from tensors as they were saved, the planes of a slab that start at the given one and fill ``out``."""
@@ -90,6 +104,39 @@ class Recipe:
     def tensors(self) -> tuple[Tensor, ...]:
         """Those of all slabs."""
         return tuple(tensor for row in self.rows for tensor in row)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Slabs that were not written.
+
+    Attributes
+    ----------
+    slabs
+        Tensors of their shapes in the memory of one element (see ``outline_slab``), with their history.
+    recipe
+        How to write them.
+    layout
+        In which they are to lie.
+    """
+
+    slabs: list[Tensor]
+    recipe: Recipe
+    layout: torch.memory_format
+
+
+def outline_slab(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of a slab's shape in the memory of one element."""
+    return torch.empty_strided(shape, [0] * len(shape), dtype=dtype, device=device)
+
+
+def find_likes(volume: "ShardedVolume") -> list[Tensor]:
+    """Return shape, element type and layout of the slabs, on the meta device: also of those that have no memory."""
+    pending, slabs = volume.pending, volume._slabs
+    if isinstance(pending, Released) and pending.layout is not None:
+        layout = pending.layout
+        return [torch.empty(slab.shape, dtype=slab.dtype, device="meta", memory_format=layout) for slab in slabs]
+    return [torch.empty_strided(slab.shape, slab.stride(), dtype=slab.dtype, device="meta") for slab in slabs]
 
 
 class Unchanged:
@@ -179,8 +226,8 @@ class Waiting(Pending):
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Return the slabs, how to write them again, and the wait for ``halos``, which fit into the room."""
 
-    def outline(self) -> tuple[list[Tensor], Recipe] | None:
-        """Return slabs that were not written, with their history, and their recipe; None where they have none."""
+    def outline(self) -> "Outline | None":
+        """Return the slabs without memory, with their history, and how to write them; None where nobody can."""
         return None
 
     def check(self) -> None:
@@ -202,10 +249,9 @@ class Waiting(Pending):
         outlined = self.outline()
         if outlined is None:
             return self.find_recipe(volume)
-        volume._slabs, recipe = outlined
+        volume._slabs, recipe = outlined.slabs, outlined.recipe
         written = Written(recipe, Unchanged((*volume._slabs, *recipe.tensors)), self.parts)
-        volume.pending = written
-        written.release(volume)
+        volume.pending = Released(written, [0] * len(volume._slabs), self.parts, outlined.layout)
         return recipe
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
@@ -277,11 +323,24 @@ class Shown(Written):
 
 @dataclass(slots=True, eq=False)
 class Released(Pending):
-    """The slabs' memory was given back; ``written`` is the state that they had and get again."""
+    """The slabs' memory was given back, or never taken; ``written`` is the state that they had and get again.
+
+    Attributes
+    ----------
+    written
+        See above.
+    bytes
+        Of each slab's memory.
+    parts
+        See ``Pending``.
+    layout
+        In which slabs are to lie that are an outline so far; None where they have a layout.
+    """
 
     written: Written
     bytes: list[int]
     parts: list[list[Tensor]] | None = None
+    layout: torch.memory_format | None = None
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
         """Write the slabs again and return them."""
@@ -306,6 +365,11 @@ class Released(Pending):
             )
         with torch.no_grad():
             for slab, size, row in zip(volume._slabs, self.bytes, recipe.rows, strict=True):
+                if self.layout is not None:
+                    whole = torch.empty(slab.shape, dtype=slab.dtype, device=slab.device, memory_format=self.layout)
+                    recipe.write(row, whole, 0)
+                    slab.data = whole  # the tensor that autograd knows
+                    continue
                 resize_memory(slab, size)
                 # Through another tensor, so that it does not count as a change in place.
                 out = torch.empty(0, dtype=slab.dtype, device=slab.device)

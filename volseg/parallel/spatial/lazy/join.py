@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from volseg.device.first_order import first_order
-from volseg.device.layout import DIM
+from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.lazy.recipes import join_recipes, recipe_of_kept
 from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
-from volseg.parallel.spatial.pending import Moment, Recipe, Unchanged, Waiting
+from volseg.parallel.spatial.pending import Moment, Outline, Recipe, Unchanged, Waiting, find_likes, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.volume import ShardedVolume, defer
@@ -41,7 +41,7 @@ def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
     )
     cut_along_depth = like.context.communicator.num_shards > 1 and like.dims == (DIM,)
     # A stand-in has the slab's shape, and not its layout.
-    firsts = like.pending.likes if isinstance(like.pending, RecomputedInput) else columns[0]
+    firsts = like.pending.likes if isinstance(like.pending, RecomputedInput) else find_likes(like)
     waiting = WaitingJoin(columns, recipe, firsts, like.context.room if cut_along_depth else 0)
     return defer(waiting, like.dims, shape, like.context)
 
@@ -85,9 +85,16 @@ class WaitingJoin(Waiting):
 
         return self._run(fill), self.recipe, wait
 
-    def outline(self) -> tuple[list[Tensor], Recipe] | None:
+    def outline(self) -> Outline | None:
         """Note it for the backward pass."""
-        return self._run(self._allocate), self.recipe
+        channels = sum(column[0].shape[1] for column in self.columns)
+
+        def fill() -> list[Tensor]:
+            places = zip(self.likes, self.stand_ins, strict=True)
+            shapes = [([like.shape[0], channels, *like.shape[2:]], slab.device) for like, slab in places]
+            return [outline_slab(shape, self.likes[0].dtype, device) for shape, device in shapes]
+
+        return Outline(self._run(fill), self.recipe, layout_of(self.likes[0]))
 
     def _allocate(self) -> list[Tensor]:
         channels = sum(column[0].shape[1] for column in self.columns)

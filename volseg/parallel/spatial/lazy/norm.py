@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from volseg.device.first_order import first_order
-from volseg.device.layout import DIM
+from volseg.device.layout import DIM, layout_of
 from volseg.device.norm import choice
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.peer.values import CAPACITY
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.recipes import recipe_of_norm
-from volseg.parallel.spatial.pending import Moment, Recipe, Unchanged, Waiting
+from volseg.parallel.spatial.pending import Moment, Outline, Recipe, Unchanged, Waiting, outline_slab
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
@@ -191,12 +191,12 @@ class WaitingNorm(Waiting):
         slabs = self._run(work)
         return slabs, self._describe(work) if self.context.communicator.is_direct else None, work.wait
 
-    def outline(self) -> tuple[list[Tensor], Recipe] | None:
+    def outline(self) -> Outline | None:
         """Note it for the backward pass."""
         if not self.context.communicator.is_direct:
             return None
         work = _Writing(self, (), outline=True)
-        return self._run(work), self._describe(work)
+        return Outline(self._run(work), self._describe(work), layout_of(self.stand_ins[0]))
 
     def _run(self, work: "_Writing") -> list[Tensor]:
         with self.moment.restored():
@@ -218,7 +218,7 @@ class _Writing:
         """Apply scale, shift and activation; with halos to send, to the outermost planes first."""
         room = self.norm.room
         if self.outline:
-            return [allocate_with_room(slab, room) if room else torch.empty_like(slab) for slab in slabs]
+            return [outline_slab(slab.shape, slab.dtype, slab.device) for slab in slabs]
         rows = zip(self.scales, self.shifts, strict=True)
         applied = [
             partial(choice.affine, scale=scale, shift=shift, activation=self.norm.activation) for scale, shift in rows

@@ -18,7 +18,7 @@ from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into
 from volseg.parallel.spatial.lazy.recipes import recipe_of_kept
 from volseg.parallel.spatial.lazy.sums import add_in_float32
-from volseg.parallel.spatial.pending import Moment, Recipe, Unchanged, Waiting, Write
+from volseg.parallel.spatial.pending import Moment, Outline, Recipe, Unchanged, Waiting, Write, outline_slab
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.transport.halo import Halo, Wait
 from volseg.parallel.spatial.volume import ShardedVolume, defer
@@ -153,9 +153,14 @@ class WaitingTransposed(Waiting):
 
         return self._run(fill), self.recipe, None
 
-    def outline(self) -> tuple[list[Tensor], Recipe] | None:
+    def outline(self) -> Outline | None:
         """Note it for the backward pass."""
-        return self._run(self._allocate), self.recipe
+
+        def fill() -> list[Tensor]:
+            places = zip(self.stand_ins, self.weights, strict=True)
+            return [outline_slab(self.how.find_shape(slab.shape), w.dtype, w.device) for slab, w in places]
+
+        return Outline(self._run(fill), self.recipe, self.how.layout)
 
     def _allocate(self) -> list[Tensor]:
         layout = self.how.layout

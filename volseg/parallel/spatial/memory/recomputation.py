@@ -34,7 +34,7 @@ from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
-from volseg.parallel.spatial.pending import Unchanged
+from volseg.parallel.spatial.pending import Unchanged, find_likes
 from volseg.parallel.spatial.transport.room import find_room
 from volseg.parallel.spatial.volume import ShardedVolume
 from volseg.parallel.state.module import Remembered, remember
@@ -254,9 +254,7 @@ class _HeldTensors:
         self.unchanged = Unchanged(list(volume._slabs))
         self._source = Unchanged(() if self.recipe is None else self.recipe.tensors)
         # Shape, layout and room of the slabs, without their memory.
-        self._likes = [
-            torch.empty_strided(slab.shape, slab.stride(), dtype=slab.dtype, device="meta") for slab in volume._slabs
-        ]
+        self._likes = find_likes(volume)
         self._room = find_room(volume._slabs[0])
 
     def let_go(self) -> None:
