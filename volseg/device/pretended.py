@@ -102,7 +102,10 @@ class _Pretence:
     note_shared: Callable[[torch.device, int], None] | None
     note_sent: Callable[[torch.device, str, int, int], None] | None
     note_resized: Callable[[Tensor], None] | None
+    note_used: "Callable[[Tensor, PretendedStream], None] | None" = None
+    note_ordered: "Callable[[PretendedStream, int, bool], None] | None" = None
     streams: int = 0
+    events: int = 0
     current: "dict[torch.device, PretendedStream]" = field(default_factory=dict)
     recording: str = ""
     clock: Callable[[torch.device], float] | None = None
@@ -127,6 +130,8 @@ def pretending(
     shared: Callable[[torch.device, int], None] | None = None,
     sent: Callable[[torch.device, str, int, int], None] | None = None,
     resized: Callable[[Tensor], None] | None = None,
+    used: "Callable[[Tensor, PretendedStream], None] | None" = None,
+    ordered: "Callable[[PretendedStream, int, bool], None] | None" = None,
     clock: Callable[[torch.device], float] | None = None,
     mark: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
@@ -144,6 +149,10 @@ def pretending(
         Is told of data that leave a GPU: in which way (``Sent.kind``), how many bytes, among how many GPUs.
     resized
         Is told of a tensor whose memory was given back, or taken again.
+    used
+        Is told of a tensor that another stream than its own uses: ``note_use``.
+    ordered
+        Is told of a stream that records an event, and of one that waits for it: its number, and whether it waits.
     clock
         Says how many seconds that should take which a GPU was asked for so far.
     mark
@@ -157,7 +166,7 @@ def pretending(
     global _pretence
     if _pretence is not None:
         raise ParallelError(f"this process already pretends to have GPUs ({_pretence.gpu.name}); end that first")
-    _pretence = _Pretence(gpu, note, shared, sent, resized, clock=clock, mark=mark)
+    _pretence = _Pretence(gpu, note, shared, sent, resized, used, ordered, clock=clock, mark=mark)
     try:
         yield
     finally:
@@ -357,13 +366,20 @@ def empty_cache(device: torch.device) -> None:
 
 @dataclass(eq=False)
 class PretendedEvent:
-    """A point in the work of a stream: there is nothing to wait for."""
+    """A point in the work of a stream: there is nothing to wait for, but who waits for what is told."""
+
+    number: int = 0
+    """Of all that were recorded; 0 before."""
 
     def record(self, stream: Any = None) -> None:
-        """Do nothing."""
+        """Tell that it is recorded."""
+        if isinstance(stream, PretendedStream):
+            stream.record_event(self)
 
     def wait(self, stream: Any = None) -> None:
-        """Do nothing."""
+        """Tell that a stream waits."""
+        if isinstance(stream, PretendedStream):
+            stream.wait_event(self)
 
     def synchronize(self) -> None:
         """Do nothing."""
@@ -385,14 +401,25 @@ class PretendedStream:
     number: int
 
     def wait_stream(self, stream: Any) -> None:
-        """Do nothing: all that is pretended runs in order."""
+        """Tell that it waits for what another one has been given."""
+        if isinstance(stream, PretendedStream):
+            self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        """Do nothing."""
+        """Tell that it waits; all that is pretended runs in order."""
+        pretence = _find_pretence()
+        if pretence is not None and pretence.note_ordered is not None and event.number:
+            pretence.note_ordered(self, event.number, True)
 
     def record_event(self, event: PretendedEvent | None = None) -> PretendedEvent:
         """Return the event."""
-        return PretendedEvent() if event is None else event
+        recorded = PretendedEvent() if event is None else event
+        pretence = _find_pretence()
+        if pretence is not None and pretence.note_ordered is not None:
+            pretence.events += 1
+            recorded.number = pretence.events
+            pretence.note_ordered(self, recorded.number, False)
+        return recorded
 
     def synchronize(self) -> None:
         """Do nothing."""
@@ -428,6 +455,10 @@ def note_use(tensor: Tensor, stream: Any) -> None:
     """Let a tensor's memory not be used again before a stream has come here: ``Tensor.record_stream``."""
     if not isinstance(stream, PretendedStream):
         tensor.record_stream(stream)
+        return
+    pretence = _find_pretence()
+    if pretence is not None and pretence.note_used is not None:
+        pretence.note_used(tensor, stream)
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
