@@ -27,7 +27,6 @@ from volseg.device.pretended import (
     GpuLike,
     NotedKernel,
     find_capability,
-    find_current_stream,
     find_device,
     find_recording,
     is_gpu,
@@ -35,6 +34,7 @@ from volseg.device.pretended import (
     pretend_recording,
     pretending,
 )
+from volseg.device.streams import find_current_stream
 from volseg.device.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -53,6 +53,7 @@ from volseg.forecast.copying import copy_without_values
 from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.forecast.kernel_work import describe_kernel, describe_noted, list_tensors
 from volseg.forecast.known_results import KnownResults
+from volseg.forecast.known_values import KnownValues
 from volseg.forecast.refusals import explaining_refusals
 from volseg.forecast.surroundings import apart_from_surroundings
 from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
@@ -305,6 +306,7 @@ class _Noting(TorchDispatchMode):
         super().__init__()
         self.followed = followed
         self.known = KnownResults(followed.mode)
+        self.values = KnownValues()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is FIND_DEVICE:  # asked more often than all else together
@@ -313,8 +315,10 @@ class _Noting(TorchDispatchMode):
         handler = GPU_OPERATORS.get(func)
         if handler is not None and _find_gpu(list_tensors(args)) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
-        if func is read_value and self.followed.is_checked(args[0]):
-            return 0.0
+        if func is read_value:
+            value = 0.0 if self.followed.is_checked(args[0]) else self.values.read(args[0])
+            if value is not None:
+                return value
         func = self.followed.in_place.replace(func, args)
         is_scattered = self.followed.in_place.is_scattered(func)
         if is_scattered:
@@ -324,6 +328,7 @@ class _Noting(TorchDispatchMode):
                 out = func(*args, **kwargs)
         else:
             out = self.known.run(func, args, kwargs)
+        self.values.note(func, args, kwargs, out)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
