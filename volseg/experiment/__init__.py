@@ -10,6 +10,7 @@ from volseg.experiment.machines import calibrate_words, find_machine
 from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
 from volseg.experiment.postprocessing import apply_postprocessing, determine_postprocessing
 from volseg.experiment.predicting import predict, serve_predictions
+from volseg.experiment.profiling import profile_training
 from volseg.experiment.quickstart import quickstart
 from volseg.experiment.report import Outcome, closing_words, dice_table
 from volseg.experiment.run_folder import RunFolder
@@ -50,6 +51,7 @@ __all__ = [
     "plan_volumes",
     "plan_words",
     "predict",
+    "profile_training",
     "quickstart",
     "register",
     "serve_predictions",
