@@ -18,7 +18,6 @@ from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import check_components
 from volseg.experiment.data_facts import DataFacts, find_facts
 from volseg.experiment.forecasting import describe_training, find_freedom
-from volseg.experiment.kernels import explain_slowness
 from volseg.experiment.machines import find_machine
 from volseg.experiment.profiled_step import (
     BuiltTraining,
@@ -47,6 +46,7 @@ from volseg.profiling.trace_file import read_trace, replace_replayed
 from volseg.profiling.words import advise, describe_limit
 from volseg.profiling.work import PlacedRuns, list_work, place_work
 from volseg.reporting.profiled import write_profile
+from volseg.workflow.components import is_fused_on_gpu
 from volseg.workflow.precision import choose_dtype
 
 __all__ = ["Profiled", "find_peaks", "profile_training", "watch_replays"]
@@ -143,8 +143,9 @@ def _follow(config: ExperimentConfig, facts: DataFacts, machine: Machine, num_gp
     dtype = choose_dtype(config.training.precision, gpu.capability)
     described = describe_training(config, dtype, facts)
     free = find_freedom(config, dtype, has_fast_kernels=gpu.capability >= CAPABILITY)
-    in_process = config.parallel.num_gpus if num_gpus == 1 else 1
-    candidate = replace(find_candidate(config, config.mesh(num_gpus), in_process), kernels=free.kernels[0])
+    stages = (config.parallel.pipeline or num_gpus) if config.parallel.model_strategy == "pipeline" else 1
+    plan = config.mesh(max(1, num_gpus // stages))  # a process drives all stages of a pipeline
+    candidate = replace(find_candidate(config, plan, stages), kernels=free.kernels[0])
     watch = PlaceWatch(find_network)
     runs = PlacedRuns(watch)
 
@@ -182,12 +183,12 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
         peaks=peaks,
         classes=followed.classes,
         precision=str(dtype).removeprefix("torch."),
-        shape=(config.patch.batch, facts.task.num_channels, *config.patch.size),
+        shape=(-(-config.patch.batch // followed.candidate.data), facts.task.num_channels, *config.patch.size),
         device=gpu.name,
         source="forecast",
         parallel=name_candidate(followed.candidate),
         recorded=followed.recorded,
-        not_recorded=None if followed.recorded else explain_slowness(config, dtype),
+        not_recorded=None if followed.recorded else _explain_eager(config, dtype),
         notes=notes,
     )
 
@@ -247,7 +248,7 @@ def _profile_on_gpu(config: ExperimentConfig, facts: DataFacts, steps: int) -> P
         source="measured",
         parallel=_name_mesh(built.config),
         recorded=seen.is_recorded,
-        not_recorded=_explain_eager(built.config, seen, dtype),
+        not_recorded=None if seen.is_recorded else seen.not_recorded or _explain_eager(built.config, dtype),
         batch_seconds=seen.batch_seconds,
         matched=matched,
         notes=notes,
@@ -273,10 +274,18 @@ def watch_replays(built: BuiltTraining, steps: int) -> tuple[WatchedSteps, list[
     return seen, [kernel.timed for kernel in kernels], matched, watch.classes
 
 
-def _explain_eager(config: ExperimentConfig, seen: WatchedSteps, dtype: torch.dtype) -> str | None:
-    if seen.is_recorded:
-        return None
-    return seen.not_recorded or explain_slowness(config, dtype) or "its strategy records by itself, or not at all"
+def _explain_eager(config: ExperimentConfig, dtype: torch.dtype) -> str:
+    """Return why a step is not recorded as a whole."""
+    settings = config.training
+    if not settings.record:
+        return "training.record is false"
+    if settings.accumulate > 1:
+        return f"training.accumulate is {settings.accumulate}, and a recorded batch is a whole step"
+    if not is_fused_on_gpu(config.optimizer.spec()):
+        return f"optimizer {config.optimizer.name} is not fused"
+    if dtype is torch.float16:
+        return "float16 scales its loss, and looks at the gradients in each step"
+    return "its strategy records in parts, or not at all"
 
 
 def find_peaks(gpu: GpuKind, dtype: torch.dtype) -> Peaks:

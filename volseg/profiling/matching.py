@@ -15,6 +15,7 @@ kernel before it does, and counts as not matched.
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 from volseg.profiling.kernels import OUTSIDE, Place
 
@@ -49,8 +50,8 @@ def match(replayed: Sequence[SeenKernel], eager: Sequence[tuple[SeenKernel, Plac
             {number: name_sort(replayed[number]) for number in left},
             {number: name_sort(eager[number][0]) for number in free},
         )
-    total = sum(kernel.seconds for kernel in replayed)
-    matched = sum(replayed[number].seconds for number in found)
+    total = fsum(kernel.seconds for kernel in replayed)
+    matched = fsum(replayed[number].seconds for number in found)
     places, before = [], Place(OUTSIDE, "other")
     for number in range(len(replayed)):
         before = eager[found[number]][1] if number in found else before

@@ -29,6 +29,7 @@ class DeviceTimes(_Row):
     """What one device of this process does in a step, in seconds: ``computing``, ``exposed`` and ``waiting`` add up."""
 
     device: int
+    """Its number."""
     computing: Seconds
     """At least one kernel computes."""
     communicating: Seconds
@@ -43,7 +44,31 @@ class DeviceTimes(_Row):
     """From one step's begin to the next one's."""
 
 
-class LayerRow(_Row):
+class _Sums(_Row):
+    """Of some kernels, per step."""
+
+    calls: Annotated[float, Field(ge=0)]
+    """Kernels; on a CPU operators."""
+    seconds: Seconds
+    """Of these kernels, each by itself."""
+    share: Share
+    """Of the step: ``seconds`` over those of the step."""
+    flops: Annotated[float, Field(ge=0)] | None
+    """Of matrix units, two for each multiply-add; null where the work is not known."""
+    bytes_moved: Annotated[float, Field(ge=0)] | None
+    """Each tensor read or written once."""
+    bound: Seconds | None
+    """What the device needs at best, by bytes or by flops, whichever is longer, kernel by kernel; null for a device of
+    unknown speed, as are the next three."""
+    times_bound: Annotated[float, Field(ge=0)] | None
+    """``seconds`` over ``bound``."""
+    bandwidth_share: Share | None
+    """Bytes per second over those of the memory. Above 1 where a cache served them."""
+    flop_share: Share | None
+    """Flops per second over those of the matrix units."""
+
+
+class LayerRow(_Sums):
     """One layer in one direction, per step."""
 
     layer: str
@@ -51,46 +76,22 @@ class LayerRow(_Row):
     module: str
     """Class of the module; empty of what is none."""
     direction: Literal["forward", "backward", "recompute", "optimizer", "augmentation", "communication", "other"]
+    """In which the layer is computed, or what else is done for it."""
     device: int = 0
-    calls: Annotated[float, Field(ge=0)]
-    """Kernels."""
-    seconds: Seconds
-    """Of its kernels, each by itself."""
-    share: Share
-    """Of the step."""
-    flops: Annotated[float, Field(ge=0)] | None
-    """Of matrix units, two for each multiply-add; null where the work is not known."""
-    bytes_moved: Annotated[float, Field(ge=0)] | None
-    """Each tensor read or written once."""
+    """Number of the device."""
     byte_bound: Seconds | None
-    """What the memory needs for them at best; null for a device of unknown speed, as the next five."""
+    """What the memory needs at best; null for a device of unknown speed."""
     flop_bound: Seconds | None
-    """What the matrix units need at best."""
-    bound: Seconds | None
-    """The longer of the two, kernel by kernel."""
-    times_bound: Annotated[float, Field(ge=0)] | None
-    """``seconds`` over ``bound``."""
-    bandwidth_share: Share | None
-    """Bytes per second over those of the memory. Above 1 where a cache served them."""
-    flop_share: Share | None
-    """The same of the matrix units."""
+    """What the matrix units need at best; null for a device of unknown speed."""
     forecast: Seconds | None
-    """By the table of measured kernels."""
+    """By the table of measured kernels; null where no work is known."""
 
 
-class KindRow(_Row):
-    """Kernels of one kind, per step; the values are those of ``LayerRow``."""
+class KindRow(_Sums):
+    """Kernels of one kind, per step."""
 
     kind: str
-    calls: Annotated[float, Field(ge=0)]
-    seconds: Seconds
-    share: Share
-    flops: float | None
-    bytes_moved: float | None
-    bound: Seconds | None
-    times_bound: float | None
-    bandwidth_share: Share | None
-    flop_share: Share | None
+    """``convolution``, ``norm``, ``pointwise`` and so on; ``communication`` is what carries data to other devices."""
 
 
 class ProfileReport(_Row):
@@ -101,9 +102,11 @@ class ProfileReport(_Row):
     name: str
     """Of the experiment."""
     network: str
+    """Of the network, as the config names it."""
     shape: tuple[int, ...]
     """Of a step's images in this process, (B, C, D, H, W)."""
     precision: str
+    """In which forward and loss are computed."""
     source: Literal["measured", "forecast"]
     """Whether the step ran here, or was followed for a GPU that is not here."""
     device: str
@@ -115,6 +118,7 @@ class ProfileReport(_Row):
     not_recorded: str | None = None
     """Why it is not."""
     peaks: Peaks | None
+    """Of the device; null of a CPU, and of a GPU of an unknown kind."""
     steps: int
     """That were watched; of a forecast one."""
     step_seconds: Seconds
@@ -122,9 +126,11 @@ class ProfileReport(_Row):
     batch_seconds: Seconds | None = None
     """Of it, how long the training waited for its batch; null of a forecast."""
     kernels_per_step: Annotated[float, Field(ge=0)]
+    """On a CPU operators."""
     matched: Share | None = None
     """Of a recorded step: the part of its kernels' time whose layer is known from the same kernel of an eager step."""
     devices: tuple[DeviceTimes, ...]
+    """Of this process."""
     kinds: tuple[KindRow, ...]
     """The longest first."""
     layers: tuple[LayerRow, ...]
@@ -134,3 +140,4 @@ class ProfileReport(_Row):
     advice: tuple[str, ...] = ()
     """What would help, where that is known."""
     notes: tuple[str, ...] = ()
+    """What the reader must know besides."""

@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from io import StringIO
+from typing import Literal, TextIO
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from volseg.profiling.report import DeviceTimes, KindRow, LayerRow, ProfileReport
@@ -28,8 +30,8 @@ WIDE = 120
 """Columns from which all are shown; also of what is no terminal, which nobody has made narrow."""
 
 KIND_HEADER = ("kernels", "calls", "time", "share", "memory", "tensor", "bound", "x bound")
-"""``memory`` and ``tensor``: the share of the memory's bandwidth, and of the tensor cores, that was reached; of a device
-whose speed nobody knows, bytes and floating-point operations per second."""
+"""``memory`` and ``tensor``: the share of the memory's bandwidth, and of the tensor cores, that was reached; of a
+device whose speed nobody knows, bytes and floating-point operations per second."""
 
 LAYER_HEADER = ("layer", "module", "direction", *KIND_HEADER[1:])
 NARROW = (0, 2, 4, 5, 6, 7, 9)
@@ -113,13 +115,19 @@ def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: in
         name = "" if len(report.devices) == 1 else f"device {device.device}: "
         console.print(name + ", ".join(f"{what} {cell}" for what, cell in list_device_cells(device).items()))
     console.print()
-    console.print(_make_table(KIND_HEADER, [[row.kind, *list_kind_cells(row)] for row in report.kinds]))
+    console.print(
+        _format_table(KIND_HEADER, [[row.kind, *list_kind_cells(row)] for row in report.kinds], console.width),
+        markup=False,
+    )
     console.print()
     layers = [list_layer_cells(row) for row in report.layers[:MOST_LAYERS]]
     columns = range(len(LAYER_HEADER)) if console.width >= WIDE else NARROW
     if console.width < WIDE:
         layers = [[*cells[:2], SHORT.get(cells[2], ""), *cells[3:]] for cells in layers]
-    console.print(_make_table([LAYER_HEADER[n] for n in columns], [[cells[n] for n in columns] for cells in layers]))
+    table = _format_table(
+        [LAYER_HEADER[n] for n in columns], [[cells[n] for n in columns] for cells in layers], console.width
+    )
+    console.print(table, markup=False)
     if len(report.layers) > MOST_LAYERS:
         console.print(f"... and {len(report.layers) - MOST_LAYERS} more rows: -o FOLDER writes all, --json prints them")
     far = find_far(report.layers)
@@ -133,16 +141,22 @@ def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: in
         console.print(f"Note: {note}.", markup=False)
 
 
-def _make_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
     """Return a table without the columns that nobody fills; ASCII, as a pipe or a log may have no other encoding."""
     filled = [number for number in range(len(header)) if any(row[number] for row in rows)]
     table = Table(box=box.MARKDOWN, padding=(0, 1))
     for number in filled:
-        words = header[number] in ("layer", "module", "direction", "kernels")
-        title = "" if header[number] == "direction" else header[number]  # which takes no room in narrow terminals
-        table.add_column(
-            title, justify="left" if words else "right", overflow="fold", no_wrap=header[number] != "layer"
-        )
+        name = header[number]
+        justify: Literal["left", "right"] = "left" if name in WORDS else "right"
+        # A direction needs no title, which would take room in narrow terminals.
+        title = "" if name == "direction" else name
+        table.add_column(title, justify=justify, overflow="fold", no_wrap=name != "layer")
     for row in rows:
-        table.add_row(*(row[number].replace("[", r"\[") for number in filled))
-    return table
+        table.add_row(*(escape(row[number]) for number in filled))
+    written = StringIO()
+    Console(file=written, width=width, color_system=None, force_terminal=False, highlight=False).print(table)
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()).strip("\n")
+
+
+WORDS = ("layer", "module", "direction", "kernels")
+"""Columns of words, which are set to the left."""

@@ -15,6 +15,9 @@ MOSTLY = 0.5
 MUCH = 0.15
 """Of the step: what takes less is not worth a change."""
 
+SMALL = 1e-6
+"""Seconds: a kernel whose bound is below takes as long as a GPU needs to begin one and to end it."""
+
 PLURALS = {
     "convolution": "convolutions",
     "product": "matrix products",
@@ -89,12 +92,18 @@ def _describe_kinds(kinds: Sequence[KindRow], peaks: Peaks | None) -> str:
     return told
 
 
+def _is_small(row: KindRow) -> bool:
+    return row.bound is not None and row.bound < SMALL * row.calls
+
+
 def name_bound(row: KindRow | LayerRow) -> str:
     """Return which share of a row is the larger: of the tensor cores, or of the memory's bandwidth."""
     return "tensor cores" if (row.flop_share or 0.0) >= (row.bandwidth_share or 0.0) else "bandwidth"
 
 
 def _tell_nearness(row: KindRow, peaks: Peaks | None) -> str:
+    if _is_small(row):
+        return f" of {row.calls:.0f} kernels with too little work for any rate"
     if peaks is None or row.flop_share is None or row.bandwidth_share is None:
         return ""
     share = max(row.flop_share, row.bandwidth_share)
@@ -164,4 +173,14 @@ def _advise_communication(report: ProfileReport) -> str | None:
     )
 
 
-RULES = (_advise_batches, _advise_recording, _advise_communication, _advise_precision, _advise_bytes)
+def _advise_size(report: ProfileReport) -> str | None:
+    small = sum(kind.share for kind in report.kinds if _is_small(kind))
+    if small < MOSTLY:
+        return None
+    return (
+        f"{small:.0%} of the step are kernels that are too small for this GPU: a larger patch.size or patch.batch "
+        "costs them next to nothing"
+    )
+
+
+RULES = (_advise_batches, _advise_recording, _advise_communication, _advise_size, _advise_precision, _advise_bytes)
