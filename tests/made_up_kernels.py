@@ -1,17 +1,17 @@
 """Kernels, work and traces that are made up, whose sums can be told by heart."""
 
-from volseg.profiling.kernels import Place, PlacedWork, TimedKernel
+from volseg.profiling.kernels import PlacedWork, StepPlace, TimedKernel
 
 
 def kernel(name="conv", layer="a", direction="forward", start=0.0, seconds=1.0, device=0, stream=0):
-    place = Place(layer, "communication" if direction == "communication" else direction)
+    place = StepPlace(layer, "communication" if direction == "communication" else direction)
     return TimedKernel(name=name, place=place, start=start, seconds=seconds, device=device, stream=stream)
 
 
 def work(layer="a", direction="forward", flops=0, moved=0, by_flops=0.0, by_bytes=0.0, kind="convolution", name=None):
     return PlacedWork(
         name=name or f"aten.{kind}",
-        place=Place(layer, direction),
+        place=StepPlace(layer, direction),
         kind=kind,
         flops=flops,
         bytes_moved=moved,

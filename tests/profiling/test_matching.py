@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from volseg.profiling.kernels import Place, find_kind, travels
+from volseg.profiling.kernels import StepPlace, find_kind, travels
 from volseg.profiling.matching import SeenKernel, match
 
 FILES = [
@@ -27,7 +27,7 @@ def read_steps(request, name):
 @pytest.mark.parametrize("name", FILES)
 def test_a_step_of_an_h200_is_found_in_the_next_one(request, name):
     first, second = read_steps(request, name)
-    numbered = [(kernel, Place(str(number), "forward")) for number, kernel in enumerate(first)]
+    numbered = [(kernel, StepPlace(str(number), "forward")) for number, kernel in enumerate(first)]
     places, matched = match(second, numbered)
     assert matched == 1.0
     assert sorted(int(place.layer) for place in places) == list(range(len(first))), "each found once"
@@ -45,8 +45,8 @@ def test_every_long_kernel_of_an_h200_is_of_a_kind(request, name):
 
 
 def test_sorts_that_differ_in_number_are_not_guessed():
-    eager = [(SeenKernel(name="a", seconds=1), Place("one", "forward"))] * 2
-    eager.append((SeenKernel(name="b", grid=(2,), seconds=1), Place("two", "forward")))
+    eager = [(SeenKernel(name="a", seconds=1), StepPlace("one", "forward"))] * 2
+    eager.append((SeenKernel(name="b", grid=(2,), seconds=1), StepPlace("two", "forward")))
     replayed = [SeenKernel(name=name, grid=grid, seconds=1) for name, grid in (("b", (1,)), ("a", ()), ("c", ()))]
     places, matched = match(replayed, eager)
     assert [place.layer for place in places] == ["two", "two", "two"], "b by its name, the others behind it"

@@ -3,10 +3,10 @@
 import pytest
 from made_up_kernels import kernel, work
 
-from volseg.profiling.report import Peaks
+from volseg.profiling.report import DevicePeaks
 from volseg.profiling.summing import as_kernels, find_device_times, sum_kinds, sum_layers
 
-PEAKS = Peaks(bytes_per_second=100.0, flops_per_second=1000.0, source="made up")
+PEAKS = DevicePeaks(bytes_per_second=100.0, flops_per_second=1000.0, source="made up")
 
 
 def test_a_device_computes_sends_and_waits():

@@ -2,12 +2,12 @@
 
 from made_up_kernels import kernel, work
 
-from volseg.profiling.report import Peaks, ProfileReport
+from volseg.profiling.report import DevicePeaks, ProfileReport
 from volseg.profiling.summing import find_device_times, sum_kinds, sum_layers
 from volseg.profiling.table import show_profile
 from volseg.profiling.words import advise, describe_limit, find_far
 
-PEAKS = Peaks(bytes_per_second=100.0, flops_per_second=1000.0, source="made up")
+PEAKS = DevicePeaks(bytes_per_second=100.0, flops_per_second=1000.0, source="made up")
 
 
 def make_report(ran, done=(), *, step=10.0, peaks=PEAKS, **told):

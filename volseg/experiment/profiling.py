@@ -40,7 +40,7 @@ from volseg.parallel.devices import count_gpus, count_launched
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.profiling.kernels import PlacedWork, TimedKernel
 from volseg.profiling.places import PlaceWatch
-from volseg.profiling.report import Peaks, ProfileReport
+from volseg.profiling.report import DevicePeaks, ProfileReport
 from volseg.profiling.summing import as_kernels, find_device_times, sum_kinds, sum_layers
 from volseg.profiling.trace_file import read_trace, replace_replayed
 from volseg.profiling.words import advise, describe_limit
@@ -288,10 +288,10 @@ def _explain_eager(config: ExperimentConfig, dtype: torch.dtype) -> str:
     return "its strategy records in parts, or not at all"
 
 
-def find_peaks(gpu: GpuKind, dtype: torch.dtype) -> Peaks:
+def find_peaks(gpu: GpuKind, dtype: torch.dtype) -> DevicePeaks:
     """Return what a kind of GPU can do at best in a precision."""
     flops = gpu.peaks.full if dtype is torch.float32 else gpu.peaks.half
-    return Peaks(bytes_per_second=gpu.peaks.bandwidth, flops_per_second=flops, source=gpu.source)
+    return DevicePeaks(bytes_per_second=gpu.peaks.bandwidth, flops_per_second=flops, source=gpu.source)
 
 
 def _name_mesh(config: ExperimentConfig) -> str:
@@ -307,7 +307,7 @@ def _put_together(
     *,
     step: float,
     steps: int = 1,
-    peaks: Peaks | None,
+    peaks: DevicePeaks | None,
     classes: dict[str, str],
     device: str,
     step_seconds: float | None = None,

@@ -11,8 +11,8 @@ __all__ = [
     "OPTIMIZER",
     "OUTSIDE",
     "TRAVELLING",
-    "Place",
     "PlacedWork",
+    "StepPlace",
     "TimedKernel",
     "find_kind",
     "travels",
@@ -26,7 +26,7 @@ MARK = "volseg: "
 """Begin of the names of ranges in a trace that say where a step is."""
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """For what a kernel runs."""
 
     layer: str
@@ -40,7 +40,7 @@ class TimedKernel:
     """A kernel, or on a CPU an operator, that ran."""
 
     name: str
-    place: Place
+    place: StepPlace
     start: float
     """In seconds, from anywhere."""
     seconds: float
@@ -58,7 +58,7 @@ class PlacedWork:
     """What had to be done somewhere, and what a device needs for that at best."""
 
     name: str
-    place: Place
+    place: StepPlace
     kind: str
     flops: int
     """Multiplications and additions of matrix units, two for each multiply-add; of passes over memory none."""

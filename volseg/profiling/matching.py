@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from volseg.profiling.kernels import OUTSIDE, Place
+from volseg.profiling.kernels import OUTSIDE, StepPlace
 
 __all__ = ["SeenKernel", "match"]
 
@@ -32,7 +32,9 @@ class SeenKernel:
     seconds: float = 0.0
 
 
-def match(replayed: Sequence[SeenKernel], eager: Sequence[tuple[SeenKernel, Place]]) -> tuple[list[Place], float]:
+def match(
+    replayed: Sequence[SeenKernel], eager: Sequence[tuple[SeenKernel, StepPlace]]
+) -> tuple[list[StepPlace], float]:
     """Return the place of each replayed kernel, and the part of their time that was matched.
 
     Parameters
@@ -52,7 +54,7 @@ def match(replayed: Sequence[SeenKernel], eager: Sequence[tuple[SeenKernel, Plac
         )
     total = fsum(kernel.seconds for kernel in replayed)
     matched = fsum(replayed[number].seconds for number in found)
-    places, before = [], Place(OUTSIDE, "other")
+    places, before = [], StepPlace(OUTSIDE, "other")
     for number in range(len(replayed)):
         before = eager[found[number]][1] if number in found else before
         places.append(before)

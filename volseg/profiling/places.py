@@ -26,7 +26,7 @@ from volseg.device.torch_internals import (
     find_next_node_number,
     find_node_number,
 )
-from volseg.profiling.kernels import LOSS, MARK, OPTIMIZER, OUTSIDE, Place
+from volseg.profiling.kernels import LOSS, MARK, OPTIMIZER, OUTSIDE, StepPlace
 
 __all__ = ["PlaceWatch"]
 
@@ -69,19 +69,19 @@ class PlaceWatch:
             for handle in handles:
                 handle.remove()
 
-    def find_place(self) -> Place:
+    def find_place(self) -> StepPlace:
         """Return where the step is now, on the thread that asks."""
         if find_backward_pass() != -1:
             self._was_backward = True
             if self._running:
-                return Place(self._running[-1][1], "recompute")
+                return StepPlace(self._running[-1][1], "recompute")
             node = find_backward_node()
-            return OUTSIDE_BACKWARD if node is None else Place(self._find_layer(node), "backward")
+            return OUTSIDE_BACKWARD if node is None else StepPlace(self._find_layer(node), "backward")
         if self._running:
-            return Place(self._running[-1][1], "forward")
+            return StepPlace(self._running[-1][1], "forward")
         if self._was_backward:
-            return Place(OPTIMIZER, "optimizer")
-        return Place(self._layer_outside, "forward" if self._layer_outside == LOSS else "other")
+            return StepPlace(OPTIMIZER, "optimizer")
+        return StepPlace(self._layer_outside, "forward" if self._layer_outside == LOSS else "other")
 
     def begin_step(self) -> None:
         """Say that a step begins: what comes before the network's forward pass belongs to no layer."""
@@ -145,4 +145,4 @@ class PlaceWatch:
         layers.append(layer)
 
 
-OUTSIDE_BACKWARD = Place(OUTSIDE, "backward")
+OUTSIDE_BACKWARD = StepPlace(OUTSIDE, "backward")

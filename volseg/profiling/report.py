@@ -4,17 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["DeviceTimes", "KindRow", "LayerRow", "Peaks", "ProfileReport"]
+__all__ = ["DevicePeaks", "DeviceTimes", "KindRow", "LayerRow", "ProfileReport"]
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class _Row(BaseModel):
+class _Told(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class Peaks(_Row):
+class DevicePeaks(_Told):
     """What the device can do at best."""
 
     bytes_per_second: float
@@ -25,7 +25,7 @@ class Peaks(_Row):
     """Of these figures."""
 
 
-class DeviceTimes(_Row):
+class DeviceTimes(_Told):
     """What one device of this process does in a step, in seconds: ``computing``, ``exposed`` and ``waiting`` add up."""
 
     device: int
@@ -44,7 +44,7 @@ class DeviceTimes(_Row):
     """From one step's begin to the next one's."""
 
 
-class _Sums(_Row):
+class _Sums(_Told):
     """Of some kernels, per step."""
 
     calls: Annotated[float, Field(ge=0)]
@@ -94,7 +94,7 @@ class KindRow(_Sums):
     """``convolution``, ``norm``, ``pointwise`` and so on; ``communication`` is what carries data to other devices."""
 
 
-class ProfileReport(_Row):
+class ProfileReport(_Told):
     """What ``volseg profile --json`` prints."""
 
     version: Literal[1] = 1
@@ -117,7 +117,7 @@ class ProfileReport(_Row):
     """Whether the step is replayed from a recording."""
     not_recorded: str | None = None
     """Why it is not."""
-    peaks: Peaks | None
+    peaks: DevicePeaks | None
     """Of the device; null of a CPU, and of a GPU of an unknown kind."""
     steps: int
     """That were watched; of a forecast one."""

@@ -5,8 +5,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from volseg.profiling.intervals import count_overlap, measure
-from volseg.profiling.kernels import Place, PlacedWork, TimedKernel, find_kind
-from volseg.profiling.report import DeviceTimes, KindRow, LayerRow, Peaks
+from volseg.profiling.kernels import PlacedWork, StepPlace, TimedKernel, find_kind
+from volseg.profiling.report import DevicePeaks, DeviceTimes, KindRow, LayerRow
 
 __all__ = ["as_kernels", "find_device_times", "sum_kinds", "sum_layers"]
 
@@ -66,7 +66,7 @@ def sum_layers(
     *,
     step: float,
     steps: int = 1,
-    peaks: Peaks | None = None,
+    peaks: DevicePeaks | None = None,
     classes: Mapping[str, str] | None = None,
 ) -> list[LayerRow]:
     """Return a row for each layer and direction on each device, the longest first.
@@ -109,7 +109,7 @@ def sum_kinds(
     *,
     step: float,
     steps: int = 1,
-    peaks: Peaks | None = None,
+    peaks: DevicePeaks | None = None,
 ) -> list[KindRow]:
     """Return a row for each kind of kernel, the longest first; the parameters are those of `sum_layers`."""
     known = _learn_kinds(work)
@@ -125,9 +125,9 @@ def sum_kinds(
     return sorted(rows, key=lambda row: (-row.seconds, row.kind))
 
 
-def _learn_kinds(work: Iterable[PlacedWork]) -> Mapping[Place, dict[str, str]]:
+def _learn_kinds(work: Iterable[PlacedWork]) -> Mapping[StepPlace, dict[str, str]]:
     """Return the kinds of kernels of our own by the names of their functions, of which several modules have some."""
-    known: dict[Place, dict[str, str]] = defaultdict(dict)
+    known: dict[StepPlace, dict[str, str]] = defaultdict(dict)
     for each in work:
         if not each.name.startswith("aten."):
             known[each.place][each.name.rpartition(".")[2]] = each.kind
@@ -158,7 +158,7 @@ def _sum(
 SUMMED = ("flops", "bytes_moved", "byte_bound", "flop_bound", "bound", "forecast")
 
 
-def _describe(values: Mapping[str, Any], step: float, peaks: Peaks | None) -> dict[str, Any]:
+def _describe(values: Mapping[str, Any], step: float, peaks: DevicePeaks | None) -> dict[str, Any]:
     """Return what rows of layers and of kinds have in common."""
     seconds, bound = values["seconds"], values["bound"] if peaks else None
     flops, moved = values["flops"], values["bytes_moved"]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from volseg.errors import VolsegError
-from volseg.profiling.kernels import AUGMENTATION, LOSS, MARK, OPTIMIZER, OUTSIDE, Place, TimedKernel, travels
+from volseg.profiling.kernels import AUGMENTATION, LOSS, MARK, OPTIMIZER, OUTSIDE, StepPlace, TimedKernel, travels
 from volseg.profiling.matching import SeenKernel, match
 
 __all__ = ["ReadKernel", "read_trace", "replace_replayed"]
@@ -116,8 +116,8 @@ def _is_of_step(kernel: ReadKernel) -> bool:
     return kernel.step is not None and kernel.timed.place.direction != "augmentation"
 
 
-def _travelling(name: str, place: Place) -> Place:
-    return Place(place.layer, "communication") if travels(name) else place
+def _travelling(name: str, place: StepPlace) -> StepPlace:
+    return StepPlace(place.layer, "communication") if travels(name) else place
 
 
 def _find_steps(events: Iterable[Event]) -> list[tuple[float, float, int]]:
@@ -140,7 +140,7 @@ def _read_gpu(kernels: Iterable[Event], events: Iterable[Event], threads: "_Thre
     for event in kernels:
         args = event.get("args", {})
         launch = launches.get(args.get("correlation"))
-        place, step = Place(OUTSIDE, "other"), None
+        place, step = StepPlace(OUTSIDE, "other"), None
         if launch is not None:
             place, step = threads.find_place(launch["tid"], launch["ts"])
         found.append(
@@ -185,7 +185,7 @@ class _Threads:
         self._begins = {thread: [event["ts"] for event in own] for thread, own in self._by_thread.items()}
         self._around = {thread: _find_around(own) for thread, own in self._by_thread.items()}
 
-    def find_place(self, thread: Any, moment: float) -> tuple[Place, int | None]:
+    def find_place(self, thread: Any, moment: float) -> tuple[StepPlace, int | None]:
         """Return the place of what is started then, and the step."""
         number = bisect_right(self._begins.get(thread, []), moment) - 1
         return self._judge(thread, self._list_ranges(thread, number, moment), moment)
@@ -218,20 +218,20 @@ class _Threads:
             number = around[number]
         return found
 
-    def _judge(self, thread: Any, ranges: Sequence[Event], moment: float) -> tuple[Place, int | None]:
+    def _judge(self, thread: Any, ranges: Sequence[Event], moment: float) -> tuple[StepPlace, int | None]:
         step = next((number for begin, end, number in self._steps if begin <= moment <= end), None)
         backward = next((event for event in ranges if event["name"].startswith(BACKWARD)), None)
         mark = next((event for event in ranges if event["name"].startswith(MARK)), None)
         layer = "" if mark is None else mark["name"].removeprefix(MARK)
         if mark is not None and not layer.startswith(f"{OUTSIDE} "):  # which is the step itself
             if layer == AUGMENTATION:
-                return Place(AUGMENTATION, "augmentation"), step
+                return StepPlace(AUGMENTATION, "augmentation"), step
             within = backward is not None and ranges.index(mark) < ranges.index(backward)
-            return Place(layer, "recompute" if within else "forward"), step
+            return StepPlace(layer, "recompute" if within else "forward"), step
         if backward is not None:
-            return Place(self._name_node(thread, backward), "backward"), step
+            return StepPlace(self._name_node(thread, backward), "backward"), step
         if any(event["name"].startswith(OPTIMIZING) for event in ranges):
-            return Place(OPTIMIZER, "optimizer"), step
+            return StepPlace(OPTIMIZER, "optimizer"), step
         return self._judge_by_time(moment, step), step
 
     def _name_node(self, thread: Any, event: Event) -> str:
@@ -245,17 +245,17 @@ class _Threads:
             number -= 1
         return OUTSIDE
 
-    def _judge_by_time(self, moment: float, step: int | None) -> Place:
+    def _judge_by_time(self, moment: float, step: int | None) -> StepPlace:
         """Return the place of what no range tells: before the network, the loss, or what comes after backward."""
         if step is None:
-            return Place(OUTSIDE, "other")
+            return StepPlace(OUTSIDE, "other")
         begin, end, _ = next(each for each in self._steps if each[2] == step)
         forward = [each for each in self._begins_forward if begin <= each <= end]
         backward = [each for each in self._begins_backward if begin <= each <= end]
         if backward and moment >= min(backward):
             is_over = moment >= max(each for each in self._ends_backward if begin <= each <= end)
-            return Place(OPTIMIZER, "optimizer") if is_over else Place(OUTSIDE, "backward")
-        return Place(LOSS, "forward") if forward and moment >= min(forward) else Place(OUTSIDE, "other")
+            return StepPlace(OPTIMIZER, "optimizer") if is_over else StepPlace(OUTSIDE, "backward")
+        return StepPlace(LOSS, "forward") if forward and moment >= min(forward) else StepPlace(OUTSIDE, "other")
 
 
 def _find_around(events: Sequence[Event]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from volseg.profiling.report import DeviceTimes, KindRow, LayerRow, Peaks, ProfileReport
+from volseg.profiling.report import DevicePeaks, DeviceTimes, KindRow, LayerRow, ProfileReport
 
 __all__ = ["FAR", "advise", "describe_limit", "find_far", "name_bound"]
 
@@ -37,7 +37,7 @@ def describe_limit(
     devices: Sequence[DeviceTimes],
     kinds: Sequence[KindRow],
     *,
-    peaks: Peaks | None,
+    peaks: DevicePeaks | None,
     is_gpu: bool,
     batch_share: float = 0.0,
 ) -> str:
@@ -78,7 +78,7 @@ def describe_limit(
     return f"{name} computes {shares['computes']:.0%} of the step{waits}; {longest}"
 
 
-def _describe_kinds(kinds: Sequence[KindRow], peaks: Peaks | None) -> str:
+def _describe_kinds(kinds: Sequence[KindRow], peaks: DevicePeaks | None) -> str:
     """Return the two kinds that take longest, and how near to the device's best they are."""
     computing = [kind for kind in kinds if kind.kind != "communication"]
     if not computing:
@@ -101,7 +101,7 @@ def name_bound(row: KindRow | LayerRow) -> str:
     return "tensor cores" if (row.flop_share or 0.0) >= (row.bandwidth_share or 0.0) else "bandwidth"
 
 
-def _tell_nearness(row: KindRow, peaks: Peaks | None) -> str:
+def _tell_nearness(row: KindRow, peaks: DevicePeaks | None) -> str:
     if _is_small(row):
         return f" of {row.calls:.0f} kernels with too little work for any rate"
     if peaks is None or row.flop_share is None or row.bandwidth_share is None:

@@ -11,7 +11,7 @@ from volseg.forecast.kernel_work import describe_kernel, list_tensors
 from volseg.forecast.links import Links
 from volseg.forecast.timing import select_step
 from volseg.forecast.trace import KernelRun, Sent, StepTrace
-from volseg.profiling.kernels import LOSS, OPTIMIZER, OUTSIDE, Place, PlacedWork, find_kind
+from volseg.profiling.kernels import LOSS, OPTIMIZER, OUTSIDE, PlacedWork, StepPlace, find_kind
 from volseg.profiling.places import PlaceWatch
 
 __all__ = ["PlacedRuns", "list_work", "place_work"]
@@ -28,28 +28,28 @@ class PlacedRuns:
 
     def __init__(self, watch: PlaceWatch) -> None:
         self._watch = watch
-        self._found: dict[int, tuple[KernelRun, Place]] = {}
+        self._found: dict[int, tuple[KernelRun, StepPlace]] = {}
 
     def note(self, run: KernelRun) -> None:
         """Put down that a kernel is asked for now."""
         self._found[id(run)] = run, self._watch.find_place()
 
-    def find(self, run: KernelRun) -> Place:
+    def find(self, run: KernelRun) -> StepPlace:
         """Return the place of a kernel that was noted."""
         return self._found[id(run)][1]
 
-    def items(self) -> list[tuple[KernelRun, Place]]:
+    def items(self) -> list[tuple[KernelRun, StepPlace]]:
         """Return all of them in order."""
         return list(self._found.values())
 
     @contextmanager
     def noting(self) -> Iterator["PlacedRuns"]:
         """Note the operators that really run in here: torch's, on any device."""
-        with _Noting(self):
+        with _PlacingOperators(self):
             yield self
 
 
-class _Noting(TorchDispatchMode):
+class _PlacingOperators(TorchDispatchMode):
     def __init__(self, runs: PlacedRuns) -> None:
         super().__init__()
         self._runs = runs
@@ -65,7 +65,7 @@ class _Noting(TorchDispatchMode):
         return out
 
 
-def place_work(run: KernelRun, place: Place, gpu: GpuKind | None = None, device: int = 0) -> PlacedWork:
+def place_work(run: KernelRun, place: StepPlace, gpu: GpuKind | None = None, device: int = 0) -> PlacedWork:
     """Return what a kernel has to do, and what a GPU needs for it at best.
 
     Parameters
@@ -114,7 +114,7 @@ def list_work(trace: StepTrace, runs: PlacedRuns, gpu: GpuKind, links: Links) ->
     gpu, links
         Of which kind the devices are, and what connects them.
     """
-    found, place = [], Place(OUTSIDE, "other")
+    found, place = [], StepPlace(OUTSIDE, "other")
     for event in select_step(trace.events):
         if isinstance(event, KernelRun):
             place = runs.find(event)
@@ -124,7 +124,7 @@ def list_work(trace: StepTrace, runs: PlacedRuns, gpu: GpuKind, links: Links) ->
             found.append(
                 PlacedWork(
                     name=event.kind,
-                    place=Place(place.layer, "communication"),
+                    place=StepPlace(place.layer, "communication"),
                     kind="communication",
                     flops=0,
                     bytes_moved=event.size,
