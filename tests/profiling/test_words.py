@@ -19,11 +19,7 @@ def make_report(ran, done=(), *, step=10.0, peaks=PEAKS, **told):
         step_seconds=step, kernels_per_step=len(ran), devices=devices, kinds=kinds,
         layers=tuple(sum_layers(ran, done, step=step, peaks=peaks)), limit="", **{**usual, **told},
     )  # fmt: skip
-    waited = (report.batch_seconds or 0.0) / step
-    limit = describe_limit(
-        devices, kinds, peaks=peaks, is_gpu=report.device != "cpu", batch_share=waited
-    )  # fmt: skip
-    return report.model_copy(update={"limit": limit})
+    return report.model_copy(update={"limit": describe_limit(report)})
 
 
 COMPUTING = [kernel("conv", seconds=5), kernel("batch_norm", start=5, seconds=4)]
@@ -62,6 +58,11 @@ def test_a_training_that_waits_for_batches():
     report = make_report(COMPUTING, DONE, step=20.0, batch_seconds=11.0)
     assert report.limit.startswith("the training waits 55% of the step for its batch; ")
     assert advise(report)[0].startswith("55% of the step wait for the batch")
+    busy = make_report(COMPUTING, DONE, batch_seconds=9.0)
+    assert busy.limit.startswith("the GPU computes 90%"), "the host waits while the GPU has steps to do"
+    assert advise(busy) == []
+    on_cpu = make_report(COMPUTING, DONE, batch_seconds=9.0, device="cpu", peaks=None)
+    assert on_cpu.limit.startswith("the training waits 90%"), "a CPU makes its batches itself"
 
 
 def test_a_step_in_float32_is_told_of_bfloat16():

@@ -149,7 +149,8 @@ def watch_steps(
         Whether the step may be recorded.
     """
     settings = built.config.training
-    hook = _Watching(built.device, steps, settings.accumulate, watch, runs)
+    devices = {parameter.device for parameter in built.model.parameters()}
+    hook = _Watching(devices, steps, settings.accumulate, watch, runs)
     training = build_training(
         built.config.model_copy(
             update={"training": settings.model_copy(update={"record": settings.record and record})}
@@ -193,9 +194,9 @@ class _Watching(Hook):
     """Times steps, then lets the profiler watch as many, then notes the operators of one more."""
 
     def __init__(
-        self, device: torch.device, steps: int, accumulate: int, watch: PlaceWatch | None, runs: PlacedRuns | None
+        self, devices: set[torch.device], steps: int, accumulate: int, watch: PlaceWatch | None, runs: PlacedRuns | None
     ) -> None:
-        self._device, self._steps, self._accumulate = device, steps, accumulate
+        self._devices, self._steps, self._accumulate = devices, steps, accumulate
         self._watch, self._runs = watch, runs
         self._marks = ExitStack()
         self._around = ExitStack()
@@ -244,9 +245,8 @@ class _Watching(Hook):
         self.seen.is_recorded = recorded is not None and recorded.num_recorded > 0
         self.seen.not_recorded = None if recorded is None else recorded.refused
         self.seen.precision = str(training.precision.dtype).removeprefix("torch.")
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        on_gpu = any(device.type == "cuda" for device in self._devices)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         if self._watch is not None:
             self._around.enter_context(self._watch.watching())
         self._profiler = self._around.enter_context(profile(activities=activities))
@@ -266,5 +266,6 @@ class _Watching(Hook):
             self._around.enter_context(self._runs.noting())
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)

@@ -19,6 +19,7 @@ from volseg.experiment.building import check_components
 from volseg.experiment.data_facts import DataFacts, find_facts
 from volseg.experiment.forecasting import describe_training, find_freedom
 from volseg.experiment.machines import find_machine
+from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.profiled_step import (
     BuiltTraining,
     WatchedSteps,
@@ -47,7 +48,7 @@ from volseg.profiling.words import advise, describe_limit
 from volseg.profiling.work import PlacedRuns, list_work, place_work
 from volseg.reporting.profiled import write_profile
 from volseg.workflow.components import is_fused_on_gpu
-from volseg.workflow.precision import choose_dtype
+from volseg.workflow.precision import Precision, choose_dtype
 
 __all__ = ["Profiled", "find_peaks", "profile_training", "watch_replays"]
 
@@ -129,12 +130,12 @@ def profile_training(
         raise ConfigError(
             "--gpus says how many GPUs are forecast, which --gpu KIND names; leave one out or add the other"
         )
-    join_processes(config)
     spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=facts.spacing)
     planned = config.model_copy(update={"network": NetworkConfig(**spec, outputs=config.network.outputs)})
-    if config.device == "cpu" or not count_gpus():
-        return _profile_on_cpu(planned, facts, steps)
-    return _profile_on_gpu(planned, facts, steps)
+    with explaining_memory(planned):
+        if config.device == "cpu" or not count_gpus():
+            return _profile_on_cpu(planned, facts, steps)
+        return _profile_on_gpu(planned, facts, steps)
 
 
 def _follow(config: ExperimentConfig, facts: DataFacts, machine: Machine, num_gpus: int) -> _Followed:
@@ -195,6 +196,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
 
 def _profile_on_cpu(config: ExperimentConfig, facts: DataFacts, steps: int) -> Profiled:
     """Run the step on the CPU; operators stand for kernels."""
+    join_processes(config)
     built = build_profiled(config, facts, steps)
     watch = PlaceWatch(find_network, annotates=True)
     runs = PlacedRuns(watch)
@@ -225,26 +227,26 @@ def _profile_on_cpu(config: ExperimentConfig, facts: DataFacts, steps: int) -> P
 
 def _profile_on_gpu(config: ExperimentConfig, facts: DataFacts, steps: int) -> Profiled:
     """Run the step on this machine's GPUs: eagerly for the layers, then as it is for the times."""
-    machine = find_machine(here=True)  # before CUDA is begun, after which no copy could be asked
-    dtype = choose_dtype(config.training.precision, machine.gpu.capability)
-    notes, followed = [], None
-    try:
-        followed = _follow(config, facts, machine, count_launched())
-    except VolsegError as fault:
-        notes.append(f"what the layers compute and move is not known: {fault}")
+    followed, machine, notes = _follow_here(config, facts)  # before CUDA is begun, and a group of processes
+    join_processes(config)
     built = build_profiled(config, facts, steps)
+    work = [] if followed is None else followed.work
+    if followed is not None and followed.candidate.pipeline == 1:  # one device, whatever its number in the trace
+        first = followed.traces[0].device
+        work = [replace(each, device=built.device.index or 0) for each in work if each.device == first]
+    dtype = Precision.choose(config.training.precision, built.device).dtype
     seen, kernels, matched, layer_classes = watch_replays(built, steps)
     report = _put_together(
         built.config,
         kernels,
-        [] if followed is None else followed.work,
+        work,
         step=seen.seconds,
         steps=steps,
-        peaks=find_peaks(machine.gpu, dtype),
+        peaks=None if machine is None else find_peaks(machine.gpu, dtype),
         classes=layer_classes,
         precision=seen.precision,
         shape=seen.shape,
-        device=machine.gpu.name,
+        device=torch.cuda.get_device_name(built.device),
         source="measured",
         parallel=_name_mesh(built.config),
         recorded=seen.is_recorded,
@@ -254,6 +256,17 @@ def _profile_on_gpu(config: ExperimentConfig, facts: DataFacts, steps: int) -> P
         notes=notes,
     )
     return replace(report, trace=seen.file)
+
+
+def _follow_here(config: ExperimentConfig, facts: DataFacts) -> tuple[_Followed | None, Machine | None, list[str]]:
+    """Return what the step is asked of this machine's GPUs; where nobody knows, None, and why."""
+    machine = None
+    try:
+        machine = find_machine(here=True)
+        return _follow(config, facts, machine, count_launched()), machine, []
+    except VolsegError as fault:
+        missing = "how fast this GPU can be" if machine is None else "what the layers compute and move"
+        return None, machine, [f"{missing} is not known: {fault}"]
 
 
 def watch_replays(built: BuiltTraining, steps: int) -> tuple[WatchedSteps, list[TimedKernel], float, dict[str, str]]:
@@ -321,8 +334,6 @@ def _put_together(
     length = max(each.step for each in devices)
     layers = sum_layers(kernels, work, step=length, steps=steps, peaks=peaks, classes=classes)
     kinds = sum_kinds(kernels, work, step=length, steps=steps, peaks=peaks)
-    waited = 0.0 if batch_seconds is None else batch_seconds / max(step_seconds or step, 1e-12)
-    is_gpu = device != "cpu"
     report = ProfileReport(
         name=config.name,
         network=config.network.name,
@@ -335,7 +346,8 @@ def _put_together(
         devices=devices,
         kinds=tuple(kinds),
         layers=tuple(layers),
-        limit=describe_limit(devices, kinds, peaks=peaks, is_gpu=is_gpu, batch_share=waited),
+        limit="",
         **told,
     )
-    return Profiled(report=report.model_copy(update={"advice": tuple(advise(report))}))
+    found = {"limit": describe_limit(report), "advice": tuple(advise(report))}
+    return Profiled(report=report.model_copy(update=found))

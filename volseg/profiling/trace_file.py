@@ -70,6 +70,9 @@ def read_trace(events: Iterable[Event], name_layer: Callable[[int], str]) -> lis
         If no step is marked in it, or nothing ran.
     """
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    # Moments since the machine was started: of so large numbers little is left where two are subtracted.
+    origin = min((event["ts"] for event in whole), default=0.0)
+    whole = [{**event, "ts": event["ts"] - origin} for event in whole]
     steps = _find_steps(whole)
     if not steps:
         raise VolsegError(f"the trace holds no range named {MARK}{OUTSIDE} N, so no step is known in it")

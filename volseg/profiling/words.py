@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from volseg.profiling.report import DevicePeaks, DeviceTimes, KindRow, LayerRow, ProfileReport
 
-__all__ = ["FAR", "advise", "describe_limit", "find_far", "name_bound"]
+__all__ = ["FAR", "advise", "describe_limit", "find_busiest", "find_far", "name_bound"]
 
 FAR = 1.5
 """Times its bound: a layer above is named."""
@@ -33,49 +33,40 @@ PLURALS = {
 }
 
 
-def describe_limit(
-    devices: Sequence[DeviceTimes],
-    kinds: Sequence[KindRow],
-    *,
-    peaks: DevicePeaks | None,
-    is_gpu: bool,
-    batch_share: float = 0.0,
-) -> str:
-    """Return what limits a step.
-
-    Parameters
-    ----------
-    devices
-        Of this process; the busiest is spoken of.
-    kinds
-        Kernels by kind, the longest first.
-    peaks
-        What the device can do at best, if that is known.
-    is_gpu
-        Whether it is a GPU.
-    batch_share
-        Of the step, what the training waits for its batch.
-    """
-    device = max(devices, key=lambda each: each.computing)
+def describe_limit(report: ProfileReport) -> str:
+    """Return what limits a step; of several devices the busiest is spoken of."""
+    device = find_busiest(report.devices)
+    is_gpu = report.device != "cpu"
     name = "the GPU" if is_gpu else "the CPU"
-    shares = {
-        "waits": device.waiting / device.step,
-        "exposed": device.exposed / device.step,
-        "computes": device.computing / device.step,
-    }
-    longest = _describe_kinds(kinds, peaks)
-    if batch_share >= MOSTLY:
-        return f"the training waits {batch_share:.0%} of the step for its batch; {longest}"
-    if shares["waits"] >= MOSTLY:
+    waits, exposed, computes = (seconds / device.step for seconds in (device.waiting, device.exposed, device.computing))
+    longest = _describe_kinds(report.kinds, report.peaks)
+    if (share := _find_batch_share(report)) >= MOSTLY:
+        return f"the training waits {share:.0%} of the step for its batch; {longest}"
+    if waits >= MOSTLY:
         what = "for Python, which starts its kernels one by one" if is_gpu else "for Python between its operators"
-        return f"{name} waits {shares['waits']:.0%} of the step {what}; {longest}"
-    if shares["exposed"] >= MUCH:
+        return f"{name} waits {waits:.0%} of the step {what}; {longest}"
+    if exposed >= MUCH:
         return (
-            f"{shares['exposed']:.0%} of the step are communication that no computing hides, and "
-            f"{name} computes {shares['computes']:.0%} of it; {longest}"
+            f"{exposed:.0%} of the step are communication that no computing hides, and {name} computes {computes:.0%} "
+            f"of it; {longest}"
         )
-    waits = f", and waits {shares['waits']:.0%} of it for Python" if shares["waits"] >= MUCH else ""
-    return f"{name} computes {shares['computes']:.0%} of the step{waits}; {longest}"
+    also = f", and waits {waits:.0%} of it for Python" if waits >= MUCH else ""
+    return f"{name} computes {computes:.0%} of the step{also}; {longest}"
+
+
+def find_busiest(devices: Sequence[DeviceTimes]) -> DeviceTimes:
+    """Return the device that computes longest."""
+    return max(devices, key=lambda each: each.computing)
+
+
+def _find_batch_share(report: ProfileReport) -> float:
+    """Return the part of a step for which the training waits for its batch.
+
+    Of a GPU, that which itself waits: its host may wait for a batch while the GPU has steps to do.
+    """
+    share = (report.batch_seconds or 0.0) / report.step_seconds
+    device = find_busiest(report.devices)
+    return share if report.device == "cpu" else min(share, device.waiting / device.step)
 
 
 def _describe_kinds(kinds: Sequence[KindRow], peaks: DevicePeaks | None) -> str:
@@ -123,9 +114,9 @@ def advise(report: ProfileReport) -> list[str]:
 
 
 def _advise_batches(report: ProfileReport) -> str | None:
-    if (report.batch_seconds or 0.0) < MUCH * report.step_seconds:
+    share = _find_batch_share(report)
+    if share < MUCH:
         return None
-    share = (report.batch_seconds or 0.0) / report.step_seconds
     return (
         f"{share:.0%} of the step wait for the batch: leave out what augmentation takes longest (augmentation.elastic, "
         "blur, low_resolution), or keep cases on the GPU (data.keep: device)"
@@ -133,7 +124,7 @@ def _advise_batches(report: ProfileReport) -> str | None:
 
 
 def _advise_recording(report: ProfileReport) -> str | None:
-    device = max(report.devices, key=lambda each: each.computing)
+    device = find_busiest(report.devices)
     if report.device == "cpu" or report.recorded or device.waiting < MUCH * device.step:
         return None
     return (

@@ -12,7 +12,7 @@ from volseg.profiling.table import (
     list_layer_cells,
     tell_seconds,
 )
-from volseg.profiling.words import FAR, find_far
+from volseg.profiling.words import FAR, find_busiest, find_far
 from volseg.reporting.content import Items, NamedValues, ReportContent, Section, Shares, Text, TextTable
 from volseg.reporting.markdown import write_markdown
 from volseg.reporting.page import write_page
@@ -36,7 +36,7 @@ def write_profile(report: ProfileReport, folder: str | Path) -> Path:
 def describe_profile(report: ProfileReport) -> ReportContent:
     """Return what is said of a profile."""
     shape = " x ".join(map(str, report.shape))
-    device = max(report.devices, key=lambda each: each.computing)
+    device = find_busiest(report.devices)
     return ReportContent(
         title=f"Profile of {report.name}",
         subtitle=f"{report.network}, {shape}, {report.precision}, {report.device}, {report.parallel}",
