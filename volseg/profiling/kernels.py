@@ -11,6 +11,7 @@ __all__ = [
     "OPTIMIZER",
     "OUTSIDE",
     "TRAVELLING",
+    "TRAVELLING_NORMS",
     "PlacedWork",
     "StepPlace",
     "TimedKernel",
@@ -75,23 +76,41 @@ class PlacedWork:
     device: int = 0
 
 
-TRAVELLING = ("nccl", "_exchange_", "_send_kernel", "_receive_kernel", "memcpy ptop", "memcpy peer", "c10d::", "gloo")
+TRAVELLING = (
+    *("nccl", "c10d::", "gloo", "memcpy ptop", "memcpy peer"),
+    *("_exchange_planes", "_exchange_values", "_send_kernel", "_receive_kernel"),
+)
 """Parts of the names of what carries data between devices, in small letters."""
 
+TRAVELLING_NORMS = ("_exchange_coefficients", "_exchange_backward")
+"""Kernels that norms have on one device too; among several they wait for each other's sums."""
 
-def travels(name: str) -> bool:
+
+def travels(name: str, *, alone: bool = True) -> bool:
     """Say whether a kernel carries data between devices, or waits for such.
 
+    Parameters
+    ----------
+    name
+        Of the kernel.
+    alone
+        Whether no other device computes the same layers.
+
+    Examples
+    --------
     >>> [travels(name) for name in ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "_send_kernel", "_affine_kernel")]
     [True, True, False]
+    >>> [travels("_exchange_coefficients_kernel", alone=alone) for alone in (True, False)]
+    [False, True]
     """
-    return any(part in name.lower() for part in TRAVELLING)
+    small = name.lower()
+    return any(part in small for part in (TRAVELLING if alone else TRAVELLING + TRAVELLING_NORMS))
 
 
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("convolution", ("conv", "fprop", "dgrad", "wgrad", "implicit_gemm", "taps", "one_voxel", "winograd")),
     ("product", ("gemm", "aten.mm", "::mm", "addmm", "bmm", "matmul", "attention", "cutlass", "linear")),
-    ("norm", ("norm", "moments", "_affine_kernel", "_direct_", "_input_kernel", "welford")),
+    ("norm", ("norm", "moments", "_affine_kernel", "_direct_", "coefficients", "_input_kernel", "welford")),
     ("optimizer", ("adam", "sgd", "multi_tensor_apply", "_foreach", "fused_")),
     ("loss", ("dice", "cross_entropy", "nll_loss", "softmax")),
     ("resampling", ("upsample", "interpolate", "grid_sample", "pool")),

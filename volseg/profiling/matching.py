@@ -9,7 +9,7 @@ name and its grid: where both steps have as many of a sort, the first is the fir
                  1       1      1      2        -        1
 
 What is left (copies of inputs, which only a replay has; a kernel that a library chose anew) belongs where the matched
-kernel before it does, and counts as not matched.
+kernel before it does that computes, and counts as not matched.
 """
 
 from collections import defaultdict
@@ -56,8 +56,9 @@ def match(
     matched = fsum(replayed[number].seconds for number in found)
     places, before = [], StepPlace(OUTSIDE, "other")
     for number in range(len(replayed)):
-        before = eager[found[number]][1] if number in found else before
-        places.append(before)
+        place = eager[found[number]][1] if number in found else before
+        before = place if place.direction != "communication" else before
+        places.append(place)
     return places, matched / total if total else 1.0
 
 

@@ -34,8 +34,8 @@ KIND_HEADER = ("kernels", "calls", "time", "share", "memory", "tensor", "bound",
 device whose speed nobody knows, bytes and floating-point operations per second."""
 
 LAYER_HEADER = ("layer", "module", "direction", *KIND_HEADER[1:])
-NARROW = (0, 2, 4, 5, 6, 7, 9)
-"""Columns of layers that 80 columns have room for."""
+NARROW, NARROW_KINDS = (0, 2, 4, 5, 6, 7, 9), (0, 1, 2, 3, 4, 5, 7)
+"""Columns of layers and of kinds that 80 columns have room for."""
 
 SHORT = {"forward": "fwd", "backward": "bwd", "recompute": "again", "communication": "sent"}
 
@@ -48,10 +48,12 @@ def tell_seconds(seconds: float | None) -> str:
     """
     if seconds is None:
         return ""
+    if seconds < 1e-11:  # what is left of a difference
+        return "0"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
-    return "0" if seconds == 0 else f"{seconds / 1e-6:.2g} us"
+    return f"{seconds / 1e-6:.2g} us"
 
 
 def _tell_share(share: float | None) -> str:
@@ -115,25 +117,22 @@ def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: in
         name = "" if len(report.devices) == 1 else f"device {device.device}: "
         console.print(name + ", ".join(f"{what} {cell}" for what, cell in list_device_cells(device).items()))
     console.print()
-    console.print(
-        _format_table(KIND_HEADER, [[row.kind, *list_kind_cells(row)] for row in report.kinds], console.width),
-        markup=False,
-    )
-    console.print()
+    kinds = [[row.kind, *list_kind_cells(row)] for row in report.kinds]
     layers = [list_layer_cells(row) for row in report.layers[:MOST_LAYERS]]
-    columns = range(len(LAYER_HEADER)) if console.width >= WIDE else NARROW
+    columns: tuple[Sequence[int], Sequence[int]] = range(len(KIND_HEADER)), range(len(LAYER_HEADER))
     if console.width < WIDE:
         layers = [[*cells[:2], SHORT.get(cells[2], ""), *cells[3:]] for cells in layers]
-    table = _format_table(
-        [LAYER_HEADER[n] for n in columns], [[cells[n] for n in columns] for cells in layers], console.width
-    )
-    console.print(table, markup=False)
+        columns = NARROW_KINDS, NARROW
+    for header, rows, taken in zip((KIND_HEADER, LAYER_HEADER), (kinds, layers), columns, strict=True):
+        cells = [[row[number] for number in taken] for row in rows]
+        console.print(_format_table([header[number] for number in taken], cells, console.width), markup=False)
+        console.print()
     if len(report.layers) > MOST_LAYERS:
         console.print(f"... and {len(report.layers) - MOST_LAYERS} more rows: -o FOLDER writes all, --json prints them")
     far = find_far(report.layers)
     if far:
-        named = ", ".join(f"{row.layer} {row.direction} ({row.times_bound:.1f})" for row in far[:4])
-        console.print(f"\nFarthest above their bound, in time: {named}; {len(far)} in all.", markup=False)
+        told = ", ".join(f"{row.layer} {row.direction} ({row.times_bound:.1f})" for row in far[:4])
+        console.print(f"\nFarthest above their bound, in time: {told}; {len(far)} in all.", markup=False)
     console.print(f"\n{report.limit[:1].upper()}{report.limit[1:]}.", markup=False)
     for advice in report.advice:
         console.print(f"Try: {advice}.", markup=False)

@@ -109,7 +109,7 @@ def replace_replayed(kernels: Sequence[ReadKernel], eager: Sequence[ReadKernel])
         seconds = sum(kernel.timed.seconds for kernel in own)
         matched, total = matched + part * seconds, total + seconds
         found += [
-            replace(kernel, timed=replace(kernel.timed, place=_travelling(kernel.timed.name, place)))
+            replace(kernel, timed=replace(kernel.timed, place=_travelling(kernel.timed.name, place, alone=True)))
             for kernel, place in zip(own, places, strict=True)
         ]
     return sorted(found, key=lambda kernel: kernel.timed.start), matched / total if total else 1.0
@@ -119,8 +119,8 @@ def _is_of_step(kernel: ReadKernel) -> bool:
     return kernel.step is not None and kernel.timed.place.direction != "augmentation"
 
 
-def _travelling(name: str, place: StepPlace) -> StepPlace:
-    return StepPlace(place.layer, "communication") if travels(name) else place
+def _travelling(name: str, place: StepPlace, *, alone: bool) -> StepPlace:
+    return StepPlace(place.layer, "communication") if travels(name, alone=alone) else place
 
 
 def _find_steps(events: Iterable[Event]) -> list[tuple[float, float, int]]:
@@ -133,13 +133,13 @@ def _find_steps(events: Iterable[Event]) -> list[tuple[float, float, int]]:
     )
 
 
-def _read_gpu(kernels: Iterable[Event], events: Iterable[Event], threads: "_Threads") -> list[ReadKernel]:
+def _read_gpu(kernels: Sequence[Event], events: Iterable[Event], threads: "_Threads") -> list[ReadKernel]:
     launches = {
         event["args"]["correlation"]: event
         for event in events
         if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
     }
-    found = []
+    found, alone = [], not any(travels(event["name"]) for event in kernels)
     for event in kernels:
         args = event.get("args", {})
         launch = launches.get(args.get("correlation"))
@@ -150,7 +150,7 @@ def _read_gpu(kernels: Iterable[Event], events: Iterable[Event], threads: "_Thre
             ReadKernel(
                 timed=TimedKernel(
                     name=event["name"],
-                    place=_travelling(event["name"], place),
+                    place=_travelling(event["name"], place, alone=alone),
                     start=event["ts"] * MICROSECOND,
                     seconds=event["dur"] * MICROSECOND,
                     device=int(args.get("device", 0)),
@@ -204,7 +204,7 @@ class _Threads:
                 place, step = self._judge(thread, ranges, event["ts"])
                 timed = TimedKernel(
                     name=event["name"],
-                    place=_travelling(event["name"], place),
+                    place=_travelling(event["name"], place, alone=True),
                     start=event["ts"] * MICROSECOND,
                     seconds=event["dur"] * MICROSECOND,
                 )

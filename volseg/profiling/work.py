@@ -11,7 +11,7 @@ from volseg.forecast.kernel_work import describe_kernel, list_tensors
 from volseg.forecast.links import Links
 from volseg.forecast.timing import select_step
 from volseg.forecast.trace import KernelRun, Sent, StepTrace
-from volseg.profiling.kernels import LOSS, OPTIMIZER, OUTSIDE, PlacedWork, StepPlace, find_kind
+from volseg.profiling.kernels import LOSS, OPTIMIZER, OUTSIDE, PlacedWork, StepPlace, find_kind, travels
 from volseg.profiling.places import PlaceWatch
 
 __all__ = ["PlacedRuns", "list_work", "place_work"]
@@ -83,6 +83,7 @@ def place_work(run: KernelRun, place: StepPlace, gpu: GpuKind | None = None, dev
     moved = [kernel.least_bytes or kernel.bytes_moved for kernel in classes]
     flops = sum(kernel.flops for kernel in classes)
     kind = {LOSS: "loss", OPTIMIZER: "optimizer"}.get(place.layer) or find_kind(run.name)
+    kind = "communication" if place.direction == "communication" else kind
     if gpu is None:
         return PlacedWork(name=run.name, place=place, kind=kind, flops=flops, bytes_moved=sum(moved), device=device)
     peaks = gpu.peaks
@@ -115,10 +116,14 @@ def list_work(trace: StepTrace, runs: PlacedRuns, gpu: GpuKind, links: Links) ->
         Of which kind the devices are, and what connects them.
     """
     found, place = [], StepPlace(OUTSIDE, "other")
-    for event in select_step(trace.events):
+    events = select_step(trace.events)
+    alone = not any(isinstance(event, Sent) for event in events)
+    for event in events:
         if isinstance(event, KernelRun):
             place = runs.find(event)
-            found.append(place_work(event, place, gpu, trace.device))
+            sends = travels(event.name, alone=alone)
+            own = StepPlace(place.layer, "communication") if sends else place
+            found.append(place_work(event, own, gpu, trace.device))
         elif isinstance(event, Sent):
             # It belongs to the layer whose kernel was asked for before it.
             found.append(
