@@ -1,5 +1,6 @@
 """The verbs from a data set to a trained network: configure, train and cross-validate."""
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
@@ -91,6 +92,7 @@ def train(
     from volseg.parallel.devices import count_launched, is_launched
     from volseg.planning import parse_memory
 
+    gc.freeze()  # modules live as long as this process: whoever looks for garbage, each recording does, passes them by
     experiment.load_components(components or ())
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     overrides += ["data.cache=none"] if no_cache else []

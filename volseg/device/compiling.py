@@ -93,7 +93,7 @@ class Specialization:
 def _find_kind(value: Any) -> Any:
     """Return a value for which Triton compiles what it compiles for this one."""
     if isinstance(value, Tensor):
-        return Address(value.dtype, value.storage_offset() * value.element_size() % ALIGNED)
+        return Address(value.dtype, int(value.storage_offset()) * value.element_size() % ALIGNED)
     if isinstance(value, bool) or value is None or value == 1:
         return value
     if isinstance(value, int):
@@ -143,7 +143,10 @@ class Compiling:
 
     def __init__(self, capability: tuple[int, int], processes: int, *, launches: bool = False) -> None:
         if not can_compile():
-            raise ParallelError("kernels are compiled by Triton, which is not installed here (pip install triton)")
+            raise ParallelError(
+                "kernels are compiled by Triton, which is not installed here (pip install triton) or only interprets "
+                "(TRITON_INTERPRET)"
+            )
         self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin_compiler, (capability, launches))
         self._asked: dict[str, Future[Compiled]] = {}
 
@@ -207,7 +210,7 @@ def take_capability(capability: tuple[int, int], *, launches: bool = False) -> A
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     own: Any = SimpleNamespace(launcher_cls=None)
     if launches:
-        from triton.backends.nvidia.driver import CudaDriver
+        from triton.backends.nvidia.driver import CudaDriver  # of this machine: needs the driver's library
 
         own = CudaDriver()
     own.get_current_target = lambda: target

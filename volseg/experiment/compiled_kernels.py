@@ -14,7 +14,6 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -104,18 +103,13 @@ def compile_kernels(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     candidate = Candidate(kernels="fast" if is_fast else "torch")
     with Compiling(gpu.capability, processes or cores, launches=launches) as compiling, hearing_calls(compiling.ask):
-        for size in list_sizes(config):
+        for size in config.patch.sizes:
             follow_candidate(at_size(described, size).work, candidate, gpu)
         compiled = compiling.compiled
     problems = [f"{each.name}: {each.problem}" for each in compiled if each.problem]
     return CompiledKernels(
         kernels=len(compiled) - len(problems), seconds=time.perf_counter() - begin, problem="; ".join(problems[:1])
     )
-
-
-def list_sizes(config: ExperimentConfig) -> Sequence[tuple[int, int, int]]:
-    """Return the sizes of the patches that a training is to see, in their order."""
-    return [config.patch.size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +242,9 @@ def _compile_in_copy(config: ExperimentConfig, note: Path, sender: Connection) -
         if not compiled.problem:
             note.parent.mkdir(parents=True, exist_ok=True)
             with replacing(note) as file:
-                file.write_text(json.dumps({"name": config.name, "gpu": gpu.name, **asdict(compiled)}), encoding="utf-8")
+                file.write_text(
+                    json.dumps({"name": config.name, "gpu": gpu.name, **asdict(compiled)}), encoding="utf-8"
+                )
     except VolsegError as fault:
         compiled = CompiledKernels(problem=str(fault).partition("\n")[0])
     except Exception as fault:  # whatever a network of the user's own runs into; its training will tell
