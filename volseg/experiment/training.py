@@ -241,7 +241,8 @@ def _fit(run: _Run) -> None:
     """Train to the last epoch."""
     is_begun = not run.training.finished
     try:
-        run.training.run()
+        with run.signs.fitting():
+            run.training.run()
     except Exception:
         if (run.training.epoch, run.training.position) == (0, 0):
             run.role.abandon()

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 EVERY_SECONDS = 5.0
 """Between two writings."""
 
+OF_EPOCHS = ("training", "waiting for data", "recording", "validation")
+"""Spans that are counted epoch by epoch."""
+
 
 class SignsOfLife(Hook):
     """Status and times of one process's work at a run; the leader's alone are written.
@@ -144,6 +147,21 @@ class SignsOfLife(Hook):
         finally:
             self._turn()
             self._open.remove(name)
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Say that the training runs in here, which counts its epochs itself; count what lies between them."""
+        begin, counted = time.perf_counter(), self._count_epochs()
+        try:
+            yield
+        finally:
+            between = time.perf_counter() - begin - (self._count_epochs() - counted)
+            with self._lock:
+                self._spans["between epochs"] += max(between, 0.0)
+
+    def _count_epochs(self) -> float:
+        with self._lock:
+            return math.fsum(self._spans.get(name, 0.0) for name in OF_EPOCHS)
 
     @contextmanager
     def validating(self) -> Iterator[None]:
