@@ -49,6 +49,7 @@ This is no part of ``lazy``: the volume stands on the protocol, and the operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -148,6 +149,12 @@ class Unchanged:
         self._tensors = tensors
         self._versions = [get_version(tensor) for tensor in tensors]
 
+    def including(self, *tensors: Tensor) -> "Unchanged":
+        """Return these and others, which must stay as they are from now on."""
+        both = Unchanged((*self._tensors, *tensors))
+        both._versions[: len(self._versions)] = self._versions
+        return both
+
     def holds(self) -> bool:
         """Say whether none of them was changed in place since."""
         return [get_version(tensor) for tensor in self._tensors] == self._versions
@@ -166,9 +173,17 @@ class Pending(ABC):
     __slots__ = ()
     parts: list[list[Tensor]] | None = None
 
-    def activate(self, activation: Activation) -> "Waiting | None":
-        """Return the state with an activation behind it, or None where none can be taken along."""
-        del activation
+    def activate(self, activation: Activation, slope: Tensor | None = None) -> "Waiting | None":
+        """Return the state with an activation behind it, or None where none can be taken along.
+
+        Parameters
+        ----------
+        activation
+            Which.
+        slope
+            PReLU's.
+        """
+        del activation, slope
         return None
 
     def settle(self, volume: "ShardedVolume", halos: Sequence[Halo] = ()) -> Wait | None:
@@ -393,6 +408,12 @@ class Moment:
         self.grad_enabled = torch.is_grad_enabled()
         self.hooks = saved_tensors_hooks()
         self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
+
+    def including(self, *parameters: Tensor) -> "Moment":
+        """Return the same moment for more parameters."""
+        more = copy(self)
+        more._trained = [*self._trained, *((parameter, parameter.requires_grad) for parameter in parameters)]
+        return more
 
     def restored(self) -> AbstractContextManager[None]:
         """Compute as if then.

@@ -69,7 +69,8 @@ def convolution(
         return func(slab, weights[position], biases[position], stride, inside, dilation, groups)
 
     def whole(tensor: Tensor) -> Tensor:
-        return func(tensor, weight, bias, stride, padding, dilation, groups)
+        own = (weights[0], biases[0]) if volume.context.communicator.num_shards == 1 else (weight, bias)
+        return func(tensor, *own, stride, padding, dilation, groups)
 
     return sharded_windows(volume, plans, local, whole)
 
@@ -102,26 +103,32 @@ def transposed_convolution(
     inside, extra_inside = outside_cut(volume, padding), outside_cut(volume, extra)
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
-    alone = list(weight.shape[2:]) == stride and not any(inside) and not any(extra_inside)
-    if volume.context.tiled and alone:
+    def is_disjoint(padding: list[int], extra: list[int]) -> bool:
+        """Say whether each input plane has output planes of its own."""
+        return list(weight.shape[2:]) == stride and not any(padding) and not any(extra)
+
+    if volume.context.tiled and is_disjoint(padding, extra):
         later = _convolve_later(volume, weights, biases, stride, groups)
         if later is not None:
             return later
 
-    def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
-        def run(part: Tensor) -> Tensor:
-            own = weights[position], biases[position]
-            return func(part, *own, stride, inside, extra_inside, groups, dilation)
+    def run(slab: Tensor, own: tuple[Any, Any], padding: list[int], extra: list[int]) -> Tensor:
+        def run_part(part: Tensor) -> Tensor:
+            return func(part, *own, stride, padding, extra, groups, dilation)
 
         elements = slab.shape[0] * slab.shape[2:].numel() * weight.shape[1] * groups * prod(stride)
-        if not alone or count != 3 or elements <= LIMIT:
-            return run(slab)
-        # Each input plane has output planes of its own; see ``large`` for why not all at once.
+        if not is_disjoint(padding, extra) or count != 3 or elements <= LIMIT:
+            return run_part(slab)
+        # See ``large`` for why not all at once.
         stacks = min(slab.shape[2], -(-2 * elements // LIMIT))
-        return torch.cat([run(part) for part in slab.tensor_split(stacks, 2)], 2)
+        return torch.cat([run_part(part) for part in slab.tensor_split(stacks, 2)], 2)
+
+    def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
+        return run(slab, (weights[position], biases[position]), inside, extra_inside)
 
     def whole(tensor: Tensor) -> Tensor:
-        return func(tensor, weight, bias, stride, padding, extra, groups, dilation)
+        own = (weights[0], biases[0]) if volume.context.communicator.num_shards == 1 else (weight, bias)
+        return run(tensor, own, padding, extra)
 
     return sharded_windows(volume, plans, local, whole)
 
