@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from volseg.forecast.allocator import AllocatorSettings, find_memory_use
+from volseg.forecast.caching_allocator import Allocator
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import FollowedStep
 from volseg.forecast.gpu_kinds import find_kind
@@ -190,15 +191,27 @@ def summarise(trace: StepTrace, chosen: argparse.Namespace, owners: dict[int, Ow
 
 
 def reserve_otherwise(trace: StepTrace, voxels: float) -> dict[str, float]:
-    """Return the bytes per voxel that are reserved with expandable segments, and with one block first of some size."""
-    used = count_recorded_bytes(trace)
-    found = {
-        f"first block {part:.2f}": find_memory_use(take_block_first(trace, int(part * used))).reserved / voxels
-        for part in (0.9, 1.0, 1.05)
-    }
-    expandable = find_memory_use(trace, AllocatorSettings(expandable_segments=True)).reserved / voxels
-    found = {"used by the recording": used / voxels, "expandable segments": expandable, **found}
-    return {name: round(value, 1) for name, value in found.items()}
+    """Return the bytes per voxel that are reserved in the end, in several ways."""
+    plain, used = AllocatorSettings(), count_recorded_bytes(trace)
+    found = {"used by the recording": used, "as it is": count_reserved(trace, plain)}
+    found["expandable segments"] = count_reserved(trace, AllocatorSettings(expandable_segments=True))
+    for part in (0.9, 1.0, 1.05):
+        found[f"first block {part:.2f}"] = count_reserved(take_block_first(trace, int(part * used)), plain)
+    return {name: round(size / voxels, 1) for name, size in found.items()}
+
+
+def count_reserved(trace: StepTrace, settings: AllocatorSettings) -> int:
+    """Return the bytes that are reserved at the end of a trace: what ran before a recording has given its own back."""
+    allocator = Allocator(settings)
+    for event in trace.events:
+        match event:
+            case Allocate(block, size, stream, pool):
+                allocator.take(block, size, stream, pool)
+            case Free(block):
+                allocator.give_back(block)
+            case Mark("empty_cache"):
+                allocator.empty_cache()
+    return allocator.reserved
 
 
 def count_recorded_bytes(trace: StepTrace) -> int:
