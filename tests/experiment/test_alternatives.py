@@ -87,7 +87,8 @@ def test_kernels_that_were_asked_for_stay(configured):
     ("tried", "smaller"),
     [
         ({}, [(1, 1, "all", None)]),
-        ({"checkpoint": "all"}, []),
+        ({"checkpoint": "all"}, [(1, 1, "tiled", None)]),
+        ({"checkpoint": "tiled"}, []),
         (
             {"data": 4},
             [(4, 1, "all", None), (2, 2, None, None), (2, 2, "all", None), (1, 4, None, None), (1, 4, "all", None)],

@@ -5,6 +5,11 @@
 prints the bytes per voxel that are used and reserved, and every block of memory that is alive at the peak: how much,
 who asked for it, in which layer, and in which part of the step. It takes seconds and no GPU. ``--json`` appends what
 was found, for a table.
+
+    python workflows/benchmarks/peak_memory.py --net vnet --shape 128 128 128 --recorded --pools
+
+says besides what the step would reserve with other settings of the allocator, and if a recording first took one block
+of so much as it uses at once, for all others to be cut from.
 """
 
 import argparse
@@ -21,13 +26,14 @@ from typing import Any, NamedTuple
 import torch
 from spatial import build
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
 from volseg.forecast.allocator import AllocatorSettings, find_memory_use
+from volseg.forecast.caching_allocator import Allocator
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import FollowedStep
 from volseg.forecast.gpu_kinds import find_kind
-from volseg.forecast.trace import Allocate, Free, KernelRun, Mark, StepTrace
+from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, StepTrace
 from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 from volseg.parallel.candidates.running import follow_candidate
 from volseg.parallel.candidates.work import Work
@@ -54,6 +60,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="which share the volume, a process each")
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--least", type=float, default=1.0, help="bytes per voxel of what is listed by itself")
+    parser.add_argument("--pools", action="store_true", help="try other ways to reserve memory")
     parser.add_argument("--json", type=Path, help="list of results to append to")
     chosen = parser.parse_args()
     levels = chosen.checkpoint
@@ -61,15 +68,20 @@ def main() -> None:
     candidate = Candidate(spatial=chosen.gpus, checkpoint=checkpoint, recorded=chosen.recorded)
     owners: dict[int, Owner] = {}
     with noting_owners(owners):
-        traces = follow_candidate(describe_work(chosen.net, chosen.shape), candidate, find_kind(chosen.gpu))
+        traces = follow_candidate(
+            describe_work(chosen.net, chosen.shape, chosen.recorded), candidate, find_kind(chosen.gpu)
+        )
     found = summarise(traces[-1], chosen, owners)
+    if chosen.pools:
+        found["reserved_otherwise"] = reserve_otherwise(traces[-1], prod(chosen.shape) / chosen.gpus)
+        print(json.dumps(found["reserved_otherwise"]))
     if chosen.json is not None:
         before = json.loads(chosen.json.read_text(encoding="utf-8")) if chosen.json.exists() else []
         chosen.json.write_text(json.dumps([*before, found], indent=1) + "\n", encoding="utf-8")
 
 
-def describe_work(net: str, shape: Sequence[int]) -> Work:
-    """Return the step that ``spatial.py`` measures."""
+def describe_work(net: str, shape: Sequence[int], recorded: bool = False) -> Work:
+    """Return the step that ``spatial.py`` measures; a recorded one by Adam, whose rate may be a tensor."""
 
     def make_batch(rows: int, device: torch.device) -> dict[str, Tensor]:
         size = rows, 1, *shape
@@ -92,7 +104,11 @@ def describe_work(net: str, shape: Sequence[int]) -> Work:
         build=partial(build, net),
         shape=(1, 1, *shape),
         make_batch=make_batch,
-        build_optimizer=lambda model: SGD(model.parameters(), 1e-3, momentum=0.9, nesterov=True),
+        build_optimizer=lambda model: (
+            Adam(model.parameters(), 1e-3, fused=True)
+            if recorded
+            else SGD(model.parameters(), 1e-3, momentum=0.9, nesterov=True)
+        ),
         build_step=build_step,
         precision=torch.bfloat16,
         name=net,
@@ -172,6 +188,55 @@ def summarise(trace: StepTrace, chosen: argparse.Namespace, owners: dict[int, Ow
     }
     print(json.dumps(found))
     return found
+
+
+def reserve_otherwise(trace: StepTrace, voxels: float) -> dict[str, float]:
+    """Return the bytes per voxel that are reserved in the end, in several ways."""
+    plain, used = AllocatorSettings(), count_recorded_bytes(trace)
+    found = {"used by the recording": used, "as it is": count_reserved(trace, plain)}
+    found["expandable segments"] = count_reserved(trace, AllocatorSettings(expandable_segments=True))
+    for part in (0.9, 1.0, 1.05):
+        found[f"first block {part:.2f}"] = count_reserved(take_block_first(trace, int(part * used)), plain)
+    return {name: round(size / voxels, 1) for name, size in found.items()}
+
+
+def count_reserved(trace: StepTrace, settings: AllocatorSettings) -> int:
+    """Return the bytes that are reserved at the end of a trace: what ran before a recording has given its own back."""
+    allocator = Allocator(settings)
+    for event in trace.events:
+        match event:
+            case Allocate(block, size, stream, pool):
+                allocator.take(block, size, stream, pool)
+            case Free(block):
+                allocator.give_back(block)
+            case Mark("empty_cache"):
+                allocator.empty_cache()
+    return allocator.reserved
+
+
+def count_recorded_bytes(trace: StepTrace) -> int:
+    """Return the bytes of a recording's own memory that are in use at once."""
+    sizes: dict[int, int] = {}
+    used = peak = 0
+    for event in trace.events:
+        if isinstance(event, Allocate) and event.pool:
+            sizes[event.block] = event.size
+            used += event.size
+            peak = max(peak, used)
+        elif isinstance(event, Free):
+            used -= sizes.pop(event.block, 0)
+    return peak
+
+
+def take_block_first(trace: StepTrace, size: int) -> StepTrace:
+    """Return the trace with a block taken and given back where a recording's memory begins."""
+    events: list[Event] = []
+    first = next((event for event in trace.events if isinstance(event, Allocate) and event.pool), None)
+    for event in trace.events:
+        if event is first:
+            events += [Allocate(-1, size, event.stream, event.pool), Free(-1)]
+        events.append(event)
+    return StepTrace(tuple(events), trace.device)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def convolve_by_tiles(
     columns = [volume._slabs]
     if volume.pending.parts is not None:
         columns, volume.is_bypassed = volume.pending.parts, True
-    work = _Work(plan, recipe, [slab.shape for slab in volume._slabs], volume.dtype, dtype, len(biases))
+    work = _TiledInput(plan, recipe, [slab.shape for slab in volume._slabs], volume.dtype, dtype, len(biases))
     results = _ConvolveByTiles.apply(work, *weights, *biases, *chain.from_iterable(columns))
     volume.pending.release(volume)
     shape = list(results[0].shape)
@@ -67,7 +67,7 @@ def convolve_by_tiles(
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _TiledInput:
     """What is convolved, besides what autograd knows."""
 
     plan: ConvolutionPlan
@@ -126,7 +126,7 @@ class _ConvolveByTiles(torch.autograd.Function):
     """Gets a weight for each slab, then a bias where there is one, then the slabs of each volume that is joined."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, work: _TiledInput, *tensors: Tensor) -> tuple[Tensor, ...]:
         count, rows = len(work.shapes), work.recipe.rows
         weights, biases = tensors[:count], tensors[count : count + work.num_biases]
         ctx.channels = [part.shape[1] for part in tensors[count + work.num_biases :: count]]

@@ -170,13 +170,13 @@ class WaitingTransposed(Waiting):
         ]
 
     def _run(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
-        work = _Work(fill, self.source, self.how, len(self.biases))
+        work = _Transposition(fill, self.source, self.how, len(self.biases))
         with self.moment.restored():
             return list(_Transposed.apply(work, *self.weights, *self.biases, *self.stand_ins))
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _Transposition:
     fill: Callable[[], list[Tensor]]
     source: Recipe
     how: TransposedSettings
@@ -187,7 +187,7 @@ class _Transposed(torch.autograd.Function):
     """Gets a weight for each slab, then a bias where there is one, then the input's slabs."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, work: _Transposition, *tensors: Tensor) -> tuple[Tensor, ...]:
         rows = work.source.rows
         ctx.write, ctx.how, ctx.num_biases, ctx.sizes = (
             work.source.write,
