@@ -94,7 +94,11 @@ def test_two_gpus_that_are_not_here_send(config):
     assert report.parallel == "spatial: 2"
     sent = [row for row in report.layers if row.direction == "communication"]
     assert sent
-    assert report.devices[0].communicating == pytest.approx(sum(row.seconds for row in sent))
+    assert {(row.bound, row.times_bound, row.bandwidth_share) for row in sent} == {(None, None, None)}
+    (device,) = report.devices
+    assert device.communicating == pytest.approx(sum(row.seconds for row in sent))
+    assert device.hidden + device.exposed == pytest.approx(device.communicating)
+    assert device.exposed > 0
 
 
 def test_kernels_of_a_step_without_marks_are_found_in_the_marked_one(config):
