@@ -50,6 +50,7 @@ from volseg.profiling.work import PlacedRuns, list_work, place_work
 from volseg.reporting.profiled import write_profile
 from volseg.workflow.components import is_fused_on_gpu
 from volseg.workflow.precision import Precision, choose_dtype
+from volseg.workflow.randomness import deterministic
 
 __all__ = ["Profiled", "find_peaks", "profile_training", "watch_replays"]
 
@@ -133,7 +134,7 @@ def profile_training(
         )
     spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=facts.spacing)
     planned = config.model_copy(update={"network": NetworkConfig(**spec, outputs=config.network.outputs)})
-    with explaining_memory(planned):
+    with deterministic(config.training.deterministic), explaining_memory(planned):
         if config.device == "cpu" or not count_gpus():
             return _profile_on_cpu(planned, facts, steps)
         return _profile_on_gpu(planned, facts, steps)
