@@ -94,7 +94,11 @@ def test_two_gpus_that_are_not_here_send(config):
     assert report.parallel == "spatial: 2"
     sent = [row for row in report.layers if row.direction == "communication"]
     assert sent
-    assert report.devices[0].communicating == pytest.approx(sum(row.seconds for row in sent))
+    assert {(row.bound, row.times_bound, row.bandwidth_share) for row in sent} == {(None, None, None)}
+    (device,) = report.devices
+    assert device.communicating == pytest.approx(sum(row.seconds for row in sent))
+    assert device.hidden + device.exposed == pytest.approx(device.communicating)
+    assert device.exposed > 0
 
 
 def test_kernels_of_a_step_without_marks_are_found_in_the_marked_one(config):
@@ -153,3 +157,20 @@ def test_ctrl_c_ends_it_between_two_steps_and_leaves_nothing(config, tmp_path, m
     assert told.exit_code == 130
     assert len(calls) < 100, "the steps that were left are not run"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_of_a_gpu_is_told_by_layer(config):
+    network = "network={name: DynUNet, filters: [32, 64, 128, 256]}"
+    sizes = ["patch={size: [64, 64, 64], batch: 1}", "augmentation.enabled=false"]
+    report = profile_training(load_config(config, [network, *sizes]), steps=3).report
+    assert report.recorded, report.not_recorded
+    assert report.matched > 0.95
+    rows = {(row.layer, row.direction): row for row in report.layers}
+    first = rows["input_block.conv2.conv", "forward"]
+    assert first.flops == 2 * 64**3 * 32 * 32 * 27
+    assert first.seconds > 0
+    if report.peaks is not None:
+        assert 1 <= first.times_bound < 50
+    computing = sum(row.seconds for row in report.layers if row.direction in ("forward", "backward"))
+    assert computing > report.devices[0].computing / 2, "most kernels have a layer"

@@ -25,6 +25,14 @@ def test_a_device_computes_sends_and_waits():
     assert times.computing + times.exposed + times.waiting == times.step == 10
 
 
+def test_what_is_exposed_may_be_known_otherwise():
+    ran = [kernel(seconds=4), kernel("nccl", direction="communication", start=4, seconds=3)]
+    known = find_device_times(ran, device=0, step=6.0, exposed=1.0)
+    assert (known.exposed, known.hidden, known.waiting, known.step) == (1, 2, 1, 6)
+    most = find_device_times(ran, device=0, step=6.0, exposed=9.0)
+    assert (most.exposed, most.hidden, most.step) == (3, 0, 7)
+
+
 def test_of_several_steps_the_mean_is_told():
     ran = [kernel(start=number * 10, seconds=4) for number in range(3)]
     times = find_device_times(ran, device=0, step=10.0, steps=3)

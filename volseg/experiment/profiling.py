@@ -6,6 +6,7 @@ compute and to move is known from a followed step on a GPU, and from the operato
 not here the step is followed alone, and timed by the table of measured kernels.
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from volseg.profiling.work import PlacedRuns, list_work, place_work
 from volseg.reporting.profiled import write_profile
 from volseg.workflow.components import is_fused_on_gpu
 from volseg.workflow.precision import Precision, choose_dtype
+from volseg.workflow.randomness import deterministic
 
 __all__ = ["Profiled", "find_peaks", "profile_training", "watch_replays"]
 
@@ -132,7 +134,7 @@ def profile_training(
         )
     spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=facts.spacing)
     planned = config.model_copy(update={"network": NetworkConfig(**spec, outputs=config.network.outputs)})
-    with explaining_memory(planned):
+    with deterministic(config.training.deterministic), explaining_memory(planned):
         if config.device == "cpu" or not count_gpus():
             return _profile_on_cpu(planned, facts, steps)
         return _profile_on_gpu(planned, facts, steps)
@@ -169,8 +171,11 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
     gpu, stages = machine.gpu, followed.candidate.pipeline > 1
     pieces = max(1, config.patch.batch // (followed.candidate.split_size or 1)) if stages else 1
     dtype = choose_dtype(config.training.precision, gpu.capability)
-    step = find_seconds(
-        followed.traces, gpu, machine.links, recorded=followed.recorded, stages=stages, micro_batches=pieces
+    # What messages add to a step is what it would lose if they took no time: streams run beside each other.
+    free = replace(machine.links, points={}, latency_s=0.0, bandwidth=math.inf)
+    step, without = (
+        find_seconds(followed.traces, gpu, links, recorded=followed.recorded, stages=stages, micro_batches=pieces)
+        for links in (machine.links, free)
     )
     kernels, peaks = as_kernels(followed.work), find_peaks(gpu, dtype)
     notes = ["no kernel ran: times are by the table of measured kernels, each by itself, and steps by their sum"]
@@ -181,6 +186,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
         kernels,
         followed.work,
         step=step,
+        messages=step - without,
         peaks=peaks,
         classes=followed.classes,
         precision=str(dtype).removeprefix("torch."),
@@ -320,6 +326,7 @@ def _put_together(
     *,
     step: float,
     steps: int = 1,
+    messages: float | None = None,
     peaks: DevicePeaks | None,
     classes: dict[str, str],
     device: str,
@@ -327,9 +334,22 @@ def _put_together(
     batch_seconds: float | None = None,
     **told: Any,
 ) -> Profiled:
-    """Return the report of kernels and work: shares are of ``step``; ``told`` are further fields of it."""
+    """Return the report of kernels and work: shares are of ``step``; ``told`` are further fields of it.
+
+    ``messages`` are the seconds of a forecast step in which nothing hides them; kernels that exchange are their own.
+    """
     numbers = sorted({kernel.device for kernel in kernels})
-    devices = tuple(find_device_times(kernels, device=number, step=step, steps=steps) for number in numbers)
+    exchanging = {number: sum(each.forecast or 0.0 for each in work if _exchanges(each, number)) for number in numbers}
+    devices = tuple(
+        find_device_times(
+            kernels,
+            device=number,
+            step=step,
+            steps=steps,
+            exposed=None if messages is None else messages + exchanging[number],
+        )
+        for number in numbers
+    )
     # Kernels that are watched may take longer than a step that nobody watches.
     length = max(each.step for each in devices)
     layers = sum_layers(kernels, work, step=length, steps=steps, peaks=peaks, classes=classes)
@@ -351,3 +371,8 @@ def _put_together(
     )
     found = {"limit": describe_limit(report), "advice": tuple(advise(report))}
     return Profiled(report=report.model_copy(update=found))
+
+
+def _exchanges(work: PlacedWork, device: int) -> bool:
+    """Say whether work is a kernel of a device that exchanges, and no message."""
+    return work.device == device and work.place.direction == "communication" and "_kernel" in work.name

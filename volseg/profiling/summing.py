@@ -23,7 +23,9 @@ def as_kernels(work: Iterable[PlacedWork]) -> list[TimedKernel]:
     return found
 
 
-def find_device_times(kernels: Iterable[TimedKernel], *, device: int, step: float, steps: int = 1) -> DeviceTimes:
+def find_device_times(
+    kernels: Iterable[TimedKernel], *, device: int, step: float, steps: int = 1, exposed: float | None = None
+) -> DeviceTimes:
     """Return how long a device computes, sends and waits in a step.
 
     Parameters
@@ -36,22 +38,25 @@ def find_device_times(kernels: Iterable[TimedKernel], *, device: int, step: floa
         Seconds of one step that nobody watched; kernels that took longer together make it longer.
     steps
         How many were watched.
+    exposed
+        Seconds of communication in a step that nothing hides, where that is known otherwise than by when kernels ran.
     """
     own = [kernel for kernel in kernels if kernel.device == device]
     computing = [(kernel.start, kernel.end) for kernel in own if not _sends(kernel)]
     sending = [(kernel.start, kernel.end) for kernel in own if _sends(kernel)]
-    behind = count_overlap(computing, sending)
-    exposed = measure(sending) - behind
     seconds = measure(computing) / steps
-    step = max(step, seconds + exposed / steps)
     communicating = sum(end - begin for begin, end in sending) / steps
+    if exposed is None:
+        exposed = (measure(sending) - count_overlap(computing, sending)) / steps
+    exposed = min(max(0.0, exposed), communicating)
+    step = max(step, seconds + exposed)
     return DeviceTimes(
         device=device,
         computing=seconds,
         communicating=communicating,
-        hidden=max(0.0, communicating - exposed / steps),
-        exposed=max(0.0, exposed / steps),
-        waiting=max(0.0, step - seconds - exposed / steps),
+        hidden=communicating - exposed,
+        exposed=exposed,
+        waiting=max(0.0, step - seconds - exposed),
         step=step,
     )
 
@@ -162,7 +167,7 @@ def _describe(values: Mapping[str, Any], step: float, peaks: DevicePeaks | None)
     """Return what rows of layers and of kinds have in common."""
     seconds, bound = values["seconds"], values["bound"] if peaks else None
     flops, moved = values["flops"], values["bytes_moved"]
-    is_known = peaks is not None and flops is not None and seconds > 0
+    is_known = bound is not None and seconds > 0  # of messages it is not
     return {
         "calls": values["calls"],
         "seconds": seconds,

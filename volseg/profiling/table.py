@@ -26,8 +26,8 @@ __all__ = [
 MOST_LAYERS = 16
 """Rows that a terminal shows; the page and the JSON have all."""
 
-WIDE = 120
-"""Columns from which all are shown; also of what is no terminal, which nobody has made narrow."""
+WIDE, PIPED = 120, 140
+"""Columns from which all are shown; and those of what is no terminal, which nobody has made narrow."""
 
 KIND_HEADER = ("kernels", "calls", "time", "share", "memory", "tensor", "bound", "x bound")
 """``memory`` and ``tensor``: the share of the memory's bandwidth, and of the tensor cores, that was reached; of a
@@ -105,7 +105,7 @@ def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: in
         Columns; those of the terminal by default.
     """
     output = file or sys.stdout
-    console = Console(file=output, width=width or (None if output.isatty() else WIDE), highlight=False)
+    console = Console(file=output, width=width or (None if output.isatty() else PIPED), highlight=False)
     shape = " x ".join(map(str, report.shape))
     how = "recorded" if report.recorded else "eager"
     console.print(

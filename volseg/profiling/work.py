@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from volseg.device.torch_internals import TorchDispatchMode
@@ -83,7 +84,6 @@ def place_work(run: KernelRun, place: StepPlace, gpu: GpuKind | None = None, dev
     moved = [kernel.least_bytes or kernel.bytes_moved for kernel in classes]
     flops = sum(kernel.flops for kernel in classes)
     kind = {LOSS: "loss", OPTIMIZER: "optimizer"}.get(place.layer) or find_kind(run.name)
-    kind = "communication" if place.direction == "communication" else kind
     if gpu is None:
         return PlacedWork(name=run.name, place=place, kind=kind, flops=flops, bytes_moved=sum(moved), device=device)
     peaks = gpu.peaks
@@ -121,9 +121,11 @@ def list_work(trace: StepTrace, runs: PlacedRuns, gpu: GpuKind, links: Links) ->
     for event in events:
         if isinstance(event, KernelRun):
             place = runs.find(event)
-            sends = travels(event.name, alone=alone)
-            own = StepPlace(place.layer, "communication") if sends else place
-            found.append(place_work(event, own, gpu, trace.device))
+            work = place_work(event, place, gpu, trace.device)
+            if travels(event.name, alone=alone):  # it waits for others: no rate of this device bounds it
+                own = StepPlace(place.layer, "communication")
+                work = replace(work, place=own, kind="communication", byte_bound=None, flop_bound=None, bound=None)
+            found.append(work)
         elif isinstance(event, Sent):
             # It belongs to the layer whose kernel was asked for before it.
             found.append(
