@@ -74,8 +74,7 @@ def main() -> None:
         waiting = [(name, rows) for name, rows in waiting if rows]
     while waiting and time.monotonic() - begin < chosen.seconds:
         batch, waiting = waiting[: chosen.ahead], waiting[chosen.ahead :]
-        until = begin + chosen.seconds
-        for network, name, told in measure_batch(batch, gpus, chosen, until):
+        for network, name, told in measure_batch(batch, gpus, chosen):
             report["networks"].setdefault(network, {}).setdefault(name_sides(chosen.sides), {})[name] = told
             print(f"{network}, {name}: {describe(told)}", flush=True)
         write(chosen.result, report)
@@ -132,7 +131,7 @@ def count_gpus() -> int:
 
 
 def measure_batch(
-    batch: Sequence[tuple[str, list[Row]]], gpus: int, chosen: argparse.Namespace, until: float
+    batch: Sequence[tuple[str, list[Row]]], gpus: int, chosen: argparse.Namespace
 ) -> list[tuple[str, str, Row]]:
     """Let the rows of several networks get ready side by side, then measure each GPU's networks one by one.
 
@@ -140,7 +139,7 @@ def measure_batch(
     -------
     list of (network, row, result)
     """
-    limit = min(time.monotonic() + chosen.limit, until + 30)
+    limit = time.monotonic() + chosen.limit
     groups = []
     with tempfile.TemporaryDirectory() as scratch:
         for number, (_, rows) in enumerate(batch):

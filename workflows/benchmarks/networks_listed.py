@@ -124,7 +124,7 @@ def fit(name: str, sides: Sides) -> Sides:
     """Return sides that a network takes: SwinUNETR halves five times, and norms what is left."""
     if name != "SwinUNETR":
         return sides
-    depth, height, width = sides
+    depth, height, width = (max(32, side) for side in sides)
     return max(64, depth), height, width
 
 

@@ -56,6 +56,12 @@ def run(model, image):
     return [out, *(parameter.grad for parameter in model.parameters())], counted.names
 
 
+def test_padding_by_nothing_has_no_gradient_of_its_own():
+    net = Calls(lambda x, net: F.pad(x, (0,) * 6, mode="replicate"))
+    _, ours = run(FastKernels(net, "cpu"), torch.randn(1, 2, 8, 6, 4, dtype=torch.float64))
+    assert "replication_pad3d_backward" not in ours
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_an_only_shard_runs_the_plain_operator(name):
     net = Calls(CALLS[name])

@@ -45,7 +45,8 @@ def pad(
     volume = source
     if mode != "constant":  # which dims it takes is said by an error that a rehearsal cannot tell from another one
         func(torch.empty(input.shape, device="meta"), widths, mode)
-    if volume.context.communicator.num_shards == 1:  # one copy, whatever is padded
+    # One copy, whatever is padded; but none for widths of zero, of which torch's repeating modes compute a gradient.
+    if any(widths) and volume.context.communicator.num_shards == 1:
         return _apart(wrap(volume, [func(slab, widths, mode, value) for slab in volume.slabs]), source)
     pairs = [(0, 0)] * (volume.ndim - len(widths) // 2) + list(zip(widths[::2], widths[1::2], strict=True))[::-1]
     inside = [0] * len(widths)
