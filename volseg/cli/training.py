@@ -120,7 +120,7 @@ def train(
         return
     if gpus is not None:
         loaded = loaded.on_one_device(count_launched())
-    begin = experiment.train  # with all that it needs
+    begin = experiment.train  # imports what trains
     gc.freeze()  # modules live as long as this process: whoever looks for garbage, each recording does, passes them by
     outcome = begin(loaded, resume=resume)
     if experiment.is_main_process():
