@@ -131,7 +131,7 @@ class Compiling:
         Compute capability of the GPUs that will run them.
     processes : int
         How many. They are copies of this process, which must not have begun to use CUDA.
-    launches : bool
+    runs_here : bool
         Whether this machine has such GPUs. What starts a kernel is then compiled as well, where Triton (before 3.7)
         has the C compiler make it for each signature: it needs the driver's library.
 
@@ -141,13 +141,13 @@ class Compiling:
         If Triton is not there.
     """
 
-    def __init__(self, capability: tuple[int, int], processes: int, *, launches: bool = False) -> None:
+    def __init__(self, capability: tuple[int, int], processes: int, *, runs_here: bool = False) -> None:
         if not can_compile():
             raise ParallelError(
                 "kernels are compiled by Triton, which is not installed here (pip install triton) or only interprets "
                 "(TRITON_INTERPRET)"
             )
-        self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin_compiler, (capability, launches))
+        self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin_compiler, (capability, runs_here))
         self._asked: dict[str, Future[Compiled]] = {}
 
     def __enter__(self) -> Self:
@@ -179,24 +179,24 @@ def _collect(futures: Iterable[Future[Compiled]]) -> Iterable[Compiled]:
             yield Compiled("", 0.0, f"a process that compiled kernels was killed ({fault})")
 
 
-_launcher: Any = None
+_starter: Any = None
 """Of this process, one that compiles: what makes the function that starts a kernel, where it does."""
 
 
-def _begin_compiler(capability: tuple[int, int], launches: bool) -> None:
+def _begin_compiler(capability: tuple[int, int], runs_here: bool) -> None:
     """Let this process, a copy, compile."""
-    global _launcher
+    global _starter
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks hears it, and ends this one
     torch.set_num_threads(1)
-    _launcher = take_capability(capability, launches=launches)
+    _starter = take_capability(capability, runs_here=runs_here)
 
 
-def take_capability(capability: tuple[int, int], *, launches: bool = False) -> Any:
+def take_capability(capability: tuple[int, int], *, runs_here: bool = False) -> Any:
     """Let Triton take a GPU of this compute capability for the current device of this process, for good.
 
     Parameters
     ----------
-    capability, launches
+    capability, runs_here
         See `Compiling`.
 
     Returns
@@ -209,7 +209,7 @@ def take_capability(capability: tuple[int, int], *, launches: bool = False) -> A
 
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     own: Any = SimpleNamespace(launcher_cls=None)
-    if launches:
+    if runs_here:
         from triton.backends.nvidia.driver import CudaDriver  # of this machine: needs the driver's library
 
         own = CudaDriver()
@@ -227,8 +227,8 @@ def _compile(wanted: Specialization) -> Compiled:
     try:
         function: Any = kernel.compiled
         binary = function.warmup(*wanted.arguments, grid=(1,), **dict(wanted.options))
-        if _launcher is not None:
-            _launcher(binary.src, binary.metadata)
+        if _starter is not None:
+            _starter(binary.src, binary.metadata)
     except Exception as fault:  # whatever the compiler says: who runs the kernel will hear it again
         return Compiled(kernel.name, time.perf_counter() - begin, f"{type(fault).__name__}: {fault}")
     return Compiled(kernel.name, time.perf_counter() - begin)

@@ -3,8 +3,9 @@
 The names are loaded when they are first used: who starts the processes of a training imports nothing that trains.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from volseg.importing import import_late
 
 if TYPE_CHECKING:
     from volseg.config.loading import load_config
@@ -113,7 +114,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_late(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

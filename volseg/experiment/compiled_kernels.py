@@ -69,7 +69,7 @@ def compile_kernels(
     gpu: GpuLike,
     *,
     processes: int | None = None,
-    launches: bool = False,
+    runs_here: bool = False,
     facts: DataFacts | None = None,
 ) -> CompiledKernels:
     """Compile what the training step of a config runs on one GPU, into Triton's cache; needs no GPU.
@@ -82,7 +82,7 @@ def compile_kernels(
         What it is to run on.
     processes : int, optional
         That compile; one per core by default.
-    launches : bool
+    runs_here : bool
         See `Compiling`.
     facts : DataFacts, optional
         Of its data set, where they are known already.
@@ -102,7 +102,7 @@ def compile_kernels(
     described = describe_training(config, dtype, find_facts(config) if facts is None else facts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     candidate = Candidate(kernels="fast" if is_fast else "torch")
-    with Compiling(gpu.capability, processes or cores, launches=launches) as compiling, hearing_calls(compiling.ask):
+    with Compiling(gpu.capability, processes or cores, runs_here=runs_here) as compiling, hearing_calls(compiling.ask):
         for size in config.patch.sizes:
             follow_candidate(at_size(described, size).work, candidate, gpu)
         compiled = compiling.compiled
@@ -238,7 +238,7 @@ def _compile_in_copy(config: ExperimentConfig, note: Path, sender: Connection) -
     try:
         gpu = ask_copy(_ask_gpu)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd would begin a thread for each that is visible
-        compiled = compile_kernels(config, gpu, launches=True)
+        compiled = compile_kernels(config, gpu, runs_here=True)
         if not compiled.problem:
             note.parent.mkdir(parents=True, exist_ok=True)
             with replacing(note) as file:

@@ -88,7 +88,8 @@ def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks:
     config = require_config(config)
     if resume:
         require_components(config.folder, resumes=True)
-    check_components(config)
+    with signs.span("start"):
+        check_components(config)  # the first optimizer that is built makes torch import its compiler
     replanning = Replanning(config)
     with suppress(BeginAgain):
         return _train(config, resume, hooks, replanning, signs)
