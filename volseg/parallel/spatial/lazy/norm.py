@@ -35,7 +35,16 @@ from volseg.parallel.spatial.volume import ShardedVolume
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
 
-__all__ = ["NormStatistics", "Pooled", "WaitingNorm", "compute_statistics", "settle_in_checkpoint", "take_statistics"]
+__all__ = [
+    "NormStatistics",
+    "Pooled",
+    "WaitingNorm",
+    "combine_sums",
+    "compute_statistics",
+    "settle_in_checkpoint",
+    "sum_to_slope",
+    "take_statistics",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,16 +334,8 @@ class _Normalize(torch.autograd.Function):
         slopes = tensors[:number] or [None] * len(slabs)
         scales, shifts = spread(scale), spread(shift)
         rows = zip(gradients, slabs, spread(mean), scales, shifts, strict=True)
-        fits = _fits_one_kernel(context, pooled, slabs)
-        add_up = choice.gradient_partials if fits else choice.gradient_sums
-        sums = [add_up(*row, activation, slope) for row, slope in zip(rows, slopes, strict=True)]
-        if fits:
-            calls = [partial(_exchange_backward, (own, mean, rstd, weight, voxels), pooled) for own in sums]
-            found = _exchange(context, calls, slabs[0])
-        else:
-            stacked = context.communicator.collect([own[:2] for own in sums])
-            average = pooled.needed(*mean.shape)
-            found = choice.backward_coefficients(stacked, mean, rstd, weight, voxels, average, pooled.given)
+        sums = [choice.gradient_sums_of_parts(*row, activation, slope) for row, slope in zip(rows, slopes, strict=True)]
+        found = combine_sums(context, pooled, sums, mean, rstd, weight, voxels, slabs)
         factor, offset = found[0], found[1]
         moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
         rows = zip(gradients, slabs, scales, shifts, spread(factor), spread(offset), strict=True)
@@ -351,13 +352,44 @@ class _Normalize(torch.autograd.Function):
                 note_vanishing(gradient)
         weight_gradient = moment.to(weight) if weight is not None else None
         bias_gradient = total.to(rstd if weight is None else weight) if has_bias else None
-        of_slopes = [_sum_to_slope(own, slope) for own, slope in zip(sums, tensors[:number], strict=False)]
+        of_slopes = [sum_to_slope(own, slope) for own, slope in zip(sums, tensors[:number], strict=False)]
         return None, weight_gradient, bias_gradient, *of_slopes, *inputs
 
 
-def _sum_to_slope(sums: Tensor, slope: Tensor) -> Tensor:
-    """Return PReLU's gradient from the sums of a slab, ``(3, B, C)``, or of its parts, ``(parts, 3, B, C)``."""
-    third = sums.select(-3, 2)
+def combine_sums(
+    context: Context,
+    pooled: Pooled,
+    sums: Sequence[Tensor],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    voxels: int,
+    slabs: Sequence[Tensor],
+) -> Tensor:
+    """Return ``reference.backward_coefficients`` of all slabs.
+
+    Parameters
+    ----------
+    context, pooled
+        Of the norm.
+    sums
+        Of the parts of each slab of this process, ``(parts, 2 or 3, B, C)``.
+    mean, rstd, weight, voxels
+        See ``reference.backward_coefficients``.
+    slabs
+        The norm's input.
+    """
+    if _fits_one_kernel(context, pooled, slabs):
+        calls = [partial(_exchange_backward, (own, mean, rstd, weight, voxels), pooled) for own in sums]
+        return _exchange(context, calls, slabs[0])
+    stacked = context.communicator.collect([own[:, :2].sum(0) for own in sums])
+    average = pooled.needed(*mean.shape)
+    return choice.backward_coefficients(stacked, mean, rstd, weight, voxels, average, pooled.given)
+
+
+def sum_to_slope(sums: Tensor, slope: Tensor) -> Tensor:
+    """Return PReLU's gradient from the sums of a slab's parts, ``(parts, 3, B, C)``."""
+    third = sums[:, 2]
     total = third.sum() if slope.numel() == 1 else third.flatten(0, -2).sum(0)
     return total.to(slope.dtype).reshape(slope.shape)
 
