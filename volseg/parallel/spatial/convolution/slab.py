@@ -24,6 +24,7 @@ from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
 from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
+from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
 from volseg.parallel.spatial.lazy.recipes import Join
 from volseg.parallel.spatial.lazy.vanishing import vanishes
 from volseg.parallel.spatial.pending import Recipe, Write
@@ -41,6 +42,9 @@ Gradients: TypeAlias = Sequence[Tensor | None]
 def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> ShardedVolume:
     """Convolve the slabs of this process."""
     context = volume.context
+    by_tiles = convolve_by_tiles(volume, weight, bias, plan) if plan.tiles > 1 else None
+    if by_tiles is not None:
+        return by_tiles
     wait = volume.settle(plan.halos) if plan.halos else None
     slabs = volume.pending.lend(volume)
     weights = context.spread(weight)

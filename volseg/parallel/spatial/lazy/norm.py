@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.first_order import first_order
-from volseg.device.layout import DIM
+from volseg.device.layout import DIM, layout_of
 from volseg.device.norm import choice
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.grouping import ALONE, Grouping
@@ -26,7 +26,7 @@ from volseg.device.peer.values import CAPACITY, ValueMailbox
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.recipes import recipe_of_norm
 from volseg.parallel.spatial.lazy.vanishing import note_vanishing
-from volseg.parallel.spatial.pending import Moment, Recipe, Unchanged, Waiting
+from volseg.parallel.spatial.pending import Moment, Outline, Recipe, Unchanged, Waiting, outline_slab
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
@@ -266,21 +266,30 @@ class WaitingNorm(Waiting):
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Apply it."""
         work = _Writing(self, halos)
+        slabs = self._run(work)
+        return slabs, self._describe(work) if self.context.communicator.is_direct else None, work.wait
+
+    def outline(self) -> Outline | None:
+        """Note it for the backward pass."""
+        if not self.context.communicator.is_direct:
+            return None
+        work = _Writing(self, (), outline=True)
+        return Outline(self._run(work), self._describe(work), layout_of(self.stand_ins[0]))
+
+    def _run(self, work: "_Writing") -> list[Tensor]:
         with self.moment.restored():
-            slabs = list(_Normalize.apply(work, self.weight, self.bias, *work.slopes, *self.stand_ins))
-        recipe = None
-        if self.context.communicator.is_direct:
-            recipe = recipe_of_norm(
-                self.stand_ins, work.scales, work.shifts, self.activation, [slope.detach() for slope in work.slopes]
-            )
-        return slabs, recipe, work.wait
+            return list(_Normalize.apply(work, self.weight, self.bias, *work.slopes, *self.stand_ins))
+
+    def _describe(self, work: "_Writing") -> Recipe:
+        slopes = [slope.detach() for slope in work.slopes]
+        return recipe_of_norm(self.stand_ins, work.scales, work.shifts, self.activation, slopes)
 
 
 class _Writing:
     """A norm while its slabs are written, and what comes out besides them."""
 
-    def __init__(self, norm: WaitingNorm, halos: Sequence[Halo]) -> None:
-        self.norm, self.halos = norm, halos
+    def __init__(self, norm: WaitingNorm, halos: Sequence[Halo], outline: bool = False) -> None:
+        self.norm, self.halos, self.outline = norm, halos, outline
         self.scales, self.shifts = norm.context.spread(norm.found.scale), norm.context.spread(norm.found.shift)
         self.slopes: list[Tensor] = [] if norm.slope is None else norm.context.spread(norm.slope)
         self.wait: Wait | None = None
@@ -288,6 +297,8 @@ class _Writing:
     def write(self, slabs: Sequence[Tensor]) -> list[Tensor]:
         """Apply scale, shift and activation; with halos to send, to the outermost planes first."""
         room = self.norm.room
+        if self.outline:
+            return [outline_slab(slab.shape, slab.dtype, slab.device) for slab in slabs]
         slopes: Sequence[Tensor | None] = self.slopes or [None] * len(slabs)
         rows = zip(self.scales, self.shifts, slopes, strict=True)
         applied = [
