@@ -132,6 +132,12 @@ def _gather_kernel(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
 
+def _choose_tile(out: Tensor) -> tuple[int, int]:
+    """Return voxels and channels of a tile: fewer than elsewhere, since each voxel is read from many places."""
+    voxels, channels = choose_tile(out)
+    return max(1, voxels // 4), channels
+
+
 def double(slab: Tensor, part: DoubledPart, linear: bool) -> Tensor:
     """Return the planes ``part.outputs`` of the volume that has twice the size.
 
@@ -148,7 +154,7 @@ def double(slab: Tensor, part: DoubledPart, linear: bool) -> Tensor:
     start, stop = part.outputs
     shape = batch, channels, stop - start, *(2 * size for size in within)
     out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=layout_of(slab))
-    tile = choose_tile(out)
+    tile = _choose_tile(out)
     voxels = out.shape[2:].numel()
     grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(channels, tile[1]), batch)
     with select_device(slab):
@@ -174,7 +180,7 @@ def gather_gradient(gradient: Tensor, shape: Sequence[int], part: DoubledPart, l
     batch, channels, _, *within = shape
     layout = layout_of(gradient)
     out = torch.empty(tuple(shape), dtype=gradient.dtype, device=gradient.device, memory_format=layout)
-    tile = choose_tile(out)
+    tile = _choose_tile(out)
     voxels = out.shape[2:].numel()
     grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(channels, tile[1]), batch)
     with select_device(gradient):

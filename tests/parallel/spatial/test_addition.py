@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from volseg.device import fusions
 from volseg.parallel import ModelParallel
-from volseg.parallel.spatial.lazy import addition
 from volseg.parallel.spatial.volume import ShardedVolume
 
 Sum = Callable[["Block", Tensor], Tensor]
@@ -124,7 +124,7 @@ def test_channels_of_any_number(channels: int) -> None:
     compare(plain, ["cpu"], torch.rand(2, 2, 3, 5, 1, dtype=torch.float64))
 
 
-def test_a_sum_waits_for_its_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_waits_for_its_activation() -> None:
     kinds: list[str] = []
 
     class Spied(nn.Module):
@@ -152,6 +152,17 @@ def test_a_sum_waits_for_its_activation(monkeypatch: pytest.MonkeyPatch) -> None
     assert kinds[:3] == ["WaitingSum"] * 3
     assert kinds[3] != "WaitingSum"
     kinds.clear()
-    monkeypatch.setattr(addition, "enabled", False)
-    net(x)
+    with fusions.without("sums"):
+        net(x)
     assert "WaitingSum" not in kinds
+
+
+@pytest.mark.parametrize("norm", ["instance", "batch", "group"])
+def test_with_all_fusions_off_it_is_the_same(norm: str) -> None:
+    torch.manual_seed(0)
+    plain = Block(NORMS[norm], SUMS["prelu(norm) + gelu(norm), silu"]).double()
+    with fusions.without(*fusions.NAMES):
+        compare(plain, ["cpu"], torch.rand(2, 2, 5, 4, 3, dtype=torch.float64))
+        compare(plain.eval(), ["cpu"], torch.rand(2, 2, 5, 4, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="no fusion is called"), fusions.without("sum"):
+        pass

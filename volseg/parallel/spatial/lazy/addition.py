@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device import fusions
 from volseg.device.first_order import first_order
 from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
@@ -22,10 +23,7 @@ from volseg.parallel.spatial.pending import Recipe, Unchanged, Waiting
 from volseg.parallel.spatial.transport.halo import Halo, Wait
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
-__all__ = ["add_in_place", "add_waiting", "enabled"]
-
-enabled = True
-"""Whether sums take norms along: the switch for comparing."""
+__all__ = ["add_in_place", "add_waiting"]
 
 
 class WaitingSum(Waiting):
@@ -111,7 +109,7 @@ def add_in_place(first: Any, second: Any) -> bool:
 
 def _find_sum(first: Any, second: Any) -> WaitingSum | None:
     """Return the sum of a norm that waits and another volume, if they are alike."""
-    if not enabled or not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume):
+    if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or not fusions.is_on("sums"):
         return None
     norm = first.pending
     if not isinstance(norm, WaitingNorm) or first is second or first.context is not second.context:

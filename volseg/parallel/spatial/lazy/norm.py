@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from volseg.device import fusions
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
 from volseg.device.norm import choice
@@ -129,7 +130,7 @@ def compute_statistics(
             shares = context.communicator.shares(counts, torch.float32, context.communicator.home)
             given = weight, bias, eps
             settings: dict[str, Any] = {"grouping": pooled.grouping}
-            if running is not None and context.communicator.values is None and running.fits_kernel():
+            if running is not None and _moves(context, running):
                 settings["running"], running = running, None
             calls = [partial(_exchange_coefficients, slab, shares, given, settings) for slab in volume.slabs]
             found = _exchange(context, calls, volume.slabs[0])
@@ -143,6 +144,11 @@ def compute_statistics(
             # Samples that share their statistics have the same ones: no average of them is needed.
             running.update(mean[0], variance[0], _count_of_batch(pooled, len(mean), sum(counts), variance))
     return NormStatistics(mean, variance, rstd, scale, shift, sum(counts))
+
+
+def _moves(context: Context, running: Running) -> bool:
+    """Say whether the kernel that computes the statistics moves the running ones: not where it may run twice."""
+    return context.communicator.values is None and running.fits_kernel() and fusions.is_on("pooled statistics")
 
 
 def _count_of_batch(pooled: Pooled, samples: int, voxels: int, like: Tensor) -> int | Tensor:
@@ -186,9 +192,10 @@ def take_statistics(
 def _fits_one_kernel(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> bool:
     """Say whether one kernel exchanges statistics and computes what follows from them."""
     batch, channels = slabs[0].shape[:2]
-    alone, values = context.communicator.num_shards == 1, context.communicator.values
-    reached = alone or (values is not None and 2 * batch * channels <= CAPACITY)
-    return reached and not pooled.over_replicas and choice.takes(slabs[0])
+    values = context.communicator.values
+    reached = context.communicator.num_shards == 1 or (values is not None and 2 * batch * channels <= CAPACITY)
+    alone = pooled.grouping.is_alone(batch, channels) or fusions.is_on("pooled statistics")
+    return reached and alone and not pooled.over_replicas and choice.takes(slabs[0])
 
 
 def _exchange(context: Context, calls: Sequence[Callable[[Any], Tensor]], like: Tensor) -> Tensor:
