@@ -328,6 +328,12 @@ def double_volume() -> None:
         gradient = volume(*wanted.shape, dtype=dtype, last=last)
         (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
         assert_near(doubling.gather_gradient(gradient, slab.shape, part, linear), of_slab, ROUNDING[dtype])
+    exact = volume(1, 3, 2, 4, 2).double().requires_grad_()
+    wanted = F.avg_pool3d(exact, 2)
+    gradient = volume(*wanted.shape)
+    (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
+    assert_near(doubling.halve(exact.detach().float()), wanted.detach(), 1e-6)
+    assert_near(doubling.spread_gradient(gradient), of_slab, 1e-6)
 
 
 @covers("device.peer.values._exchange_values_kernel")
