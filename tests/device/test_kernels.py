@@ -17,9 +17,10 @@ from torch import Tensor
 import volseg
 from volseg.device import doubling, layout, triton_tiles
 from volseg.device.convolution import few_taps, many_taps, one_voxel
-from volseg.device.norm import passes, reference, statistics
+from volseg.device.norm import addition, addition_passes, passes, reference, statistics
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.grouping import ALONE, Grouping
+from volseg.device.norm.term import Term
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
 from volseg.diagnosis.gatherers import tried_kernel
@@ -184,6 +185,59 @@ def gradient_input() -> None:
         assert_near(passes.gradient_input(gradient, x, *pairs, activation, slope=slope), wanted, 1e-5)
 
 
+ADDED = [("leaky", "none", "leaky"), ("prelu", None, "elu"), ("none", "prelu", "none"), ("elu", None, "none")]
+"""The first one's activation, the second one's, where that is a norm, and the sum's."""
+
+
+def terms(first: str, second: str | None, dtype: torch.dtype) -> tuple[list[Term], list[Term]]:
+    """Return what is added, and the same in float64."""
+    found = []
+    for kind, last in ((first, True), (second, False)):
+        x = volume(2, 3, 2, 3, 1, dtype=dtype, last=last)
+        if kind is None:
+            found.append(Term(x))
+        else:
+            slope = values(3) if kind == "prelu" else None
+            found.append(Term(x, values(2, 3), values(2, 3), values(2, 3) - 1, Activation(kind, 0.3), slope))
+    return found, [Term(*wide(*term[:4]), term.activation, *wide(term.slope)) for term in found]
+
+
+def compute_terms(exact: list[Term], activation: Activation) -> Tensor:
+    """Return the sum by plain torch."""
+    parts = [
+        reference.affine(t.slab, t.scale, t.shift, t.activation, slope=t.slope) if t.is_norm else t.slab for t in exact
+    ]
+    return activation.apply(parts[0] + parts[1])
+
+
+@covers("device.norm.addition_passes._add_kernel")
+def add_norms() -> None:
+    for (first, second, behind), dtype in zip(ADDED, [*WIDE_AND_HALF] * 2, strict=True):
+        activation = Activation(behind, 0.2)
+        given, exact = terms(first, second, dtype)
+        wanted = compute_terms(exact, activation)
+        assert_near(addition_passes.add(*given, activation), wanted, ROUNDING[dtype])
+        assert_near(addition.add(*exact, activation), wanted, 1e-12)
+
+
+@covers("device.norm.addition_passes._sums_kernel", "device.norm.addition_passes._input_kernel")
+def differentiate_added_norms() -> None:
+    for (first, second, behind), dtype in zip(ADDED, [*WIDE_AND_HALF] * 2, strict=True):
+        activation = Activation(behind, 0.2)
+        given, exact = terms(first, second, dtype)
+        gradient = volume(2, 3, 2, 3, 1, dtype=dtype)
+        exact_sums = addition.add_sums(gradient.double(), *exact, activation)
+        for got, wanted in zip(addition_passes.add_sums(gradient, *given, activation), exact_sums, strict=True):
+            assert_near(got.sum(0), wanted[0], 1e-5)
+        found = [(values(2, 3), values(2, 3)) for _ in exact_sums]
+        exact_found = [tuple(wide(*pair)) for pair in found]
+        exact_gradients = addition.add_gradients(gradient.double(), *exact, exact_found, activation)
+        for got, wanted in zip(
+            addition_passes.add_gradients(gradient, *given, found, activation), exact_gradients, strict=True
+        ):
+            assert_near(got, wanted, ROUNDING[dtype])
+
+
 @covers("device.norm.statistics._moments_kernel", "device.norm.statistics._join_kernel")
 def moments() -> None:
     for dtype in WIDE_AND_HALF:
@@ -274,6 +328,12 @@ def double_volume() -> None:
         gradient = volume(*wanted.shape, dtype=dtype, last=last)
         (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
         assert_near(doubling.gather_gradient(gradient, slab.shape, part, linear), of_slab, ROUNDING[dtype])
+    exact = volume(1, 3, 2, 4, 2).double().requires_grad_()
+    wanted = F.avg_pool3d(exact, 2)
+    gradient = volume(*wanted.shape)
+    (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
+    assert_near(doubling.halve(exact.detach().float()), wanted.detach(), 1e-6)
+    assert_near(doubling.spread_gradient(gradient), of_slab, 1e-6)
 
 
 @covers("device.peer.values._exchange_values_kernel")

@@ -92,7 +92,7 @@ def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
             box = sides[rank] if shards > 1 else None
             with torch.cuda.stream(stream):
                 row = gradients[rank], slabs[rank], mean, scale, shift, activation, None
-                parts = choice.gradient_partials(*row)
+                parts = choice.gradient_sums_of_parts(*row)
                 back.append(choice.exchange_backward_coefficients(parts, mean, rstd, weight, voxels, box))
         torch.cuda.synchronize()
         return got, back

@@ -6,6 +6,8 @@ torch's kernels want contiguous volumes, and autocast's rule has them work in fl
 layout and in the volume's own type: like a norm they count in float32 and round once. There are no atomics: each voxel
 of a gradient gathers what it gave.
 
+Means of 2 x 2 x 2 voxels are the same two kernels the other way round.
+
 A slab may be a part of the volume along D: an output plane reads the planes next to it, and torch's edge is that of the
 volume.
 """
@@ -21,7 +23,7 @@ from volseg.device.layout import layout_of
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import choose_tile, describe_tile, select_device, takes
 
-__all__ = ["DoubledPart", "double", "double_plainly", "gather_gradient", "takes"]
+__all__ = ["DoubledPart", "double", "double_plainly", "gather_gradient", "halve", "spread_gradient", "takes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def _weigh_output(i, k, size, LINEAR: tl.constexpr):
 
 @kernel()
 def _double_kernel(
-    x, out, C, V, D, H, W, first, start, xb, xc, xd, xh, xw, ob, oc, od, oh, ow,
+    x, out, C, V, D, H, W, first, start, factor, xb, xc, xd, xh, xw, ob, oc, od, oh, ow,
     LINEAR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     v = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -97,12 +99,12 @@ def _double_kernel(
                 total += weight[:, None] * value
     place = d.to(tl.int64) * od + h.to(tl.int64) * oh + w.to(tl.int64) * ow
     place = place[:, None] + c[None, :].to(tl.int64) * oc + b * ob
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place, (total * factor).to(out.dtype.element_ty), mask=mask)
 
 
 @kernel()
 def _gather_kernel(
-    g, out, C, V, D, H, W, first, start, stop, gb, gc, gd, gh, gw, ob, oc, od, oh, ow,
+    g, out, C, V, D, H, W, first, start, stop, factor, gb, gc, gd, gh, gw, ob, oc, od, oh, ow,
     LINEAR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     v = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -129,10 +131,16 @@ def _gather_kernel(
                 total += (dw * hw * ww)[:, None] * value
     place = d.to(tl.int64) * od + h.to(tl.int64) * oh + w.to(tl.int64) * ow
     place = place[:, None] + c[None, :].to(tl.int64) * oc + b * ob
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place, (total * factor).to(out.dtype.element_ty), mask=mask)
 
 
-def double(slab: Tensor, part: DoubledPart, linear: bool) -> Tensor:
+def _choose_tile(out: Tensor) -> tuple[int, int]:
+    """Return voxels and channels of a tile: fewer than elsewhere, since each voxel is read from many places."""
+    voxels, channels = choose_tile(out)
+    return max(1, voxels // 4), channels
+
+
+def double(slab: Tensor, part: DoubledPart, linear: bool, factor: float = 1.0) -> Tensor:
     """Return the planes ``part.outputs`` of the volume that has twice the size.
 
     Parameters
@@ -143,23 +151,28 @@ def double(slab: Tensor, part: DoubledPart, linear: bool) -> Tensor:
         Which.
     linear
         Whether voxels are interpolated, without aligned corners; else repeated.
+    factor
+        That the result is multiplied by.
     """
     batch, channels, _, *within = slab.shape
     start, stop = part.outputs
     shape = batch, channels, stop - start, *(2 * size for size in within)
     out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=layout_of(slab))
-    tile = choose_tile(out)
+    tile = _choose_tile(out)
     voxels = out.shape[2:].numel()
     grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(channels, tile[1]), batch)
     with select_device(slab):
         _double_kernel[grid](
-            slab, out, channels, voxels, part.planes, *within, part.first, start, *slab.stride(), *out.stride(),
+            slab, out, channels, voxels, part.planes, *within, part.first, start, factor,
+            *slab.stride(), *out.stride(),
             **describe_tile(tile, LINEAR=linear),
         )  # fmt: skip
     return out
 
 
-def gather_gradient(gradient: Tensor, shape: Sequence[int], part: DoubledPart, linear: bool) -> Tensor:
+def gather_gradient(
+    gradient: Tensor, shape: Sequence[int], part: DoubledPart, linear: bool, factor: float = 1.0
+) -> Tensor:
     """Return the gradient of ``double`` to its slab.
 
     Parameters
@@ -168,21 +181,38 @@ def gather_gradient(gradient: Tensor, shape: Sequence[int], part: DoubledPart, l
         Of the result.
     shape
         Of the slab.
-    part, linear
+    part, linear, factor
         See ``double``.
     """
     batch, channels, _, *within = shape
     layout = layout_of(gradient)
     out = torch.empty(tuple(shape), dtype=gradient.dtype, device=gradient.device, memory_format=layout)
-    tile = choose_tile(out)
+    tile = _choose_tile(out)
     voxels = out.shape[2:].numel()
     grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(channels, tile[1]), batch)
     with select_device(gradient):
         _gather_kernel[grid](
-            gradient, out, channels, voxels, part.planes, *within, part.first, *part.outputs,
+            gradient, out, channels, voxels, part.planes, *within, part.first, *part.outputs, factor,
             *gradient.stride(), *out.stride(), **describe_tile(tile, LINEAR=linear),
         )  # fmt: skip
     return out
+
+
+def halve(slab: Tensor) -> Tensor:
+    """Return the means of 2 x 2 x 2 voxels: ``F.avg_pool3d(slab, 2)`` of even sizes."""
+    shape, part = _describe_halves(slab.shape)
+    return gather_gradient(slab, shape, part, False, 1 / 8)
+
+
+def spread_gradient(gradient: Tensor) -> Tensor:
+    """Return the gradient of ``halve`` to its slab."""
+    planes = gradient.shape[2]
+    return double(gradient, DoubledPart(planes, 0, (0, 2 * planes)), False, 1 / 8)
+
+
+def _describe_halves(shape: Sequence[int]) -> tuple[list[int], DoubledPart]:
+    planes = shape[2] // 2
+    return [*shape[:2], *(size // 2 for size in shape[2:])], DoubledPart(planes, 0, (0, 2 * planes))
 
 
 def double_plainly(slab: Tensor, part: DoubledPart, linear: bool) -> Tensor:

@@ -40,7 +40,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("transposed convolution", ("transposed",)),
     ("convolution", ("convolution", "few_taps", "many_taps", "one_voxel")),
-    ("norm of ours", ("norm.passes", "norm.statistics")),
+    ("norm of ours", ("norm.passes", "norm.statistics", "norm.addition")),
     ("loss of ours", ("losses.",)),
     ("batch norm", ("batch_norm",)),
     ("group norm", ("group_norm",)),
@@ -50,7 +50,7 @@ KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("optimizer", ("_foreach", "_fused_sgd")),
     ("softmax", ("softmax",)),
     ("pooling", ("pool",)),
-    ("interpolation", ("upsample",)),
+    ("interpolation", ("upsample", "doubling")),
     ("joining", ("aten.cat", "aten.stack", "slice_backward", "select_backward", "split_with_sizes")),
     ("padding, rolling, indexing", ("pad", "roll", "index", "gather", "scatter", "_unsafe_index")),
     ("copy", ("clone", "copy_", "_to_copy", "contiguous")),

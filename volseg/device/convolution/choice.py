@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from volseg.device import pretended, triton_tiles
+from volseg.device import fusions, pretended, triton_tiles
 from volseg.device.convolution import few_taps, many_taps, one_voxel, stacks
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
@@ -91,7 +91,8 @@ def _is_few_taps(call: ConvolutionCall) -> bool:
     channels, taps = call.weight.shape[0], prod(call.weight.shape[1:])
     fits = few_taps.FEWEST_CHANNELS <= channels <= few_taps.MOST_CHANNELS and taps <= few_taps.MOST_TAPS
     # Channels of one voxel lie side by side: that is a matrix product as it stands, and no gathering of taps.
-    gathered = prod(call.weight.shape[2:]) > 1 or call.weight.shape[1] <= few_taps.MOST_CHANNELS_OF_POINT
+    is_point = prod(call.weight.shape[2:]) == 1 and fusions.is_on("points")
+    gathered = not is_point or call.weight.shape[1] <= few_taps.MOST_CHANNELS_OF_POINT
     return fits and gathered and _is_undilated(call.slab, call.weight, call.settings)
 
 

@@ -21,8 +21,8 @@ __all__ = [
     "exchange_coefficients",
     "given_coefficients",
     "gradient_input",
-    "gradient_partials",
     "gradient_sums",
+    "gradient_sums_of_parts",
     "moments",
     "takes",
 ]
@@ -138,7 +138,7 @@ def exchange_backward_coefficients(
     Parameters
     ----------
     partials
-        Sums of each part of the slab: see ``gradient_partials``.
+        Sums of each part of the slab: see ``gradient_sums_of_parts``.
     mean, rstd
         Of the slab; the second where the kernel runs.
     weight, voxels, given
@@ -150,23 +150,25 @@ def exchange_backward_coefficients(
     return statistics.exchange_backward_coefficients(partials, mean, rstd, weight, voxels, mailbox, grouping, given)
 
 
-def gradient_partials(
+def gradient_sums_of_parts(
     gradient: Tensor,
     slab: Tensor,
     mean: Tensor,
     scale: Tensor,
     shift: Tensor,
-    activation: Activation,
-    slope: Tensor | None,
+    activation: Activation = IDENTITY,
+    slope: Tensor | None = None,
 ) -> Tensor:
-    """Return ``reference.gradient_sums`` of each part of a slab that Triton ``takes``, ``(parts, 2 or 3, B, C)``.
+    """Return ``reference.gradient_sums`` of each part of a slab, ``(parts, 2 or 3, B, C)``.
 
     Parameters
     ----------
     gradient, slab, mean, scale, shift, activation, slope
         See ``reference.gradient_sums``.
     """
-    return passes.gradient_sums(gradient, slab, mean, scale, shift, activation, slope)
+    if takes(slab):
+        return passes.gradient_sums(gradient, slab, mean, scale, shift, activation, slope)
+    return reference.gradient_sums(gradient, slab, mean, scale, shift, activation, slope).unsqueeze(0)
 
 
 def affine(

@@ -18,13 +18,23 @@ from volseg.device.triton_tiles import (
     split_voxels,
 )
 
-__all__ = ["affine", "gradient_input", "gradient_sums"]
+__all__ = [
+    "KINDS",
+    "activate",
+    "affine",
+    "differentiate_activation",
+    "find_step",
+    "gradient_input",
+    "gradient_sums",
+    "load_alpha",
+]
 
 KINDS = {"none": 0, "leaky": 1, "elu": 2, "prelu": 3, "sigmoid": 4, "silu": 5, "gelu": 6}
 
 
 @triton.jit
-def _activate(value, alpha, KIND: tl.constexpr):
+def activate(value, alpha, KIND: tl.constexpr):
+    """Return ``Activation.apply``."""
     if KIND == 1 or KIND == 3:
         value = tl.where(value > 0, value, value * alpha)
     if KIND == 2:
@@ -39,7 +49,8 @@ def _activate(value, alpha, KIND: tl.constexpr):
 
 
 @triton.jit
-def _differentiate_activation(value, alpha, KIND: tl.constexpr):
+def differentiate_activation(value, alpha, KIND: tl.constexpr):
+    """Return ``Activation.derivative``."""
     if KIND == 1 or KIND == 3:
         result = tl.where(value > 0, 1.0, alpha)
     elif KIND == 2:
@@ -57,7 +68,7 @@ def _differentiate_activation(value, alpha, KIND: tl.constexpr):
 
 
 @triton.jit
-def _load_alpha(alpha, slopes, step, c, inside, KIND: tl.constexpr):
+def load_alpha(alpha, slopes, step, c, inside, KIND: tl.constexpr):
     """Return the activation's parameter for each channel."""
     if KIND == 3:
         alpha = tl.load(slopes + c * step, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -78,8 +89,8 @@ def _affine_kernel(
     value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
     a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
     s = tl.load(shift + b * C + c, mask=c < C, other=0.0)
-    alpha = _load_alpha(alpha, slopes, step, c, c < C, KIND)
-    value = _activate(value * a[None, :] + s[None, :], alpha, KIND)
+    alpha = load_alpha(alpha, slopes, step, c, c < C, KIND)
+    value = activate(value * a[None, :] + s[None, :], alpha, KIND)
     tl.store(out + elements(ob, oc, ov, b, c, v), value.to(out.dtype.element_ty), mask=mask)
 
 
@@ -94,7 +105,7 @@ def _sums_kernel(
     a = tl.load(scale + b * C + c, mask=inside, other=0.0)
     s = tl.load(shift + b * C + c, mask=inside, other=0.0)
     m = tl.load(mean + b * C + c, mask=inside, other=0.0)
-    alpha = _load_alpha(alpha, slopes, step, c, inside, KIND)
+    alpha = load_alpha(alpha, slopes, step, c, inside, KIND)
     start = part * per_program
     stop = tl.minimum(start + per_program, V)
     first_sum = tl.zeros((BC,), tl.float32)
@@ -109,7 +120,7 @@ def _sums_kernel(
             before = value * a[None, :] + s[None, :]
             if KIND == 3:
                 third_sum += tl.sum(grad * tl.minimum(before, 0.0), 0)
-            grad *= _differentiate_activation(before, alpha, KIND)
+            grad *= differentiate_activation(before, alpha, KIND)
         first_sum += tl.sum(grad, 0)
         second_sum += tl.sum(grad * (value - m[None, :]), 0)
     pairs = tl.num_programs(2) * C
@@ -138,8 +149,8 @@ def _input_kernel(
     grad = tl.load(g + elements(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
     if KIND != 0:
         s = tl.load(shift + b * C + c, mask=inside, other=0.0)
-        alpha = _load_alpha(alpha, slopes, step, c, inside, KIND)
-        grad *= _differentiate_activation(value * a[None, :] + s[None, :], alpha, KIND)
+        alpha = load_alpha(alpha, slopes, step, c, inside, KIND)
+        grad *= differentiate_activation(value * a[None, :] + s[None, :], alpha, KIND)
     result = grad * a[None, :] + value * k[None, :] + o[None, :]
     tl.store(out + elements(ob, oc, ov, b, c, v), result.to(out.dtype.element_ty), mask=mask)
 
@@ -172,13 +183,13 @@ def affine(
     with select_device(slab):
         _affine_kernel[grid](
             slab, scale.contiguous(), shift.contiguous(), slope, out, slab.shape[1], voxels, activation.parameter,
-            _find_step(slope), *read_strides(slab), *read_strides(out), front, skipped,
+            find_step(slope), *read_strides(slab), *read_strides(out), front, skipped,
             **describe_tile(tile, KIND=KINDS[activation.kind], ENDS=ends is not None),
         )  # fmt: skip
     return out
 
 
-def _find_step(slope: Tensor | None) -> int:
+def find_step(slope: Tensor | None) -> int:
     """Return how far one channel's slope is from the next one's in memory."""
     return 0 if slope is None or slope.numel() == 1 else slope.stride(0)
 
@@ -210,7 +221,7 @@ def gradient_sums(
     with select_device(slab):
         _sums_kernel[grid](
             gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), slope, out, channels,
-            count_voxels(slab), per_program, activation.parameter, _find_step(slope),
+            count_voxels(slab), per_program, activation.parameter, find_step(slope),
             *read_strides(gradient), *read_strides(slab),
             **describe_tile(tile, KIND=KINDS[activation.kind]),
         )  # fmt: skip
@@ -243,7 +254,7 @@ def gradient_input(
     with select_device(slab):
         _input_kernel[grid](
             gradient, slab, *(t.contiguous() for t in (scale, shift, factor, offset)), slope, out, slab.shape[1],
-            count_voxels(slab), activation.parameter, _find_step(slope),
+            count_voxels(slab), activation.parameter, find_step(slope),
             *read_strides(gradient), *read_strides(slab), *read_strides(out),
             **describe_tile(tile, KIND=KINDS[activation.kind]),
         )  # fmt: skip

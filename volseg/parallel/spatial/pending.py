@@ -151,8 +151,12 @@ class Unchanged:
 
     def including(self, *tensors: Tensor) -> "Unchanged":
         """Return these and others, which must stay as they are from now on."""
-        both = Unchanged((*self._tensors, *tensors))
-        both._versions[: len(self._versions)] = self._versions
+        return self.joined(Unchanged(tensors))
+
+    def joined(self, other: "Unchanged") -> "Unchanged":
+        """Return these and those of another, as they were."""
+        both = Unchanged((*self._tensors, *other._tensors))
+        both._versions = [*self._versions, *other._versions]
         return both
 
     def holds(self) -> bool:
@@ -411,8 +415,12 @@ class Moment:
 
     def including(self, *parameters: Tensor) -> "Moment":
         """Return the same moment for more parameters."""
+        return self.joined(Moment(parameters))
+
+    def joined(self, other: "Moment") -> "Moment":
+        """Return the same moment for the parameters of another one, too."""
         more = copy(self)
-        more._trained = [*self._trained, *((parameter, parameter.requires_grad) for parameter in parameters)]
+        more._trained = [*self._trained, *other._trained]
         return more
 
     def restored(self) -> AbstractContextManager[None]:

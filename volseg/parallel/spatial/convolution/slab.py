@@ -151,7 +151,7 @@ class _Convolve(torch.autograd.Function):
         needed = [value if wanted else None for wanted, value in zip(ctx.needs_input_grad[first:], inputs, strict=True)]
         biases = [bias for _, _, bias in found] if ctx.num_biases else []
         if no_biases:
-            biases = [gradient.new_zeros(ctx.bias_sizes) for gradient in gradients]
+            biases = [torch.zeros(ctx.bias_sizes, dtype=g.dtype, device=g.device) for g in gradients]
         return None, *(weight for _, weight, _ in found), *biases, *needed
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from volseg.device import fusions
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
 from volseg.device.norm import choice
@@ -35,7 +36,16 @@ from volseg.parallel.spatial.volume import ShardedVolume
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
 
-__all__ = ["NormStatistics", "Pooled", "WaitingNorm", "compute_statistics", "settle_in_checkpoint", "take_statistics"]
+__all__ = [
+    "NormStatistics",
+    "Pooled",
+    "WaitingNorm",
+    "combine_sums",
+    "compute_statistics",
+    "settle_in_checkpoint",
+    "sum_to_slope",
+    "take_statistics",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +130,7 @@ def compute_statistics(
             shares = context.communicator.shares(counts, torch.float32, context.communicator.home)
             given = weight, bias, eps
             settings: dict[str, Any] = {"grouping": pooled.grouping}
-            if running is not None and context.communicator.values is None and running.fits_kernel():
+            if running is not None and _moves(context, running):
                 settings["running"], running = running, None
             calls = [partial(_exchange_coefficients, slab, shares, given, settings) for slab in volume.slabs]
             found = _exchange(context, calls, volume.slabs[0])
@@ -134,6 +144,11 @@ def compute_statistics(
             # Samples that share their statistics have the same ones: no average of them is needed.
             running.update(mean[0], variance[0], _count_of_batch(pooled, len(mean), sum(counts), variance))
     return NormStatistics(mean, variance, rstd, scale, shift, sum(counts))
+
+
+def _moves(context: Context, running: Running) -> bool:
+    """Say whether the kernel that computes the statistics moves the running ones: not where it may run twice."""
+    return context.communicator.values is None and running.fits_kernel() and fusions.is_on("pooled statistics")
 
 
 def _count_of_batch(pooled: Pooled, samples: int, voxels: int, like: Tensor) -> int | Tensor:
@@ -177,9 +192,10 @@ def take_statistics(
 def _fits_one_kernel(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> bool:
     """Say whether one kernel exchanges statistics and computes what follows from them."""
     batch, channels = slabs[0].shape[:2]
-    alone, values = context.communicator.num_shards == 1, context.communicator.values
-    reached = alone or (values is not None and 2 * batch * channels <= CAPACITY)
-    return reached and not pooled.over_replicas and choice.takes(slabs[0])
+    values = context.communicator.values
+    reached = context.communicator.num_shards == 1 or (values is not None and 2 * batch * channels <= CAPACITY)
+    alone = pooled.grouping.is_alone(batch, channels) or fusions.is_on("pooled statistics")
+    return reached and alone and not pooled.over_replicas and choice.takes(slabs[0])
 
 
 def _exchange(context: Context, calls: Sequence[Callable[[Any], Tensor]], like: Tensor) -> Tensor:
@@ -336,16 +352,8 @@ class _Normalize(torch.autograd.Function):
         slopes = tensors[:number] or [None] * len(slabs)
         scales, shifts = spread(scale), spread(shift)
         rows = zip(gradients, slabs, spread(mean), scales, shifts, strict=True)
-        fits = _fits_one_kernel(context, pooled, slabs)
-        add_up = choice.gradient_partials if fits else choice.gradient_sums
-        sums = [add_up(*row, activation, slope) for row, slope in zip(rows, slopes, strict=True)]
-        if fits:
-            calls = [partial(_exchange_backward, (own, mean, rstd, weight, voxels), pooled) for own in sums]
-            found = _exchange(context, calls, slabs[0])
-        else:
-            stacked = context.communicator.collect([own[:2] for own in sums])
-            average = pooled.needed(*mean.shape)
-            found = choice.backward_coefficients(stacked, mean, rstd, weight, voxels, average, pooled.given)
+        sums = [choice.gradient_sums_of_parts(*row, activation, slope) for row, slope in zip(rows, slopes, strict=True)]
+        found = combine_sums(context, pooled, sums, mean, rstd, weight, voxels, slabs)
         factor, offset = found[0], found[1]
         moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
         rows = zip(gradients, slabs, scales, shifts, spread(factor), spread(offset), strict=True)
@@ -362,13 +370,44 @@ class _Normalize(torch.autograd.Function):
                 note_vanishing(gradient)
         weight_gradient = moment.to(weight) if weight is not None else None
         bias_gradient = total.to(rstd if weight is None else weight) if has_bias else None
-        of_slopes = [_sum_to_slope(own, slope) for own, slope in zip(sums, tensors[:number], strict=False)]
+        of_slopes = [sum_to_slope(own, slope) for own, slope in zip(sums, tensors[:number], strict=False)]
         return None, weight_gradient, bias_gradient, *of_slopes, *inputs
 
 
-def _sum_to_slope(sums: Tensor, slope: Tensor) -> Tensor:
-    """Return PReLU's gradient from the sums of a slab, ``(3, B, C)``, or of its parts, ``(parts, 3, B, C)``."""
-    third = sums.select(-3, 2)
+def combine_sums(
+    context: Context,
+    pooled: Pooled,
+    sums: Sequence[Tensor],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    voxels: int,
+    slabs: Sequence[Tensor],
+) -> Tensor:
+    """Return ``reference.backward_coefficients`` of all slabs.
+
+    Parameters
+    ----------
+    context, pooled
+        Of the norm.
+    sums
+        Of the parts of each slab of this process, ``(parts, 2 or 3, B, C)``.
+    mean, rstd, weight, voxels
+        See ``reference.backward_coefficients``.
+    slabs
+        The norm's input.
+    """
+    if _fits_one_kernel(context, pooled, slabs):
+        calls = [partial(_exchange_backward, (own, mean, rstd, weight, voxels), pooled) for own in sums]
+        return _exchange(context, calls, slabs[0])
+    stacked = context.communicator.collect([own[:, :2].sum(0) for own in sums])
+    average = pooled.needed(*mean.shape)
+    return choice.backward_coefficients(stacked, mean, rstd, weight, voxels, average, pooled.given)
+
+
+def sum_to_slope(sums: Tensor, slope: Tensor) -> Tensor:
+    """Return PReLU's gradient from the sums of a slab's parts, ``(parts, 3, B, C)``."""
+    third = sums[:, 2]
     total = third.sum() if slope.numel() == 1 else third.flatten(0, -2).sum(0)
     return total.to(slope.dtype).reshape(slope.shape)
 

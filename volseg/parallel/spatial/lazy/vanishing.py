@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from volseg.device import fusions
 from volseg.device.torch_internals import get_version
 
 __all__ = ["note_vanishing", "vanishes"]
@@ -21,4 +22,5 @@ def note_vanishing(gradient: Any) -> None:
 
 def vanishes(gradient: Tensor) -> bool:
     """Say whether that is known: not of a sum with another gradient, new or made in place."""
-    return getattr(gradient, "_vanishes", None) == get_version(gradient)
+    known = getattr(gradient, "_vanishes", None) == get_version(gradient)
+    return known and fusions.is_on("no bias gradients")

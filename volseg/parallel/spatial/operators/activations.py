@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from volseg.device import fusions
 from volseg.device.norm.activation import Activation
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
 from volseg.parallel.spatial.table import handles, refuse
@@ -59,7 +60,7 @@ def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
         refuse("batch and channels must not be cut, nor the weight")
     if weight.ndim > 1 or weight.numel() not in (1, input.shape[1]):
         raise RuntimeError(f"prelu needs one slope, or {input.shape[1]} (one per channel), got {tuple(weight.shape)}")
-    waiting = input.pending.activate(Activation("prelu"), weight)
+    waiting = input.pending.activate(Activation("prelu"), weight) if fusions.is_on("activations") else None
     if waiting is not None:
         return defer(waiting, input.dims, input.shape, input.context)
     slopes = input.context.spread(weight)
@@ -71,7 +72,8 @@ def _activated(func: Callable, volume: Any, chosen: Activation, inplace: bool, s
     if not isinstance(volume, ShardedVolume):
         refuse("its input is not sharded")
     inplace = inplace or func.__name__.endswith("_")
-    waiting = volume.pending.activate(chosen)
+    taken = chosen.kind in ("leaky", "elu") or fusions.is_on("activations")
+    waiting = volume.pending.activate(chosen) if taken else None
     if waiting is None:
         if not inplace:
             return pointwise(func, (volume,), settings)

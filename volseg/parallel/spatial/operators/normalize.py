@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.device import fusions
 from volseg.device.norm.grouping import Grouping
 from volseg.device.norm.running import Running
 from volseg.parallel.spatial.lazy.norm import (
@@ -154,7 +155,8 @@ def _with_given(
     eps: float,
 ) -> ShardedVolume:
     """Normalise with statistics that were found before."""
-    if mean is None or var is None or not volume.dtype.is_floating_point or 0 in volume.shape:
+    fits = volume.dtype.is_floating_point and 0 not in volume.shape and fusions.is_on("given statistics")
+    if mean is None or var is None or not fits:
         columns = [
             [None] * len(volume.slabs) if t is None else volume.context.spread(t) for t in (mean, var, weight, bias)
         ]

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from volseg.device.torch_internals import tree_flatten, tree_unflatten
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.gathered import nested, run_gathered, volumes
+from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting
 from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
@@ -196,6 +198,9 @@ DUNDER = [
 IN_PLACE = ["iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"]
 
 
+SUMS = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
+SUMS_IN_PLACE = frozenset({Tensor.add_, Tensor.__iadd__})
+
 CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 
 
@@ -277,7 +282,11 @@ def rewrap(like: ShardedVolume, results: list[Any]) -> Any:
 @handles("Pointwise arithmetic", *BINARY, broadcasts=True)
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run on each slab."""
+    """Run on each slab; a sum waits with the norms in front of it."""
+    if func in SUMS and len(args) == 2 and not kwargs:
+        waiting = add_waiting(*args)
+        if waiting is not None:
+            return waiting
     like, results = run_local(func, args, kwargs)
     return rewrap(like, results)
 
@@ -301,6 +310,8 @@ def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return run_gathered(func, args, kwargs)
     if target.hooks is not None:
         refuse("a hook waits for the gradient of what would be changed: work out of place, or hook the result")
+    if func in SUMS_IN_PLACE and len(args) == 2 and not kwargs and add_in_place(*args):
+        return target
     target.context.settle()
     like, _ = run_local(func, args, kwargs, like=target)
     assert like is target

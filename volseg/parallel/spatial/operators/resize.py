@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.device import doubling
+from volseg.device import doubling, fusions
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM
 from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
@@ -97,7 +97,11 @@ def _is_doubled(volume: ShardedVolume, mode: str, sizes: list[int], scales: list
     """Say whether there will be twice as many voxels along D, H and W, which kernels of ours compute."""
     twice = sizes == [2 * size for size in volume.shape[2:]] and all(scale in (None, 2.0) for scale in scales)
     taken = volume.ndim == 5 and volume.dims == (DIM,) and volume.merged is None and mode in ("nearest", "trilinear")
-    return taken and twice and not corners and volume.numel() > 0 and doubling.takes(volume)
+    return taken and twice and not corners and volume.numel() > 0 and _takes(volume)
+
+
+def _takes(volume: ShardedVolume) -> bool:
+    return fusions.is_on("doubling") and doubling.takes(volume)
 
 
 def _double(volume: ShardedVolume, mode: str) -> Any:

@@ -1,0 +1,169 @@
+"""Sums that take norms along, against the plain network in float64: outputs, every gradient, buffers."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from volseg.device import fusions
+from volseg.parallel import ModelParallel
+from volseg.parallel.spatial.volume import ShardedVolume
+
+Sum = Callable[["Block", Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """Two norms, and what is done with them."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], combine: Sum) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv3d(2, 6, 3, padding=1), nn.Conv3d(2, 6, 1)
+        self.norm, self.other = norm(6), norm(6)
+        self.slope = nn.Parameter(torch.rand(6))
+        self.last = nn.Conv3d(6, 2, 3, padding=1)
+        self.combine = combine
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.combine(self, x))
+        return result
+
+
+def add_in_place(net: Block, x: Tensor) -> Tensor:
+    out = net.norm(net.first(x))
+    out += net.second(x)
+    return F.leaky_relu(out, 0.1, inplace=True)
+
+
+def add_again(net: Block, x: Tensor) -> Tensor:
+    normed = net.norm(net.first(x))
+    total = normed + net.second(x)
+    return F.relu(total) * normed
+
+
+def change_behind(net: Block, x: Tensor) -> Tensor:
+    other = net.second(x)
+    total = net.norm(net.first(x)) + other
+    other = other.add_(1.0) if not torch.is_grad_enabled() else other + 1.0
+    return F.elu(total) + other
+
+
+SUMS: dict[str, Sum] = {
+    "norm + norm, leaky": lambda net, x: F.leaky_relu(net.norm(net.first(x)) + net.other(net.second(x)), 0.1),
+    "norm + slab, elu": lambda net, x: F.elu(net.norm(net.first(x)) + net.second(x)),
+    "slab + activated norm": lambda net, x: net.second(x) + F.relu(net.norm(net.first(x))),
+    "prelu(norm) + gelu(norm), silu": lambda net, x: F.silu(
+        F.prelu(net.norm(net.first(x)), net.slope) + F.gelu(net.other(net.second(x)))
+    ),
+    "prelu(norm) + slab": lambda net, x: torch.add(F.prelu(net.norm(net.first(x)), net.slope[:1]), net.second(x)),
+    "sigmoid of both, prelu": lambda net, x: F.prelu(
+        torch.sigmoid(net.norm(net.first(x))) + net.other(net.second(x)), net.slope
+    ),
+    "in place": add_in_place,
+    "one norm twice": add_again,
+    "changed behind": change_behind,
+}
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "instance": lambda channels: nn.InstanceNorm3d(channels, affine=True),
+    "batch": nn.BatchNorm3d,
+    "batch without running": lambda channels: nn.BatchNorm3d(channels, track_running_stats=False),
+    "batch, cumulative": lambda channels: nn.BatchNorm3d(channels, momentum=None, affine=False),
+    "group": lambda channels: nn.GroupNorm(2, channels),
+}
+
+
+def run(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor, steps: int) -> list[Tensor]:
+    """Return outputs, gradients and buffers of some passes."""
+    results: list[Tensor] = []
+    for step in range(steps):
+        given = (x + step).requires_grad_()
+        output = call(given)
+        output = output.full_tensor() if isinstance(output, ShardedVolume) else output
+        output.square().mean().backward()
+        assert given.grad is not None
+        results += [output.detach(), given.grad]
+    # What a norm takes away has no gradient, and round-off in torch.
+    results += [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+    return results + [buffer.clone().double() for buffer in net.buffers()]
+
+
+def compare(plain: nn.Module, devices: list[str], x: Tensor, steps: int = 2) -> None:
+    net = copy.deepcopy(plain)
+    wanted = run(plain, plain, x, steps)
+    got = run(net, ModelParallel(net, strategy="spatial", devices=devices), x, steps)
+    assert len(got) == len(wanted)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]], ids=["one", "two"])
+@pytest.mark.parametrize("combine", SUMS)
+@pytest.mark.parametrize("norm", ["instance", "group"])
+def test_sums_are_exact(combine: str, norm: str, devices: list[str]) -> None:
+    torch.manual_seed(0)
+    compare(Block(NORMS[norm], SUMS[combine]).double(), devices, torch.rand(2, 2, 34, 3, 5, dtype=torch.float64), 1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_in_sums_are_exact(norm: str, training: bool) -> None:
+    torch.manual_seed(0)
+    plain = Block(NORMS[norm], SUMS["norm + norm, leaky"]).double()
+    plain(torch.rand(2, 2, 5, 4, 3, dtype=torch.float64))  # running statistics that are no start's
+    compare(plain.train(training), ["cpu"], torch.rand(3, 2, 5, 4, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("channels", [1, 7, 130])
+def test_channels_of_any_number(channels: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv3d(2, channels, 1), nn.BatchNorm3d(channels), nn.PReLU(channels)).double()
+    compare(plain, ["cpu"], torch.rand(2, 2, 3, 5, 1, dtype=torch.float64))
+
+
+def test_a_sum_waits_for_its_activation() -> None:
+    kinds: list[str] = []
+
+    class Spied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv3d(1, 4, 1), nn.InstanceNorm3d(4)
+
+        def forward(self, x: Any) -> Any:
+            features = self.conv(x)
+            total = self.norm(features) + features
+            kinds.append(type(total.pending).__name__)
+            result = F.leaky_relu(total)
+            kinds.append(type(result.pending).__name__)
+            with torch.no_grad():
+                kinds.append(type((self.norm(features) + features).pending).__name__)
+            norm = self.norm(features)
+            with torch.no_grad():
+                kinds.append(type((norm + features).pending).__name__)
+            return result
+
+    net = ModelParallel(Spied(), strategy="spatial", devices=["cpu"])
+    x = torch.rand(1, 1, 4, 4, 4)
+    net(x)
+    # A norm of another mode is written as it was, first.
+    assert kinds[:3] == ["WaitingSum"] * 3
+    assert kinds[3] != "WaitingSum"
+    kinds.clear()
+    with fusions.without("sums"):
+        net(x)
+    assert "WaitingSum" not in kinds
+
+
+@pytest.mark.parametrize("norm", ["instance", "batch", "group"])
+def test_with_all_fusions_off_it_is_the_same(norm: str) -> None:
+    torch.manual_seed(0)
+    plain = Block(NORMS[norm], SUMS["prelu(norm) + gelu(norm), silu"]).double()
+    with fusions.without(*fusions.NAMES):
+        compare(plain, ["cpu"], torch.rand(2, 2, 5, 4, 3, dtype=torch.float64))
+        plain.zero_grad()  # a copy has no gradients
+        compare(plain.eval(), ["cpu"], torch.rand(2, 2, 5, 4, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="no fusion is called"), fusions.without("sum"):
+        pass

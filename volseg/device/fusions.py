@@ -1,0 +1,42 @@
+"""What one kernel does instead of several, by name, to be switched off for a comparison.
+
+``workflows/benchmarks/fusions.py`` measures a step with each of them off. Results are the same up to round-off either
+way; `"doubling"` also decides the type of an upsampled volume under autocast.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["NAMES", "is_on", "without"]
+
+NAMES = ("pooled statistics", "given statistics", "activations", "sums", "no bias gradients", "doubling", "points")
+"""Statistics of groups and batches, and of norms in evaluation; PReLU, sigmoid, SiLU and GELU behind norms; sums that
+take norms along; bias gradients that are zero; volumes of twice the size; 1 x 1 x 1 convolutions as matrix products."""
+
+_off: set[str] = set()
+
+
+def is_on(name: str) -> bool:
+    """Say whether a fusion is on, as all of them are by default."""
+    assert name in NAMES, name
+    return name not in _off
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Switch some off in here.
+
+    Raises
+    ------
+    ValueError
+        If there is none of that name.
+    """
+    if unknown := set(names) - set(NAMES):
+        raise ValueError(f"no fusion is called {sorted(unknown)}; there are {', '.join(NAMES)}")
+    before = set(_off)
+    _off.update(names)
+    try:
+        yield
+    finally:
+        _off.clear()
+        _off.update(before)

@@ -1,0 +1,106 @@
+"""A norm plus something else, and an activation behind the sum, in one pass: residual blocks.
+
+``act(first + second)``, where the first is a norm with its own activation, and the second is one too, or a slab as it
+is. Backward takes two passes, as a norm alone does: the sums, and the gradients of both. Triton's kernels where they
+take the slab, else plain torch, which defines the results.
+"""
+
+import torch
+from torch import Tensor
+
+from volseg.device.norm import addition_passes, choice, reference
+from volseg.device.norm.activation import IDENTITY, Activation
+from volseg.device.norm.term import Term
+from volseg.device.triton_tiles import takes
+
+__all__ = ["add", "add_gradients", "add_sums"]
+
+
+def add(first: Term, second: Term, activation: Activation = IDENTITY) -> Tensor:
+    """Return ``activation(first + second)``, rounded once.
+
+    Parameters
+    ----------
+    first
+        A norm.
+    second
+        Another, or a slab as it is; of the first one's shape and type.
+    activation
+        Of the sum; no PReLU.
+    """
+    if takes(first.slab):
+        return addition_passes.add(first, second, activation)
+    return activation.apply(_compute(first) + _compute(second)).to(first.slab.dtype)
+
+
+def _compute(term: Term) -> Tensor:
+    """Return a term's value in plain torch, half precision as float32."""
+    half = term.slab.dtype in (torch.float16, torch.bfloat16)
+    wide = term.slab.float() if half else term.slab
+    if term.scale is None or term.shift is None:
+        return wide
+    return reference.affine(wide, term.scale, term.shift, term.activation, slope=term.slope)
+
+
+def _passes_on(second: Term, activation: Activation) -> bool:
+    """Say whether the second gets the sum's own gradient, and the first one's is that of a norm alone."""
+    return not second.is_norm and activation == IDENTITY
+
+
+def _differentiate(gradient: Tensor, first: Term, second: Term, activation: Activation) -> Tensor:
+    """Return the sum's gradient in plain torch."""
+    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    return wide if activation.kind == "none" else wide * activation.derivative(_compute(first) + _compute(second))
+
+
+def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation) -> list[Tensor]:
+    """Return ``reference.gradient_sums`` of each term that is a norm, of each part, ``(parts, 2 or 3, B, C)``.
+
+    Parameters
+    ----------
+    gradient
+        Of the result.
+    first, second, activation
+        See ``add``.
+    """
+    if _passes_on(second, activation):
+        slab, mean, scale, shift, kind, slope = first
+        assert mean is not None
+        assert scale is not None
+        assert shift is not None
+        return [choice.gradient_sums_of_parts(gradient, slab, mean, scale, shift, kind, slope)]
+    norms = [term for term in (first, second) if term.is_norm]
+    if not takes(first.slab):
+        inner = _differentiate(gradient, first, second, activation)
+        return [reference.gradient_sums(inner, *term).unsqueeze(0) for term in norms]  # type: ignore[arg-type]
+    return addition_passes.add_sums(gradient, first, second, activation)
+
+
+def add_gradients(
+    gradient: Tensor, first: Term, second: Term, found: list[tuple[Tensor, Tensor]], activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both slabs.
+
+    Parameters
+    ----------
+    gradient
+        Of the result.
+    first, second, activation
+        See ``add``.
+    found
+        Factor and offset of each term that is a norm: see ``reference.gradient_input``.
+    """
+    if _passes_on(second, activation):
+        slab, _, scale, shift, kind, slope = first
+        assert scale is not None
+        assert shift is not None
+        return choice.gradient_input(gradient, slab, scale, shift, *found[0], kind, slope=slope), gradient
+    if not takes(first.slab):
+        inner = _differentiate(gradient, first, second, activation)
+        slabs = [
+            reference.gradient_input(inner, term.slab, term.scale, term.shift, *own, term.activation, slope=term.slope)
+            for term, own in zip((first, second), found, strict=False)
+            if term.scale is not None and term.shift is not None
+        ]
+        return slabs[0], slabs[1] if second.is_norm else inner.to(second.slab.dtype)
+    return addition_passes.add_gradients(gradient, first, second, found, activation)

@@ -1,0 +1,255 @@
+# ruff: noqa: N803  (upper case: what Triton is compiled for)
+# mypy: disable-error-code="no-untyped-def"
+"""The passes over the voxels of a norm plus something else in Triton: see ``addition``."""
+
+import torch
+from torch import Tensor
+
+from volseg.device.norm.activation import Activation
+from volseg.device.norm.passes import KINDS, activate, differentiate_activation, find_step, load_alpha
+from volseg.device.norm.term import Term
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import (
+    choose_tile,
+    count_voxels,
+    describe_tile,
+    elements,
+    make_even,
+    read_strides,
+    select_device,
+    split_voxels,
+)
+
+__all__ = ["add", "add_gradients", "add_sums"]
+
+
+@triton.jit
+def _read(x, scale, shift, slopes, alpha, step, b, c, inside, place, mask, C, NORM: tl.constexpr, KIND: tl.constexpr):
+    """Return a term's slab, its value before its activation, its scale, and the activation's parameter."""
+    raw = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    before = raw
+    factor = tl.full(c.shape, 1.0, tl.float32)
+    if NORM:
+        factor = tl.load(scale + b * C + c, mask=inside, other=0.0)
+        before = raw * factor[None, :] + tl.load(shift + b * C + c, mask=inside, other=0.0)[None, :]
+    return raw, before, factor, load_alpha(alpha, slopes, step, c, inside, KIND)
+
+
+@kernel()
+def _add_kernel(
+    x, xscale, xshift, xslopes, y, yscale, yshift, yslopes, out, C, V, xalpha, xstep, yalpha, ystep, alpha,
+    xb, xc, xv, yb, yc, yv, ob, oc, ov,
+    XKIND: tl.constexpr, YNORM: tl.constexpr, YKIND: tl.constexpr, KIND: tl.constexpr,
+    BV: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    b = tl.program_id(2)
+    inside = c < C
+    mask = (v[:, None] < V) & inside[None, :]
+    place = elements(xb, xc, xv, b, c, v)
+    _, first, _, xalpha = _read(x, xscale, xshift, xslopes, xalpha, xstep, b, c, inside, place, mask, C, True, XKIND)
+    place = elements(yb, yc, yv, b, c, v)
+    _, second, _, yalpha = _read(y, yscale, yshift, yslopes, yalpha, ystep, b, c, inside, place, mask, C, YNORM, YKIND)
+    value = activate(activate(first, xalpha, XKIND) + activate(second, yalpha, YKIND), alpha, KIND)
+    tl.store(out + elements(ob, oc, ov, b, c, v), value.to(out.dtype.element_ty), mask=mask)
+
+
+@kernel()
+def _sums_kernel(
+    g, x, xmean, xscale, xshift, xslopes, y, ymean, yscale, yshift, yslopes, xout, yout, C, V, per_program,
+    xalpha, xstep, yalpha, ystep, alpha, gb, gc, gv, xb, xc, xv, yb, yc, yv,
+    XKIND: tl.constexpr, YNORM: tl.constexpr, YKIND: tl.constexpr, KIND: tl.constexpr,
+    BV: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    c = block * BC + tl.arange(0, BC)
+    inside = c < C
+    xm = tl.load(xmean + b * C + c, mask=inside, other=0.0)
+    ym = xm
+    if YNORM:
+        ym = tl.load(ymean + b * C + c, mask=inside, other=0.0)
+    start = part * per_program
+    stop = tl.minimum(start + per_program, V)
+    xtotal = tl.zeros((BC,), tl.float32)
+    xmoment = tl.zeros((BC,), tl.float32)
+    xthird = tl.zeros((BC,), tl.float32)
+    ytotal = tl.zeros((BC,), tl.float32)
+    ymoment = tl.zeros((BC,), tl.float32)
+    ythird = tl.zeros((BC,), tl.float32)
+    for begin in range(start, stop, BV):
+        v = begin + tl.arange(0, BV)
+        mask = (v[:, None] < stop) & inside[None, :]
+        place = elements(xb, xc, xv, b, c, v)
+        xraw, first, _, xa = _read(x, xscale, xshift, xslopes, xalpha, xstep, b, c, inside, place, mask, C, True, XKIND)
+        place = elements(yb, yc, yv, b, c, v)
+        yraw, second, _, ya = _read(
+            y, yscale, yshift, yslopes, yalpha, ystep, b, c, inside, place, mask, C, YNORM, YKIND
+        )
+        grad = tl.load(g + elements(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+        if KIND != 0:
+            grad *= differentiate_activation(activate(first, xa, XKIND) + activate(second, ya, YKIND), alpha, KIND)
+        own = grad
+        if XKIND == 3:
+            xthird += tl.sum(grad * tl.minimum(first, 0.0), 0)
+        if XKIND != 0:
+            own = grad * differentiate_activation(first, xa, XKIND)
+        xtotal += tl.sum(own, 0)
+        xmoment += tl.sum(own * (xraw - xm[None, :]), 0)
+        if YNORM:
+            own = grad
+            if YKIND == 3:
+                ythird += tl.sum(grad * tl.minimum(second, 0.0), 0)
+            if YKIND != 0:
+                own = grad * differentiate_activation(second, ya, YKIND)
+            ytotal += tl.sum(own, 0)
+            ymoment += tl.sum(own * (yraw - ym[None, :]), 0)
+    pairs = tl.num_programs(2) * C
+    xrows: tl.constexpr = 3 if XKIND == 3 else 2
+    place = part * xrows * pairs + b * C + c
+    tl.store(xout + place, xtotal, mask=inside)
+    tl.store(xout + place + pairs, xmoment, mask=inside)
+    if XKIND == 3:
+        tl.store(xout + place + 2 * pairs, xthird, mask=inside)
+    if YNORM:
+        yrows: tl.constexpr = 3 if YKIND == 3 else 2
+        place = part * yrows * pairs + b * C + c
+        tl.store(yout + place, ytotal, mask=inside)
+        tl.store(yout + place + pairs, ymoment, mask=inside)
+        if YKIND == 3:
+            tl.store(yout + place + 2 * pairs, ythird, mask=inside)
+
+
+@kernel()
+def _input_kernel(
+    g, x, xscale, xshift, xfactor, xoffset, xslopes, y, yscale, yshift, yfactor, yoffset, yslopes, xout, yout, C, V,
+    xalpha, xstep, yalpha, ystep, alpha, gb, gc, gv, xb, xc, xv, yb, yc, yv, ub, uc, uv, wb, wc, wv,
+    XKIND: tl.constexpr, YNORM: tl.constexpr, YKIND: tl.constexpr, KIND: tl.constexpr,
+    BV: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    b = tl.program_id(2)
+    inside = c < C
+    mask = (v[:, None] < V) & inside[None, :]
+    place = elements(xb, xc, xv, b, c, v)
+    xraw, first, xs, xa = _read(x, xscale, xshift, xslopes, xalpha, xstep, b, c, inside, place, mask, C, True, XKIND)
+    place = elements(yb, yc, yv, b, c, v)
+    yraw, second, ys, ya = _read(y, yscale, yshift, yslopes, yalpha, ystep, b, c, inside, place, mask, C, YNORM, YKIND)
+    grad = tl.load(g + elements(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
+    if KIND != 0:
+        grad *= differentiate_activation(activate(first, xa, XKIND) + activate(second, ya, YKIND), alpha, KIND)
+    own = grad
+    if XKIND != 0:
+        own = grad * differentiate_activation(first, xa, XKIND)
+    k = tl.load(xfactor + b * C + c, mask=inside, other=0.0)
+    o = tl.load(xoffset + b * C + c, mask=inside, other=0.0)
+    own = own * xs[None, :] + xraw * k[None, :] + o[None, :]
+    tl.store(xout + elements(ub, uc, uv, b, c, v), own.to(xout.dtype.element_ty), mask=mask)
+    own = grad
+    if YKIND != 0:
+        own = grad * differentiate_activation(second, ya, YKIND)
+    if YNORM:
+        k = tl.load(yfactor + b * C + c, mask=inside, other=0.0)
+        o = tl.load(yoffset + b * C + c, mask=inside, other=0.0)
+        own = own * ys[None, :] + yraw * k[None, :] + o[None, :]
+    tl.store(yout + elements(wb, wc, wv, b, c, v), own.to(yout.dtype.element_ty), mask=mask)
+
+
+def _describe_kinds(first: Term, second: Term, activation: Activation) -> dict[str, int | bool]:
+    """Return what a kernel is compiled for."""
+    kinds = [KINDS[each.kind] for each in (first.activation, second.activation, activation)]
+    return {"XKIND": kinds[0], "YNORM": second.is_norm, "YKIND": kinds[1], "KIND": kinds[2]}
+
+
+def _list_parameters(first: Term, second: Term, activation: Activation) -> tuple[float, ...]:
+    """Return the activations' parameters, with the step from one slope to the next."""
+    own = [value for term in (first, second) for value in (term.activation.parameter, find_step(term.slope))]
+    return *own, activation.parameter
+
+
+def _make_dense(*values: Tensor | None) -> list[Tensor | None]:
+    return [None if value is None else value.contiguous() for value in values]
+
+
+def _make_even(term: Term, like: Tensor) -> Term:
+    return term._replace(slab=make_even(term.slab, like))
+
+
+def add(first: Term, second: Term, activation: Activation) -> Tensor:
+    """Compute ``addition.add``.
+
+    Parameters
+    ----------
+    first, second, activation
+        See ``addition.add``.
+    """
+    first = _make_even(first, first.slab)
+    second = _make_even(second, first.slab)
+    x, y = first.slab, second.slab
+    out, tile = torch.empty_like(x), choose_tile(x)
+    grid = (triton.cdiv(count_voxels(x), tile[0]), triton.cdiv(x.shape[1], tile[1]), x.shape[0])
+    with select_device(x):
+        _add_kernel[grid](
+            x, *_make_dense(first.scale, first.shift), first.slope,
+            y, *_make_dense(second.scale, second.shift), second.slope, out, x.shape[1], count_voxels(x),
+            *_list_parameters(first, second, activation), *read_strides(x), *read_strides(y), *read_strides(out),
+            **describe_tile(tile, **_describe_kinds(first, second, activation)),
+        )  # fmt: skip
+    return out
+
+
+def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation) -> list[Tensor]:
+    """Compute ``addition.add_sums``.
+
+    Parameters
+    ----------
+    gradient, first, second, activation
+        See ``addition.add_sums``.
+    """
+    norms = [term for term in (first, second) if term.is_norm]
+    first = _make_even(first, first.slab)
+    x = first.slab
+    second, gradient = _make_even(second, x), make_even(gradient, x)
+    batch, channels = x.shape[:2]
+    tile = choose_tile(x)
+    parts, per_program = split_voxels(x, tile)
+    rows = [3 if term.activation.kind == "prelu" else 2 for term in norms]
+    outs = [x.new_empty((parts, count, batch, channels), dtype=torch.float32) for count in rows]
+    with select_device(x):
+        _sums_kernel[(parts, triton.cdiv(channels, tile[1]), batch)](
+            gradient, x, *_make_dense(*first[1:4]), first.slope, second.slab, *_make_dense(*second[1:4]), second.slope,
+            outs[0], outs[1] if second.is_norm else None, channels, count_voxels(x), per_program,
+            *_list_parameters(first, second, activation),
+            *read_strides(gradient), *read_strides(x), *read_strides(second.slab),
+            **describe_tile(tile, **_describe_kinds(first, second, activation)),
+        )  # fmt: skip
+    return outs
+
+
+def add_gradients(
+    gradient: Tensor, first: Term, second: Term, found: list[tuple[Tensor, Tensor]], activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """Compute ``addition.add_gradients``.
+
+    Parameters
+    ----------
+    gradient, first, second, found, activation
+        See ``addition.add_gradients``.
+    """
+    first = _make_even(first, first.slab)
+    x = first.slab
+    second, gradient = _make_even(second, x), make_even(gradient, x)
+    y = second.slab
+    outs, tile = (torch.empty_like(x), torch.empty_like(x)), choose_tile(x)
+    pairs = [*found, (None, None)][:2]
+    grid = (triton.cdiv(count_voxels(x), tile[0]), triton.cdiv(x.shape[1], tile[1]), x.shape[0])
+    with select_device(x):
+        _input_kernel[grid](
+            gradient, x, *_make_dense(first.scale, first.shift, *pairs[0]), first.slope,
+            y, *_make_dense(second.scale, second.shift, *pairs[1]), second.slope, *outs, x.shape[1], count_voxels(x),
+            *_list_parameters(first, second, activation), *read_strides(gradient), *read_strides(x), *read_strides(y),
+            *read_strides(outs[0]), *read_strides(outs[1]),
+            **describe_tile(tile, **_describe_kinds(first, second, activation)),
+        )  # fmt: skip
+    return outs

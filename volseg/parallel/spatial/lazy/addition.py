@@ -1,0 +1,208 @@
+"""A sum that takes the norms in front of it along, and an activation behind it: residual blocks.
+
+``act(norm(x) + y)`` and ``act(norm(x) + norm(y))`` are one pass over memory forward and two backward, as a norm alone.
+What is added to a norm that waits need not be written in between, nor its gradient.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device import fusions
+from volseg.device.first_order import first_order
+from volseg.device.norm import addition
+from volseg.device.norm.activation import IDENTITY, Activation
+from volseg.device.norm.term import Term
+from volseg.parallel.spatial.context import Context, saved_tensors_hooks
+from volseg.parallel.spatial.lazy.norm import Pooled, WaitingNorm, combine_sums, sum_to_slope
+from volseg.parallel.spatial.lazy.vanishing import note_vanishing
+from volseg.parallel.spatial.pending import Recipe, Unchanged, Waiting
+from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.volume import ShardedVolume, defer
+
+__all__ = ["add_in_place", "add_waiting"]
+
+
+class WaitingSum(Waiting):
+    """A norm, perhaps with its activation, plus another one or slabs as they are, and perhaps an activation.
+
+    Parameters
+    ----------
+    context
+        Of the network.
+    norm
+        The first.
+    other
+        The second.
+    """
+
+    def __init__(self, context: Context, norm: WaitingNorm, other: WaitingNorm | list[Tensor]) -> None:
+        self.context, self.norm, self.other = context, norm, other
+        self.activation = IDENTITY
+        self.stand_ins, self.room = list(norm.stand_ins), 0
+        if isinstance(other, WaitingNorm):
+            self.moment, self.unchanged = norm.moment.joined(other.moment), norm.unchanged.joined(other.unchanged)
+        else:
+            self.moment, self.unchanged = norm.moment, norm.unchanged.joined(Unchanged(other))
+
+    def activate(self, activation: Activation, slope: Tensor | None = None) -> "WaitingSum | None":
+        """Return this with an activation behind, or None where there is one already, or it has a slope.
+
+        Parameters
+        ----------
+        activation, slope
+            See ``Pending.activate``.
+        """
+        if self.activation != IDENTITY or slope is not None:
+            return None
+        taken = WaitingSum.__new__(WaitingSum)
+        vars(taken).update(vars(self), activation=activation)
+        return taken
+
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Add up."""
+        del halos
+        norms = [norm for norm in (self.norm, self.other) if isinstance(norm, WaitingNorm)]
+        spread = self.context.spread
+        slopes = [[] if norm.slope is None else spread(norm.slope) for norm in norms]
+        second = self.other.stand_ins if isinstance(self.other, WaitingNorm) else self.other
+        parameters = chain.from_iterable((norm.weight, norm.bias) for norm in norms)
+        with self.moment.restored():
+            slabs = _Add.apply(self, norms, *parameters, *chain.from_iterable(slopes), *self.stand_ins, *second)
+        return list(slabs), None, None
+
+
+def add_waiting(first: Any, second: Any) -> ShardedVolume | None:
+    """Return the sum, which takes along a norm that waits; None where none does, or the two are not alike.
+
+    Parameters
+    ----------
+    first, second
+        What is added.
+    """
+    waiting = _find_sum(first, second) or _find_sum(second, first)
+    return None if waiting is None else defer(waiting, first.dims, first.shape, first.context)
+
+
+def add_in_place(first: Any, second: Any) -> bool:
+    """Add to a norm that waits, and which nobody has seen; say whether that was done.
+
+    Parameters
+    ----------
+    first
+        The one that is changed.
+    second
+        What is added.
+    """
+    waiting = None
+    if isinstance(first, ShardedVolume) and first.hooks is None and first.origin is None:
+        waiting = _find_sum(first, second)
+    if waiting is None:
+        return False
+    first.pending = waiting
+    first.context.defer(first)
+    return True
+
+
+def _find_sum(first: Any, second: Any) -> WaitingSum | None:
+    """Return the sum of a norm that waits and another volume, if they are alike."""
+    if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or not fusions.is_on("sums"):
+        return None
+    norm = first.pending
+    if not isinstance(norm, WaitingNorm) or first is second or first.context is not second.context:
+        return None
+    alike = first.shape == second.shape and first.dims == second.dims and first.dtype == second.dtype
+    if not alike or first.merged is not None or second.merged is not None or second.origin is not None:
+        return None
+    other = second.pending if isinstance(second.pending, WaitingNorm) else None
+    if not all(_is_of_now(waiting) for waiting in (norm, other) if waiting is not None):
+        return None
+    return WaitingSum(first.context, norm, second.slabs if other is None else other)
+
+
+def _is_of_now(norm: WaitingNorm) -> bool:
+    """Say whether what is computed now is differentiated, and saved, as the norm is."""
+    return norm.moment.grad_enabled == torch.is_grad_enabled() and norm.moment.hooks == saved_tensors_hooks()
+
+
+class _Add(torch.autograd.Function):
+    """Gets weight and bias of each norm, then a slope for each slab of each that has one, then the slabs of both."""
+
+    @staticmethod
+    def forward(ctx: Any, waiting: WaitingSum, norms: Sequence[WaitingNorm], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.context, ctx.activation = waiting.context, waiting.activation
+        ctx.plans = [_Plan(norm) for norm in norms]
+        ctx.count = len(waiting.stand_ins)
+        ctx.is_pair = len(norms) == 2
+        known = [value for norm in norms for value in (norm.found.mean, norm.found.rstd)]
+        affine = [value for norm in norms for value in (norm.found.scale, norm.found.shift)]
+        ctx.save_for_backward(*known, *affine, *tensors)
+        rows = _list_terms(ctx, known, affine, tensors)
+        return tuple(addition.add(*row, waiting.activation) for row in rows)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        saved, count = ctx.saved_tensors, 2 * len(ctx.plans)
+        known, affine, tensors = saved[:count], saved[count : 2 * count], saved[2 * count :]
+        rows = _list_terms(ctx, known, affine, tensors)
+        sums = [addition.add_sums(g, *row, ctx.activation) for g, row in zip(gradients, rows, strict=True)]
+        slabs = tensors[-2 * ctx.count : -ctx.count]
+        factors, of_parameters, of_slopes = [], [], []
+        for number, plan in enumerate(ctx.plans):
+            own = [of_slab[number] for of_slab in sums]
+            weight, bias = tensors[2 * number : 2 * number + 2]
+            mean, rstd = known[2 * number : 2 * number + 2]
+            found = combine_sums(ctx.context, plan.pooled, own, mean, rstd, weight, plan.voxels, slabs)
+            factors.append(zip(*map(ctx.context.spread, found[:2]), strict=True))
+            moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
+            of_parameters += [None if weight is None else moment.to(weight), None if bias is None else total.to(bias)]
+            slopes = [row[number].slope for row in rows]
+            of_slopes += [sum_to_slope(each, s) for each, s in zip(own, slopes, strict=True) if s is not None]
+        inputs = [
+            addition.add_gradients(gradient, first, second, list(pairs), ctx.activation)
+            for gradient, (first, second), *pairs in zip(gradients, rows, *factors, strict=True)
+        ]
+        columns = list(zip(*inputs, strict=True))
+        for column, plan in zip(columns, ctx.plans, strict=False):
+            if plan.pooled.ignores_channels(*known[0].shape):
+                for gradient in column:
+                    note_vanishing(gradient)
+        return None, None, *of_parameters, *of_slopes, *chain.from_iterable(columns)
+
+
+class _Plan:
+    """What a norm's backward pass needs besides tensors."""
+
+    def __init__(self, norm: WaitingNorm) -> None:
+        self.pooled: Pooled = norm.pooled
+        self.voxels, self.activation, self.has_slope = norm.found.voxels, norm.activation, norm.slope is not None
+
+
+def _list_terms(
+    ctx: Any, known: Sequence[Tensor], affine: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> list[tuple[Term, Term]]:
+    """Return both terms of each slab."""
+    spread, count = ctx.context.spread, ctx.count
+    slabs, others = tensors[-2 * count : -count], tensors[-count:]
+    columns, place = [], 2 * len(ctx.plans)
+    for number, plan in enumerate(ctx.plans):
+        slopes: list[Tensor | None] = [None] * count
+        if plan.has_slope:
+            slopes, place = list(tensors[place : place + count]), place + count
+        of_norm = zip(
+            slabs if number == 0 else others,
+            spread(known[2 * number]),
+            *map(spread, affine[2 * number : 2 * number + 2]),
+            slopes,
+            strict=True,
+        )
+        columns.append(
+            [Term(x, mean, scale, shift, plan.activation, slope) for x, mean, scale, shift, slope in of_norm]
+        )
+    if not ctx.is_pair:
+        columns.append([Term(slab) for slab in others])
+    return list(zip(*columns, strict=True))
