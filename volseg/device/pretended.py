@@ -9,7 +9,7 @@ Outside of ``pretending`` all questions have torch's answers, and so they have i
 real GPUs meanwhile.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
@@ -56,7 +56,9 @@ __all__ = [
     "pretend_recording",
     "pretending",
     "read_clock",
+    "release_cache",
     "resize_memory",
+    "turn_to_stream",
 ]
 
 
@@ -361,6 +363,15 @@ def empty_cache(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
+def release_cache(devices: Iterable[torch.device]) -> None:
+    """Give what the allocators keep back to the GPUs, if there are any: ``torch.cuda.empty_cache``."""
+    gpus = [device for device in devices if is_gpu(device)]
+    if any(map(is_pretended, gpus)):
+        note_mark("empty_cache")
+    elif gpus:
+        torch.cuda.empty_cache()
+
+
 # Streams and events.
 
 
@@ -459,6 +470,16 @@ def note_use(tensor: Tensor, stream: Any) -> None:
     pretence = _find_pretence()
     if pretence is not None and pretence.note_used is not None:
         pretence.note_used(tensor, stream)
+
+
+def turn_to_stream(stream: Any) -> None:
+    """Put the work that follows on a stream: ``torch.cuda.set_stream``."""
+    if not isinstance(stream, PretendedStream):
+        torch.cuda.set_stream(stream)
+        return
+    pretence = _find_pretence()
+    assert pretence is not None
+    pretence.current[stream.device] = stream
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
