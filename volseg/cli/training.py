@@ -87,14 +87,16 @@ def train(
     """Train a network, validate it, and leave a run folder."""
     del json_logs, quiet  # their callbacks have heard them
     from volseg import experiment  # imports torch: not for --help
-    from volseg.config.loading import path_override
+    from volseg.config.loading import is_config_file, path_override
     from volseg.parallel.devices import count_launched, is_launched
-    from volseg.planning import parse_memory
 
-    experiment.load_components(components or ())
+    if components:  # without, nothing that trains is imported: it may be for processes that are started
+        experiment.load_components(components)
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     overrides += ["data.cache=none"] if no_cache else []
-    if experiment.is_data_set(config):
+    if not is_config_file(config) and experiment.is_data_set(config):
+        from volseg.planning import parse_memory  # imports torch: not for --help
+
         memory = parse_memory(gpu_memory or "8GiB")
         goes_on = resume or restart
         config = experiment.plan_run(

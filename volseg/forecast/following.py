@@ -26,9 +26,7 @@ from torch.overrides import TorchFunctionMode
 from volseg.device.pretended import (
     GpuLike,
     NotedKernel,
-    PretendedStream,
     find_capability,
-    find_current_stream,
     find_device,
     find_recording,
     is_gpu,
@@ -36,6 +34,7 @@ from volseg.device.pretended import (
     pretend_recording,
     pretending,
 )
+from volseg.device.streams import find_current_stream
 from volseg.device.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -54,6 +53,7 @@ from volseg.forecast.copying import copy_without_values
 from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.forecast.kernel_work import describe_kernel, describe_noted, list_tensors
 from volseg.forecast.known_results import KnownResults
+from volseg.forecast.known_values import KnownValues
 from volseg.forecast.refusals import explaining_refusals
 from volseg.forecast.surroundings import apart_from_surroundings
 from volseg.forecast.trace import (
@@ -226,16 +226,16 @@ class FollowedStep:
         """Return the seconds that the kernels of a device should have taken so far."""
         return self._seconds[self._number(device)]
 
-    def note_used(self, tensor: Tensor, stream: PretendedStream) -> None:
+    def note_used(self, tensor: Tensor, stream: int) -> None:
         """Put down that a stream works on a tensor that is another one's."""
         key = get_storage_key(tensor.untyped_storage())
         if key in self._held:
             number, _, block = self._held[key]
-            self._order(number, Used(block, stream.number))
+            self._order(number, Used(block, stream))
 
-    def note_ordered(self, stream: PretendedStream, event: int, waits: bool) -> None:
+    def note_ordered(self, device: torch.device, stream: int, event: int, waits: bool) -> None:
         """Put down that a stream records an event, or waits for one."""
-        self._order(self._number(stream.device), Ordered(event, stream.number, waits))
+        self._order(self._number(device), Ordered(event, stream, waits))
 
     def _put(self, number: int, event: Event) -> None:
         self._events[number].append(event)
@@ -344,6 +344,7 @@ class _Noting(TorchDispatchMode):
         super().__init__()
         self.followed = followed
         self.known = KnownResults(followed.mode)
+        self.values = KnownValues()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is FIND_DEVICE:  # asked more often than all else together
@@ -352,8 +353,10 @@ class _Noting(TorchDispatchMode):
         handler = GPU_OPERATORS.get(func)
         if handler is not None and _find_gpu(list_tensors(args)) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
-        if func is read_value and self.followed.is_checked(args[0]):
-            return 0.0
+        if func is read_value:
+            value = 0.0 if self.followed.is_checked(args[0]) else self.values.read(args[0])
+            if value is not None:
+                return value
         func = self.followed.in_place.replace(func, args)
         is_scattered = self.followed.in_place.is_scattered(func)
         if is_scattered:
@@ -363,6 +366,7 @@ class _Noting(TorchDispatchMode):
                 out = func(*args, **kwargs)
         else:
             out = self.known.run(func, args, kwargs)
+        self.values.note(func, args, kwargs, out)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)

@@ -18,8 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from volseg.device.graph import RecordedFunction
-from volseg.device.pretended import find_current_stream, is_gpu, make_stream, on_stream
+from volseg.device.pretended import is_gpu
 from volseg.device.record_policy import Recorder
+from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.errors import ParallelError
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.model_parallel import ModelParallel

@@ -76,14 +76,15 @@ def build_work(row: Row) -> Work:
     )
 
 
-def forecast_row(row: Row, gpu: str = "h200") -> Forecast:
-    """Return what is forecast of a configuration."""
+def forecast_row(row: Row, gpu: str = "h200", gpu_bytes: int | None = None) -> Forecast:
+    """Return what is forecast of a configuration, on a GPU of its kind or of another memory."""
     kind = find_kind(gpu)
     names = ("spatial", "pipeline", "split_size", "checkpoint", "kernels", "recorded")
     # A pipeline is cut by times that are measured when it starts: what is compared is the cut that was made.
     cuts = tuple(stage["begins"] for stage in row["partition"][1:]) if "partition" in row else None
     candidate = Candidate(**{name: row[name] for name in names}, cuts=cuts)
-    machine = Machine(gpu=kind, num_gpus=candidate.num_gpus, links=find_links(kind), gpu_bytes=kind.memory)
+    links, memory = find_links(kind), gpu_bytes or kind.memory
+    machine = Machine(gpu=kind, num_gpus=candidate.num_gpus, links=links, gpu_bytes=memory)
     forecast = forecast_work(build_work(row), candidate, machine)
     if forecast.memory is None and cuts:  # the cut that was made cannot be followed: that which times would choose
         forecast = forecast_work(build_work(row), replace(candidate, cuts=None), machine)
