@@ -242,6 +242,11 @@ def _run(
         handle.remove()
     if isinstance(step, RecordedStep) and step.refused is not None:
         raise ParallelError(f"the step would not be recorded: {step.refused}")
+    # A model that several processes share is validated by calls of the leader, which nobody follows here.
+    if work.validate is not None and not (isinstance(model, ModelParallel) and model.strategy.is_shared):
+        # Beside what the training keeps: its cache can be used again, a recording's memory cannot.
+        followed.mark("validate")
+        work.validate(model)
 
 
 @contextmanager
