@@ -1,13 +1,19 @@
 """What is followed of a config, and what is known of a data set that is not there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from volseg.errors import ConfigError, DataError
+from volseg.errors import ConfigError, DataError, OutOfMemoryError
 from volseg.experiment import load_config
 from volseg.experiment.data_facts import find_facts
-from volseg.experiment.forecasting import at_size, describe_training, find_freedom, find_reserve
+from volseg.experiment.forecasting import at_size, describe_training, find_freedom, find_reserve, find_validated
+from volseg.forecast.allocator import find_memory_use
+from volseg.forecast.candidate import Candidate
+from volseg.forecast.gpu_kinds import find_kind
 from volseg.models import FitGrid
+from volseg.parallel.candidates.running import follow_candidate
 
 GIB = 2**30
 VNET = "configs/task04_vnet.yaml"
@@ -142,3 +148,36 @@ def test_prepared_cases_take_their_share_of_a_gpu(describe, overrides, gib):
 def test_what_cannot_be_trained_is_refused_by_name(describe, overrides, message):
     with pytest.raises(ConfigError, match=message):
         describe(*overrides)
+
+
+def find_part(described, recorded, capacity=None):
+    trace, *_ = follow_candidate(described.work, Candidate(kernels="torch", recorded=recorded), find_kind("h200"))
+    return find_memory_use(trace, capacity=capacity)
+
+
+def test_a_validation_s_windows_lie_beside_what_the_training_keeps(describe):
+    """A run that fits in training and is out of memory in its first validation is a lost run."""
+    patch = ["patch.size=[32, 32, 32]", "patch.batch=2"]
+    small, large = (describe(*patch, f"inference.window={[side] * 3}") for side in (16, 160))
+    step, validated = find_part(small, recorded=False), find_part(large, recorded=False)
+    assert step.peak_in != "validate"
+    assert validated.peak_in == "validate"
+    assert validated.total > step.total
+    assert validated.of_steps().total == step.of_steps().total == step.total
+    # An eager step's cache serves the windows as well; what a recording took stays its own.
+    recorded = [find_part(each, recorded=True) for each in (small, large)]
+    assert recorded[1].total - recorded[0].total > validated.total - step.total
+    with pytest.raises(OutOfMemoryError, match="out of memory in validate"):
+        find_part(large, recorded=True, capacity=recorded[1].used - 2**20)
+
+
+def test_without_windows_the_largest_volume_is_validated_and_without_a_validation_none(describe):
+    described = describe("inference.window=null")
+    assert find_validated(described.config, described.facts) == (4, 1, *described.facts.largest)  # inference.batch
+    unknown = replace(described.facts, largest=None)
+    assert find_validated(described.config, unknown) is None
+    _, notes = find_reserve(replace(described, facts=unknown), 16 * GIB)
+    assert any("validation of whole volumes is not counted" in note for note in notes)
+    without = describe("split.validation=none")
+    assert without.work.validate is None
+    assert not any("validation" in note for note in find_reserve(without, 16 * GIB)[1])

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, TypeGuard
 import torch
 from torch import Tensor
 
-from volseg.device.pretended import empty_cache, note_mark, pretend_recording
+from volseg.device.pretended import empty_cache, is_pretended, note_mark, pretend_recording
 from volseg.device.streams import PretendedStream, on_stream
 from volseg.device.torch_internals import get_version, tree_flatten, tree_map
 from volseg.errors import ParallelError
@@ -29,6 +29,7 @@ __all__ = [
     "describe_inputs",
     "describe_plain",
     "make_graph",
+    "make_pool",
     "read_modes",
     "undisturbed",
     "without_cached_casts",
@@ -221,8 +222,9 @@ class Graph:
 class _PretendedGraph:
     """A recording on a GPU that is not there: its memory is noted as its own; a replay takes none."""
 
-    def __init__(self, stream: PretendedStream, pool: Any = None) -> None:
+    def __init__(self, stream: PretendedStream, pool: Any = None, *, is_step: bool = True) -> None:
         self._stream, self._pool = stream, pool or f"recording {id(self)}"
+        self._is_step = is_step
         self._open = ExitStack()
 
     @property
@@ -232,7 +234,8 @@ class _PretendedGraph:
 
     def begin(self) -> None:
         """Note what runs as recorded, from now on."""
-        note_mark("record")
+        if self._is_step:
+            note_mark("record")
         self._open.enter_context(on_stream(self._stream))
         self._open.enter_context(pretend_recording(self._pool))
 
@@ -242,15 +245,28 @@ class _PretendedGraph:
 
     def replay(self) -> None:
         """Note that it is run again."""
-        note_mark("replay")
+        if self._is_step:
+            note_mark("replay")
 
     def release(self) -> None:
         """Do nothing: its memory goes with the tensors."""
 
 
-def make_graph(stream: Any, pool: Any = None, generators: Iterable[torch.Generator] = ()) -> Graph | _PretendedGraph:
-    """Return a graph to record on a stream, of a GPU that is there or not; see ``Graph``."""
-    return _PretendedGraph(stream, pool) if isinstance(stream, PretendedStream) else Graph(stream, pool, generators)
+def make_graph(
+    stream: Any, pool: Any = None, generators: Iterable[torch.Generator] = (), *, is_step: bool = True
+) -> Graph | _PretendedGraph:
+    """Return a graph to record on a stream, of a GPU that is there or not; see ``Graph``.
+
+    Who follows a step is told where a whole one (``is_step``) is recorded and replayed.
+    """
+    if isinstance(stream, PretendedStream):
+        return _PretendedGraph(stream, pool, is_step=is_step)
+    return Graph(stream, pool, generators)
+
+
+def make_pool(device: torch.device, name: str) -> Any:
+    """Return memory for graphs to share, of a GPU that is there or not."""
+    return name if is_pretended(device) else torch.cuda.graph_pool_handle()
 
 
 class RecordedFunction:

@@ -9,7 +9,7 @@ Outside of ``pretending`` all questions have torch's answers, and so they have i
 real GPUs meanwhile.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
@@ -51,6 +51,7 @@ __all__ = [
     "pretend_recording",
     "pretending",
     "read_clock",
+    "release_cache",
     "resize_memory",
 ]
 
@@ -366,3 +367,12 @@ def empty_cache(device: torch.device) -> None:
         return
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+def release_cache(devices: Iterable[torch.device]) -> None:
+    """Give what the allocators keep back to the GPUs, if there are any: ``torch.cuda.empty_cache``."""
+    gpus = [device for device in devices if is_gpu(device)]
+    if any(map(is_pretended, gpus)):
+        note_mark("empty_cache")
+    elif gpus:
+        torch.cuda.empty_cache()

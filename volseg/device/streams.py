@@ -23,6 +23,7 @@ __all__ = [
     "make_stream",
     "note_use",
     "on_stream",
+    "turn_to_stream",
 ]
 
 
@@ -141,6 +142,15 @@ def note_use(tensor: Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
         return
     note_used(tensor, stream.number)
+
+
+def turn_to_stream(stream: Any) -> None:
+    """Put the work that follows on a stream: ``torch.cuda.set_stream``."""
+    streams = _find_streams()
+    if not isinstance(stream, PretendedStream) or streams is None:
+        torch.cuda.set_stream(stream)
+    else:
+        streams.current[stream.device] = stream
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:

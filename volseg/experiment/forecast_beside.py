@@ -82,7 +82,7 @@ class AskedOfCandidate:
         if found is None or found.memory is None:
             refused = "nobody forecast what this training does" if found is None else found.refused
             return MemoryForecast(problem=answer.problem or refused or "it says nothing of memory")
-        return MemoryForecast(memory=found.memory)
+        return MemoryForecast(memory=found.memory.of_steps())  # with which the first steps are compared
 
     def close(self) -> None:
         """Give up on it."""
@@ -183,6 +183,7 @@ def _read_forecast(row: Mapping[str, Any]) -> Forecast:
             reserved=row["reserved_bytes"],
             outside=row["outside_bytes"],
             peak_in=row["peak_in"] or "",
+            reserved_by_steps=row["step_reserved_bytes"],
         )
     candidate = Candidate(**{name: row[name] for name in names})
     return Forecast(candidate=candidate, memory=memory, seconds=row["step_seconds"], refused=row["refused"])

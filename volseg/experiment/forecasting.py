@@ -7,6 +7,7 @@ by the spacing of the data, its losses, clipping, optimizer and average of the w
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,9 @@ from volseg.experiment.building import build_objective
 from volseg.experiment.data_facts import DataFacts
 from volseg.experiment.kernels import explain_slowness
 from volseg.experiment.placed_network import build_plain_network
-from volseg.experiment.rehearsing import rehearse_losses, rehearse_network
+from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network
+from volseg.inference.predictor import evaluating
+from volseg.inference.window_step import WindowStep
 from volseg.models import GridRule
 from volseg.models.networks import complete_spec
 from volseg.parallel.candidates.listing import Freedom
@@ -31,7 +34,7 @@ from volseg.workflow.parts import find_frozen_norms, freeze_parts
 from volseg.workflow.precision import Precision
 from volseg.workflow.step import TrainingStep
 
-__all__ = ["Described", "at_size", "describe_training", "find_freedom", "find_reserve"]
+__all__ = ["Described", "at_size", "describe_training", "find_freedom", "find_reserve", "find_validated"]
 
 FLOAT_BYTES, LABEL_BYTES = 4, 1
 
@@ -88,6 +91,7 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
         build_optimizer=lambda model: _build_optimizer(config, model),
         build_step=lambda model, optimizer: _build_step(config, facts, dtype, batches, model, optimizer),
         precision=dtype,
+        validate=None if find_validated(config, facts) is None else partial(_validate, config, facts, dtype),
         name=config.network.name,
     )
     return Described(config=config, facts=facts, work=work, batches=batches, rule=network.rule)
@@ -137,6 +141,35 @@ def _build_step(
         return losses
 
     return run
+
+
+def find_validated(config: ExperimentConfig, facts: DataFacts) -> tuple[int, ...] | None:
+    """Return the shape of what goes through the network at a time between epochs, None where that is not known.
+
+    That is a window, or as many as the config says; without windows whole volumes, of which the largest counts.
+    """
+    settings = config.inference
+    if config.split.validation == "none":
+        return None
+    if settings.window is not None:
+        return (settings.windows or 1, facts.task.num_channels, *settings.window)
+    return None if facts.largest is None else (settings.batch, facts.task.num_channels, *facts.largest)
+
+
+def _validate(config: ExperimentConfig, facts: DataFacts, dtype: torch.dtype, model: nn.Module) -> None:
+    """Run what `build_predictor` makes of a model in training, on one batch of windows."""
+    outputs, task = config.network.outputs, facts.task
+    called = OneOutput(model, outputs.index("logits")) if len(outputs) > 1 else model
+    step = WindowStep(
+        models=(called,),
+        num_classes=task.num_outputs,
+        regions=bool(task.regions),
+        autocast=None if dtype is torch.float32 else dtype,
+    )
+    shape = find_validated(config, facts)
+    assert shape is not None
+    with torch.no_grad(), evaluating((model,)):
+        step(torch.zeros(shape, device=next(model.parameters()).device))
 
 
 def _look_at_nothing(losses: Mapping[str, Tensor]) -> None:
@@ -218,6 +251,8 @@ def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
             notes.append("the cases that data.keep: device puts on the GPU are not counted: their sizes are not known")
         elif bank:
             notes.append(f"{bank / 2**30:.2f} GiB of each GPU are for prepared cases (data.device_limit)")
+    if config.split.validation != "none" and find_validated(config, facts) is None:
+        notes.append("a validation of whole volumes is not counted: their sizes are not known (inference.window)")
     return ahead + bank, notes
 
 

@@ -37,6 +37,7 @@ def find_memory_use(
     """
     allocator = Allocator(settings, None if capacity is None else capacity - outside)
     part, peak_in, peak = "placing", "placing", 0
+    by_steps: int | None = None
     for number, event in enumerate(trace.events):
         match event:
             case Allocate(block, size, stream, pool):
@@ -54,4 +55,11 @@ def find_memory_use(
                 allocator.empty_cache()
             case Mark(name):
                 part = name
-    return MemoryUse(used=allocator.peak_used, reserved=allocator.peak_reserved, outside=outside, peak_in=peak_in)
+                by_steps = allocator.peak_reserved if name == "validate" else by_steps
+    return MemoryUse(
+        used=allocator.peak_used,
+        reserved=allocator.peak_reserved,
+        outside=outside,
+        peak_in=peak_in,
+        reserved_by_steps=by_steps,
+    )

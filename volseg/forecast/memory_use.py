@@ -1,6 +1,6 @@
 """How much memory of a device a trace takes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["MemoryUse"]
 
@@ -17,8 +17,14 @@ class MemoryUse:
     """Taken beside torch's allocator: the context, libraries' own workspaces."""
     peak_in: str
     """The part of the step in which ``reserved`` was highest."""
+    reserved_by_steps: int | None = None
+    """Of ``reserved``, what was taken before the first validation; None where none is followed."""
 
     @property
     def total(self) -> int:
         """What the device must have."""
         return self.reserved + self.outside
+
+    def of_steps(self) -> "MemoryUse":
+        """Return what the training steps reserve by themselves."""
+        return self if self.reserved_by_steps is None else replace(self, reserved=self.reserved_by_steps)

@@ -111,7 +111,8 @@ class Mark:
     """A part of the step begins.
 
     ``placed``, ``step``, ``forward``, ``loss``, ``backward``, ``optimizer``, ``record``, ``replay``, ``end``;
-    ``empty_cache`` where what is cached is given back to the device.
+    ``empty_cache`` where what is cached is given back to the device, ``lanes`` where a pipeline begins to record,
+    ``validate`` after the steps.
     """
 
     name: str

@@ -192,6 +192,39 @@ def test_a_pipeline_that_is_cut_by_hand_is_followed_with_that_cut() -> None:
     assert counts == [2 * 3, 2 * 2]  # two micro-batches; the last two layers have a convolution each
 
 
+def count_held(trace: StepTrace) -> int:
+    """Count the bytes that are held at the end of the last step."""
+    last = [place for place, event in enumerate(trace.events) if event == Mark("end")][-1]
+    freed = {event.block for event in trace.events[:last] if isinstance(event, Free)}
+    return sum(event.size for event in trace.events[:last] if isinstance(event, Allocate) and event.block not in freed)
+
+
+def list_pools(trace: StepTrace) -> set[str]:
+    return {event.pool for event in trace.events if isinstance(event, Allocate) and event.pool}
+
+
+def test_a_recorded_pipeline_has_memory_of_its_own_for_each_lane() -> None:
+    """Of what is tried where there are GPUs, that with most lanes is followed; the steps after it run no kernel."""
+    candidate = Candidate(pipeline=2, split_size=1, recorded=True)
+    traces = follow_candidate(make_work(), candidate)
+    assert traces == follow_candidate(make_work(), candidate)
+    for trace in traces:
+        assert list_pools(trace) == {"recording 0, lane 0", "recording 0, lane 1"}
+        last = [place for place, event in enumerate(trace.events) if event == Mark("step")][-1]
+        names = {event.name for event in trace.events[last:] if isinstance(event, KernelRun)}
+        assert "aten.convolution" not in names
+        timed = {event.name for event in select_step(trace.events) if isinstance(event, KernelRun)}
+        assert "aten.convolution" in timed
+        eager = follow_candidate(make_work(), Candidate(pipeline=2, split_size=1))[trace.device]
+        assert count_held(trace) > count_held(eager)  # received, landed and copied: for good
+
+
+def test_a_pipeline_that_draws_random_numbers_is_recorded_in_one_lane() -> None:
+    work = make_work(lambda: nn.Sequential(*list(build_small())[:3], nn.Dropout(), *list(build_small())[3:]))
+    for trace in follow_candidate(work, Candidate(pipeline=2, split_size=1, recorded=True)):
+        assert len(list_pools(trace)) == 1
+
+
 @pytest.mark.parametrize("stages", [2, 3])
 def test_threads_change_the_order_of_requests_and_nothing_else(stages: int) -> None:
     pace = Pace(kernel=GPU.seconds, message=lambda _: 1e-5, host=lambda *_: 1e-5)

@@ -61,6 +61,8 @@ class CandidateRow(_Row):
     """Peak of the fullest GPU in blocks that somebody holds (``torch.cuda.max_memory_allocated``)."""
     reserved_bytes: Bytes | None = None
     """Peak that torch takes from that GPU (``torch.cuda.max_memory_reserved``)."""
+    step_reserved_bytes: Bytes | None = None
+    """That of the training steps, without the validation between epochs."""
     outside_bytes: Bytes | None = None
     """Taken there beside torch's allocator: context, libraries."""
     peak_in: str | None = None
@@ -158,6 +160,7 @@ def build_row(
         refused=forecast.refused,
         used_bytes=None if memory is None else memory.used,
         reserved_bytes=None if memory is None else memory.reserved,
+        step_reserved_bytes=None if memory is None else memory.of_steps().reserved,
         outside_bytes=None if memory is None else memory.outside,
         peak_in=None if memory is None else memory.peak_in,
         step_seconds=seconds,

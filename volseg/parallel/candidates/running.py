@@ -120,7 +120,15 @@ def _follow_in_one_process(
         model = _place(_build(work, followed), candidate, followed.devices)
         rows = work.batch_size
         make_batch = partial(work.make_batch, rows, followed.devices[0])
-        _run(work, model, make_batch, followed, recorded=candidate.recorded and candidate.num_gpus == 1)
+        recorded, is_pipeline = candidate.recorded, candidate.pipeline > 1
+        _run(
+            work,
+            model,
+            make_batch,
+            followed,
+            recorded=recorded and candidate.num_gpus == 1,
+            records_itself=recorded and is_pipeline,
+        )
     if pace is None or candidate.pipeline == 1:
         return followed.traces()
     return order_by_threads(followed.list_issued(), candidate.num_gpus, pace)
@@ -204,9 +212,15 @@ def _take_slab(model: ModelParallel, field: Any, device: torch.device) -> Any:
 
 
 def _run(
-    work: Work, model: nn.Module, make_batch: Callable[[], Batch], followed: FollowedStep, *, recorded: bool
+    work: Work,
+    model: nn.Module,
+    make_batch: Callable[[], Batch],
+    followed: FollowedStep,
+    *,
+    recorded: bool,
+    records_itself: bool = False,
 ) -> None:
-    """Train on the same batch, as the training loop does."""
+    """Train on the same batch, as the training loop does; a pipeline records its stages by itself."""
     model.train()
     batch = make_batch()
     followed.mark("placed")
@@ -215,6 +229,8 @@ def _run(
     num_steps = NUM_STEPS
     if recorded:  # one more records, and another one replays
         step, num_steps = RecordedStep(model, step, warm_up=NUM_STEPS, optimizer=optimizer), NUM_STEPS + 2
+    elif records_itself:
+        num_steps = NUM_STEPS + 2
     handles = [optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))]
     with _marked(model):
         for _ in range(num_steps):
@@ -226,6 +242,11 @@ def _run(
         handle.remove()
     if isinstance(step, RecordedStep) and step.refused is not None:
         raise ParallelError(f"the step would not be recorded: {step.refused}")
+    # A model that several processes share is validated by calls of the leader, which nobody follows here.
+    if work.validate is not None and not (isinstance(model, ModelParallel) and model.strategy.is_shared):
+        # Beside what the training keeps: its cache can be used again, a recording's memory cannot.
+        followed.mark("validate")
+        work.validate(model)
 
 
 @contextmanager

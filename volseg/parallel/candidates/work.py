@@ -37,6 +37,8 @@ class Work:
     """Makes the step of the placed network; whatever that needs besides (an average of the weights) is made here."""
     precision: torch.dtype
     """In which the forward pass is computed; ``build_step`` sees to it."""
+    validate: Callable[[nn.Module], object] | None = None
+    """Runs the placed network as a validation between epochs does, on as much as goes through it at a time."""
     name: str = "the network"
     """Of the network, for messages."""
 

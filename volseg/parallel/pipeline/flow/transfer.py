@@ -15,7 +15,7 @@ only there is the wait queued. Waiting in ``_Cross`` would put all waits before 
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -63,13 +63,21 @@ class Passage:
         return tensor
 
 
-_pairs: dict[tuple[torch.device, torch.device], tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+Pairs: TypeAlias = dict[tuple[torch.device, torch.device], tuple[torch.cuda.Stream, torch.cuda.Stream]]
+
+_kept: dict[str, Pairs] = {}
+
+
+def _list_pairs() -> Pairs:
+    """Return the side streams by source and target; a pretence, which keeps other things too, has its own."""
+    pairs: Pairs = find_kept(_kept).setdefault("passages", {})
+    return pairs
 
 
 def _get_streams(source: torch.device, target: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Side streams for copies from ``source`` to ``target``: one on each device."""
     # setdefault: forward's and every device's backward thread come here.
-    pairs = find_kept(_pairs)
+    pairs = _list_pairs()
     return pairs.get((source, target)) or pairs.setdefault((source, target), (make_stream(source), make_stream(target)))
 
 
@@ -116,7 +124,7 @@ def copy_into(tensor: Tensor, room: Tensor, free: torch.cuda.Event | None) -> to
 def wait_for_departures(devices: Iterable[torch.device]) -> None:
     """Let the current streams wait until earlier copies have read what they send."""
     waiting = set(devices)
-    for (source, _), (leaving, _) in list(find_kept(_pairs).items()):
+    for (source, _), (leaving, _) in list(_list_pairs().items()):
         if source in waiting:
             find_current_stream(source).wait_stream(leaving)
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device.graph import describe_inputs, describe_plain, read_modes
+from volseg.device.pretended import find_pretended, is_gpu, note_mark, release_cache
 from volseg.device.record_policy import Kind, Recordings
 from volseg.device.torch_internals import count_dispatch_modes, get_backward_hooks, get_storage_key, pytree
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
@@ -44,6 +45,9 @@ logger = logging.getLogger(__name__)
 WARM_UP = 3
 """Eager batches before one is recorded."""
 
+FOLLOWED = 2
+"""Of these where the step is only followed: the first makes what lives on, the second finds it."""
+
 MOST_RECORDINGS = 3
 """Kinds of batches kept as recordings: training, validation and one to spare."""
 
@@ -57,7 +61,9 @@ SHOWN = 3
 """Changes named in a message."""
 
 
-def identify_batch(condition: Hashable | None, call: Call, target: torch.device) -> Hashable | None:
+def identify_batch(
+    condition: Hashable | None, call: Call, target: torch.device, usual_modes: int = 0
+) -> Hashable | None:
     """Return what a recording depends on, or ``None`` where nothing can be recorded.
 
     Parameters
@@ -68,8 +74,10 @@ def identify_batch(condition: Hashable | None, call: Call, target: torch.device)
         The batch.
     target
         Where its outputs go.
+    usual_modes
+        Of torch's dispatch modes, those that follow a step and do not change it.
     """
-    if condition is None or count_dispatch_modes():
+    if condition is None or count_dispatch_modes() > usual_modes:
         return None
     found = describe_inputs(call, with_strides=True)
     return None if found is None else (*found, *read_modes(), target, condition)
@@ -107,6 +115,8 @@ class BatchKind(Kind[Replay]):
 
     behaviour: Behaviour = field(default_factory=Behaviour)
     trial: Trial | None = None
+    draws: bool = False
+    """Whether forward was found to draw random numbers, which allows for one lane only."""
 
 
 class BatchRecorder:
@@ -128,12 +138,17 @@ class BatchRecorder:
 
     def __init__(self, net: nn.Module, record: str | bool, devices: Sequence[torch.device]) -> None:
         self._net, self._devices = net, list(devices)
-        has_gpu = any(device.type == "cuda" for device in devices)
+        has_gpu = any(map(is_gpu, devices))
         self.is_active = record is True or (record == "auto" and has_gpu)
         """Whether batches are recorded at all."""
         recorded = RECORDED if has_gpu else RECORDED[:1]
-        self._ways = (EAGER, *recorded) if record == "auto" else recorded
-        self._recordings = Recordings(BatchKind, warm_up=WARM_UP, limit=MOST_RECORDINGS, idle=LONG)
+        times_eager = record == "auto" and find_pretended() is None
+        self._ways = (EAGER, *recorded) if times_eager else recorded
+        # Without a GPU there is nothing to time: the way with most lanes, which holds most, comes first and stays.
+        self._follows = find_pretended() is not None
+        self._modes = count_dispatch_modes() if self._follows else 0
+        warm_up = FOLLOWED if self._follows else WARM_UP
+        self._recordings = Recordings(BatchKind, warm_up=warm_up, limit=MOST_RECORDINGS, idle=LONG)
 
     def __len__(self) -> int:
         return len(self._recordings)
@@ -145,7 +160,7 @@ class BatchRecorder:
 
     def find_kind(self, condition: Hashable | None, call: Call, target: torch.device) -> BatchKind | None:
         """Return the kind of a batch, or ``None`` where nothing can be recorded; see ``identify_batch``."""
-        key = identify_batch(condition, call, target) if self.is_active else None
+        key = identify_batch(condition, call, target, self._modes) if self.is_active else None
         return None if key is None else self._recordings.find_kind(key)
 
     def observe(self, kind: BatchKind) -> Behaviour | None:
@@ -159,7 +174,7 @@ class BatchRecorder:
             return None
         if kind.trial is None:
             ways = _choose_ways(self._ways, len(placement.locations), len(batch.calls))
-            kind.trial = Trial(make_clock(self._devices), ways)
+            kind.trial = Trial(make_clock(self._devices), ways[::-1] if self._follows else ways)
         trial = kind.trial
         if kind.recording is not None and not kind.recording.is_free:
             # Run eagerly though there is a recording: not what is to be timed.
@@ -181,10 +196,10 @@ class BatchRecorder:
         if kind.recording is not None:
             self._recordings.drop(kind)
             # Two would not fit beside one another.
-            _free_memory()
+            _free_memory(self._devices)
         while trial.way != EAGER:
             try:
-                self._recordings.keep(kind, self._record(placement, batch, trial.way))
+                self._recordings.keep(kind, self._record(kind, placement, batch, trial.way))
             except Exception as failure:  # a recording that fails costs speed, not the run
                 level = logging.WARNING if trial.way == 1 else logging.INFO
                 logger.log(level, "recording micro-batches in %d lanes failed: %s", trial.way, failure)
@@ -197,20 +212,22 @@ class BatchRecorder:
         trial.begin(EAGER)
         return False
 
-    def _record(self, placement: Placement, batch: CutBatch, lanes: int) -> Replay:
+    def _record(self, kind: BatchKind, placement: Placement, batch: CutBatch, lanes: int) -> Replay:
         """Record, and compare with an eager passage; nothing of it remains but the recording."""
+        _check_draws(kind, lanes)
         hooked = [name for name, parameter in self._net.named_parameters() if get_backward_hooks(parameter)]
         if hooked:
             raise RecordRefusedError(f"the hook of {hooked[0]} would be called for gradients that do not count")
+        note_mark("lanes")
         # What is recorded on GPUs draws from their generators, which a recording leaves alone.
         with Attempt(self._net, written=placement.written) as attempt:
             rehearsal = rehearse(self._net, placement, batch.calls, batch.sizes)
             if changed := attempt.network.changes():
                 raise RecordRefusedError(f"forward changes {', '.join(changed[:SHOWN])}, which a replay would not")
             # Recordings have memory of their own; what eager batches left behind is wanted there.
-            _free_memory()
-            if rehearsal is None and lanes > 1:
-                raise RecordRefusedError("graphs that run beside one another would draw the same random numbers")
+            _free_memory(self._devices)
+            kind.draws = rehearsal is None
+            _check_draws(kind, lanes)
             leaves = pytree.tree_leaves(batch.call)
             pairs = zip(leaves, batch.is_batch, strict=True)
             is_cut = [is_cut for leaf, is_cut in pairs if isinstance(leaf, Tensor)]
@@ -236,6 +253,11 @@ def _read_address(tensor: Tensor) -> int:
     return get_storage_key(tensor.untyped_storage()) if tensor.layout == torch.strided else -1
 
 
+def _check_draws(kind: BatchKind, lanes: int) -> None:
+    if kind.draws and lanes > 1:
+        raise RecordRefusedError("graphs that run beside one another would draw the same random numbers")
+
+
 def _choose_ways(ways: Sequence[int], stages: int, micro_batches: int) -> list[int]:
     """Leave out lanes whose filling and draining must cost more than sharing a device gains.
 
@@ -251,10 +273,10 @@ def _choose_ways(ways: Sequence[int], stages: int, micro_batches: int) -> list[i
     return [way for way in ways if way <= 1 or way**2 * max(1, stages - 1) <= 2 * micro_batches]
 
 
-def _free_memory() -> None:
-    if torch.cuda.is_available():
+def _free_memory(devices: Sequence[torch.device]) -> None:
+    if any(map(is_gpu, devices)):
         gc.collect()
-        torch.cuda.empty_cache()
+        release_cache(devices)
 
 
 class ObservedRun(PlacedRun):

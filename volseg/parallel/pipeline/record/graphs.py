@@ -5,16 +5,23 @@ ATen functions and repeats them into the same memory. It is no faster than runni
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from volseg.device.graph import Graph
+from volseg.device.graph import make_graph, make_pool
+from volseg.device.pretended import find_kept, is_gpu
+from volseg.device.streams import find_current_stream, make_stream, on_stream, turn_to_stream
 from volseg.device.torch_internals import TorchDispatchMode, get_schema
 
 __all__ = ["HostGraph", "Lanes", "StageGraph", "Unrecorded"]
+
+
+_numbers: dict[str, "itertools.count[int]"] = {}
+"""By which recordings are told apart."""
 
 
 class StageGraph(Protocol):
@@ -44,32 +51,33 @@ class Lanes:
 
     def __init__(self, count: int = 1) -> None:
         self.count = count
+        self._number = next(find_kept(_numbers).setdefault("lanes", itertools.count()))
         self._pools: dict[tuple[torch.device, int], Any] = {}
         self._streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
     def make_graph(self, device: torch.device, lane: int) -> StageGraph:
         """Return a new graph for ``device``."""
-        if device.type != "cuda":
+        if not is_gpu(device):
             return HostGraph()
         if (device, lane) not in self._pools:
-            self._pools[device, lane] = torch.cuda.graph_pool_handle()
-        return Graph(self._get_stream(device, lane), self._pools[device, lane])
+            self._pools[device, lane] = make_pool(device, f"recording {self._number}, lane {lane}")
+        return make_graph(self._get_stream(device, lane), self._pools[device, lane], is_step=False)
 
     def _get_stream(self, device: torch.device, lane: int) -> torch.cuda.Stream:
         if (device, lane) not in self._streams:
-            self._streams[device, lane] = torch.cuda.Stream(device)
+            self._streams[device, lane] = make_stream(device)
         return self._streams[device, lane]
 
     @contextlib.contextmanager
     def on_streams(self, devices: Iterable[torch.device]) -> Iterator[dict[torch.device, torch.cuda.Stream]]:
         """Work on the streams of lane 0, after what the caller has queued and before what it will queue."""
-        gpus = [device for device in devices if device.type == "cuda"]
-        callers = {device: torch.cuda.current_stream(device) for device in gpus}
+        gpus = [device for device in devices if is_gpu(device)]
+        callers = {device: find_current_stream(device) for device in gpus}
         streams = {device: self._get_stream(device, 0) for device in gpus}
         with contextlib.ExitStack() as stack:
             for device, stream in streams.items():
                 stream.wait_stream(callers[device])
-                stack.enter_context(torch.cuda.stream(stream))
+                stack.enter_context(on_stream(stream))
             yield streams
         for device, caller in callers.items():
             for lane in range(self.count):
@@ -78,15 +86,15 @@ class Lanes:
     def fan_out(self, devices: Iterable[torch.device]) -> None:
         """Let the other lanes begin after what lane 0 has queued."""
         for device in devices:
-            for lane in range(1, self.count if device.type == "cuda" else 1):
+            for lane in range(1, self.count if is_gpu(device) else 1):
                 self._get_stream(device, lane).wait_stream(self._get_stream(device, 0))
 
     def turn_to(self, lane: int, devices: Iterable[torch.device]) -> None:
         """Work on the streams of ``lane`` from now on, within ``on_streams``."""
         if self.count > 1:
             for device in devices:
-                if device.type == "cuda":
-                    torch.cuda.set_stream(self._get_stream(device, lane))
+                if is_gpu(device):
+                    turn_to_stream(self._get_stream(device, lane))
 
 
 class Unrecorded:

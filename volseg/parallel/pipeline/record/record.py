@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device.graph import undisturbed, without_cached_casts
+from volseg.device.pretended import release_cache
 from volseg.device.torch_internals import NormBase, add_each_, pytree
 from volseg.parallel.pipeline.flow.placement import Location, Placement
 from volseg.parallel.pipeline.micro_batch import Call
@@ -80,9 +81,8 @@ def _survey(
     del run
     lanes.turn_to(0, devices)
     recorded.statistics.forget()
-    if any(device.type == "cuda" for device in devices):
-        # What the survey has left behind is wanted by the recording, which has memory of its own.
-        torch.cuda.empty_cache()
+    # What the survey has left behind is wanted by the recording, which has memory of its own.
+    release_cache(devices)
     return rooms
 
 

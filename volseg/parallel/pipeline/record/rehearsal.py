@@ -5,13 +5,15 @@ right numbers. Networks that draw random numbers cannot be compared and are let 
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from volseg.device.torch_internals import pytree
+from volseg.device.pretended import is_gpu, is_pretended
+from volseg.device.torch_internals import TorchDispatchMode, pytree
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics
 from volseg.parallel.pipeline.micro_batch import Call, copy_call, join
@@ -42,6 +44,10 @@ class Rehearsal:
     def find_disagreement(self, replay: Replay, tensors: Sequence[Tensor]) -> str | None:
         """Replay the same batch; say where it differs, or return ``None``."""
         found = replay.forward(tensors, commits=False)
+        if any(is_pretended(output.device) for output in found):  # without values all agree, and memory is taken
+            if self.gradients:
+                replay.backward([_make_cotangent(output) for output in found], len(tensors))
+            return None
         for number, (mine, expected) in enumerate(zip(found, self.outputs, strict=True)):
             if not _agree(mine, expected, expected):
                 pieces = zip(mine.split(replay.sizes), expected.split(replay.sizes), strict=True)
@@ -81,20 +87,21 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
     """
     devices = [at.device for at in placement.locations]
     drawn, on_host = RandomState(devices), RandomState([], foreign=False)
+    drawing, is_followed = _Drawing(), any(map(is_pretended, devices))
     try:
         borrowed: dict[Any, Tensor] = {}
         results = []
         for args, kwargs in map(copy_call, calls):
             read = [(tensor, runs.read_version(tensor)) for tensor in runs.find_tensors((args, kwargs))]
-            with PlacedRun(placement, FrozenStatistics(), borrowed):
+            with drawing if is_followed else nullcontext(), PlacedRun(placement, FrozenStatistics(), borrowed):
                 results.append(net(*args, **kwargs))
             if runs.find_changes(read):
                 raise RecordRefusedError("forward changes its arguments in place")
         if drawn.foreign_moved():
             raise RecordRefusedError("forward draws random numbers of Python or NumPy, which a replay would not")
-        if on_host.torch_moved() and any(device.type == "cuda" for device in devices):
+        if on_host.torch_moved() and any(map(is_gpu, devices)):
             raise RecordRefusedError("forward draws random numbers on the host, which a replay would not")
-        if drawn.torch_moved():
+        if drawn.torch_moved() or drawing.draws:
             return None
     finally:
         drawn.put_back()
@@ -107,6 +114,18 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
         gradients = {id(p): g for p, g in zip(wanted, found, strict=True) if g is not None}
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     return Rehearsal([output.detach() for output in outputs], gradients, names)
+
+
+class _Drawing(TorchDispatchMode):
+    """Notes whether random numbers are drawn: without values no generator moves on."""
+
+    draws = False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in function.tags
+        return function(*args, **(kwargs or {}))
 
 
 def _make_cotangent(output: Tensor) -> Tensor | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.first_order import first_order
+from volseg.device.streams import find_current_stream
 from volseg.device.torch_internals import add_each, add_each_, multiply_each, pytree, zero_each_
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.flow.transfer import copy_into, wait_for_departures
@@ -250,7 +251,7 @@ def _noted(part: Part, what: Pass, micro_batch: int) -> Iterator[None]:
 
 def _wait(event: "torch.cuda.Event | None", tensor: Tensor) -> None:
     if event is not None:
-        torch.cuda.current_stream(tensor.device).wait_event(event)
+        find_current_stream(tensor.device).wait_event(event)
 
 
 def _copy(tensor: Tensor, room: Tensor, free: Events) -> None:
