@@ -20,7 +20,7 @@ import typer
 from volseg.cli.root import app
 from volseg.errors import VolsegError
 from volseg.launched import OWN_LAUNCHER, Launch, find_launch
-from volseg.lifetime import end_at_exit, end_with_launcher, say_last
+from volseg.lifetime import count_from_beginning, end_at_exit, end_with_launcher, say_last
 from volseg.monitoring.console import are_logs_json, close_bars, set_up_logs
 
 __all__ = ["main", "run_to_end"]
@@ -94,6 +94,7 @@ def run_to_end() -> NoReturn:
 
 def main() -> None:
     """Run the command line."""
+    count_from_beginning()
     launch = find_launch()
     if launch is not None or OWN_LAUNCHER in os.environ:
         end_with_launcher()

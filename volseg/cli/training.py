@@ -1,5 +1,6 @@
 """The verbs from a data set to a trained network: configure, train and cross-validate."""
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
@@ -119,7 +120,9 @@ def train(
         return
     if gpus is not None:
         loaded = loaded.on_one_device(count_launched())
-    outcome = experiment.train(loaded, resume=resume)
+    begin = experiment.train  # imports what trains
+    gc.freeze()  # modules live as long as this process: whoever looks for garbage, each recording does, passes them by
+    outcome = begin(loaded, resume=resume)
     if experiment.is_main_process():
         typer.echo(experiment.closing_words(outcome))
     experiment.leave_processes()

@@ -43,8 +43,10 @@ __all__ = [
     "name_pretended",
     "note_kernel",
     "note_mark",
+    "note_ordered",
     "note_sent",
     "note_shared_memory",
+    "note_used",
     "on_gpu",
     "pretend_recording",
     "pretending",
@@ -95,6 +97,8 @@ class _Pretence:
     note_shared: Callable[[torch.device, int], None] | None
     note_sent: Callable[[torch.device, str, int, int], None] | None
     note_resized: Callable[[Tensor], None] | None
+    note_used: Callable[[Tensor, int], None] | None = None
+    note_ordered: Callable[[torch.device, int, int, bool], None] | None = None
     recording: str = ""
     clock: Callable[[torch.device], float] | None = None
     mark: Callable[[str], None] | None = None
@@ -118,6 +122,8 @@ def pretending(
     shared: Callable[[torch.device, int], None] | None = None,
     sent: Callable[[torch.device, str, int, int], None] | None = None,
     resized: Callable[[Tensor], None] | None = None,
+    used: Callable[[Tensor, int], None] | None = None,
+    ordered: Callable[[torch.device, int, int, bool], None] | None = None,
     clock: Callable[[torch.device], float] | None = None,
     mark: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
@@ -135,6 +141,11 @@ def pretending(
         Is told of data that leave a GPU: in which way (``Sent.kind``), how many bytes, among how many GPUs.
     resized
         Is told of a tensor whose memory was given back, or taken again.
+    used
+        Is told of a tensor that another stream than its own uses, and of that stream's number.
+    ordered
+        Is told of a stream that records an event, and of one that waits for it: GPU, number of the stream and of the
+        event, and whether it waits.
     clock
         Says how many seconds that should take which a GPU was asked for so far.
     mark
@@ -148,7 +159,7 @@ def pretending(
     global _pretence
     if _pretence is not None:
         raise ParallelError(f"this process already pretends to have GPUs ({_pretence.gpu.name}); end that first")
-    _pretence = _Pretence(gpu, note, shared, sent, resized, clock=clock, mark=mark)
+    _pretence = _Pretence(gpu, note, shared, sent, resized, used, ordered, clock=clock, mark=mark)
     try:
         yield
     finally:
@@ -196,6 +207,20 @@ def resize_memory(tensor: Tensor, size: int) -> None:
     pretence = _find_pretence()
     if pretence is not None and pretence.note_resized is not None:
         pretence.note_resized(tensor)
+
+
+def note_used(tensor: Tensor, stream: int) -> None:
+    """Put down that a stream of this number uses a tensor that another one made."""
+    pretence = _find_pretence()
+    if pretence is not None and pretence.note_used is not None:
+        pretence.note_used(tensor, stream)
+
+
+def note_ordered(device: torch.device, stream: int, event: int, *, waits: bool) -> None:
+    """Put down that a stream of a GPU records an event, or waits for it."""
+    pretence = _find_pretence()
+    if pretence is not None and pretence.note_ordered is not None:
+        pretence.note_ordered(device, stream, event, waits)
 
 
 def note_mark(name: str) -> None:

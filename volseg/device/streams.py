@@ -1,7 +1,7 @@
 """Streams and events of GPUs, and of those that only stand for GPUs: all that is pretended runs in order.
 
-What would wait for another stream has nothing to wait for there. What is kept is the number of the stream that work is
-put on: memory that is taken on it is noted with it, as torch's allocator hands a block only to the stream it is of.
+What would wait for another stream has nothing to wait for there. What is noted is the number of the stream that work is
+put on, as torch's allocator hands a block only to the stream it is of, and which stream waits for which.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.pretended import find_kept
+from volseg.device.pretended import find_kept, note_ordered, note_used
 from volseg.errors import ParallelError
 
 __all__ = [
@@ -28,13 +28,20 @@ __all__ = [
 
 @dataclass(eq=False)
 class PretendedEvent:
-    """A point in the work of a stream: there is nothing to wait for."""
+    """A point in the work of a stream: there is nothing to wait for, but who waits for what is told."""
+
+    number: int = 0
+    """Of all that were recorded; 0 before."""
 
     def record(self, stream: Any = None) -> None:
-        """Do nothing."""
+        """Tell that it is recorded."""
+        if isinstance(stream, PretendedStream):
+            stream.record_event(self)
 
     def wait(self, stream: Any = None) -> None:
-        """Do nothing."""
+        """Tell that a stream waits."""
+        if isinstance(stream, PretendedStream):
+            stream.wait_event(self)
 
     def synchronize(self) -> None:
         """Do nothing."""
@@ -56,14 +63,24 @@ class PretendedStream:
     number: int
 
     def wait_stream(self, stream: Any) -> None:
-        """Do nothing: all that is pretended runs in order."""
+        """Tell that it waits for what another one has been given."""
+        if isinstance(stream, PretendedStream):
+            self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        """Do nothing."""
+        """Tell that it waits; all that is pretended runs in order."""
+        if event.number:
+            note_ordered(self.device, self.number, event.number, waits=True)
 
     def record_event(self, event: PretendedEvent | None = None) -> PretendedEvent:
         """Return the event."""
-        return PretendedEvent() if event is None else event
+        recorded = PretendedEvent() if event is None else event
+        streams = _find_streams()
+        if streams is not None:
+            streams.events += 1
+            recorded.number = streams.events
+            note_ordered(self.device, self.number, recorded.number, waits=False)
+        return recorded
 
     def synchronize(self) -> None:
         """Do nothing."""
@@ -78,6 +95,7 @@ class _Streams:
     """Those of one pretence."""
 
     made: int = 0
+    events: int = 0
     current: dict[torch.device, PretendedStream] = field(default_factory=dict)
 
 
@@ -121,6 +139,8 @@ def note_use(tensor: Tensor, stream: Any) -> None:
     """Let a tensor's memory not be used again before a stream has come here: ``Tensor.record_stream``."""
     if not isinstance(stream, PretendedStream):
         tensor.record_stream(stream)
+        return
+    note_used(tensor, stream.number)
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
     from volseg.experiment.postprocessing import apply_postprocessing, determine_postprocessing
     from volseg.experiment.predicting import predict, serve_predictions
+    from volseg.experiment.profiling import profile_training
     from volseg.experiment.quickstarting import quickstart
     from volseg.experiment.report import Outcome, closing_words, dice_table
     from volseg.experiment.run_folder import RunFolder
@@ -57,6 +58,7 @@ __all__ = [
     "plan_volumes",
     "plan_words",
     "predict",
+    "profile_training",
     "quickstart",
     "register",
     "serve_predictions",
@@ -96,6 +98,7 @@ _HOMES = {
     "plan_volumes": "volseg.experiment.what_fits",
     "plan_words": "volseg.experiment.what_fits",
     "predict": "volseg.experiment.predicting",
+    "profile_training": "volseg.experiment.profiling",
     "quickstart": "volseg.experiment.quickstarting",
     "register": "volseg.experiment.own_components",
     "serve_predictions": "volseg.experiment.predicting",

@@ -90,6 +90,11 @@ class RecordedStep:
         return self._recorder.warm_up
 
     @property
+    def is_replaying(self) -> bool:
+        """Whether there are recordings by now."""
+        return self._recorder.is_replaying
+
+    @property
     def num_recorded(self) -> int:
         """Shapes recorded so far."""
         return self._recorder.num_recorded

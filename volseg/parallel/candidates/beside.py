@@ -152,8 +152,8 @@ def _holding_signals_back() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for number in heard:
-        signal.raise_signal(number)
+    for caught in heard:
+        signal.raise_signal(caught)
 
 
 def _find_key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -13,8 +13,9 @@ from volseg.forecast.links import Links
 from volseg.forecast.memory_use import MemoryUse
 from volseg.forecast.outside import find_outside
 from volseg.forecast.repeating import repeat_last_step
-from volseg.forecast.timing import find_times
-from volseg.forecast.trace import StepTrace
+from volseg.forecast.threads import Pace
+from volseg.forecast.timing import OF_STAGES, find_host_seconds, find_times
+from volseg.forecast.trace import KernelRun, Sent, StepTrace
 from volseg.parallel.candidates.choosing import judge
 from volseg.parallel.candidates.listing import Freedom
 from volseg.parallel.candidates.running import follow_candidate
@@ -117,7 +118,12 @@ def forecast_work(
     try:
         with _quietly():
             traces = follow_candidate(
-                work, candidate, machine.gpu, time_kernel=machine.gpu.seconds, one_process=one_process
+                work,
+                candidate,
+                machine.gpu,
+                time_kernel=machine.gpu.seconds,
+                one_process=one_process,
+                pace=_find_pace(machine),
             )
     except VolsegError as fault:
         return Forecast(candidate=candidate, refused=_tell(fault))
@@ -144,6 +150,16 @@ def forecast_work(
         host_forward_seconds=times.host_forward,
     )
     return judge(forecast, capacity)
+
+
+def _find_pace(machine: Machine) -> Pace:
+    """Return how fast a pipeline's GPUs, links and Python are."""
+    rates = machine.gpu.host_rates()
+
+    def find_host_seconds_of(event: KernelRun | Sent, part: str) -> float:
+        return find_host_seconds(event, part, rates, on_slabs=False) * (OF_STAGES if part == "forward" else 1.0)
+
+    return Pace(kernel=machine.gpu.seconds, message=machine.links.seconds, host=find_host_seconds_of)
 
 
 @contextmanager
