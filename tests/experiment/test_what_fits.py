@@ -150,6 +150,16 @@ def test_another_memory_is_taken_at_its_word():
     assert find_machine(gpu_memory="3GiB").gpu_bytes == 3 * GIB
 
 
+def test_a_loss_that_looks_at_its_class_weights_is_followed(vnet):
+    """MONAI's FocalLoss asks in each call whether one of them is negative."""
+    weighted, plain = (
+        plan_small(vnet, f"losses=[{{name: FocalLoss, {weight}gamma: 2}}]", kind="v100-16").forecasts[0]
+        for weight in ("weight: [0.2, 1, 2], ", "")
+    )
+    assert weighted.runs
+    assert weighted.memory.used >= plain.memory.used
+
+
 def test_an_unknown_data_set_is_asked_for(vnet):
     with pytest.raises(DataError, match="--channels N --classes N"):
         plan_training(load_config(vnet, ["data.root=mine"]), find_machine(kind="t4"))

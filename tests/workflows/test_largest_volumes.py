@@ -9,7 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
-from largest_volumes import UNIT, list_searches, list_tries, name_search, run_round, summarise
+from largest_volumes import UNIT, at_side, list_searches, list_tries, name_search, run_round, summarise
+from plan_accuracy_compared import forecast_row
 from plan_accuracy_rows import measure
 
 SCRIPT = Path(__file__).parents[2] / "workflows" / "benchmarks" / "largest_volumes.py"
@@ -45,6 +46,14 @@ def test_what_fails_by_something_else_ends_its_search_only():
     run_round(tries, rows, lambda waiting: iter([waiting[0] | {"failed": "a process failed"}]))
     assert [row["search"] for row in list_tries(rows, VOXELS)] == [1]
     assert summarise(rows[0])["failed"]
+
+
+@pytest.mark.parametrize(("side", "trained"), [(752, True), (800, False)])
+def test_the_forecast_is_out_of_memory_where_an_h200_was(side, trained):
+    """Of 15.4 GiB for torch; 800 planes were out of memory in the third step, after two that had trained."""
+    outside = 669_843_456  # as it was beside torch then
+    found = forecast_row(at_side(list_searches()[0], side), gpu_bytes=16_509_829_120 + outside)
+    assert found.runs == trained
 
 
 @pytest.mark.slow  # a process for each try, which imports everything

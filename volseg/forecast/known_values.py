@@ -46,7 +46,10 @@ class KnownValues:
     def read(self, tensor: Tensor) -> Any:
         """Return the value of a tensor of one element; None where it is not known."""
         value = self._known.get(tensor)
-        return None if value is None else value.item()
+        if value is None:
+            return None
+        with without_dispatch():
+            return value.item()
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Put down what an operator did: a tensor that was made of numbers, asked about, or changed."""
@@ -60,7 +63,7 @@ class KnownValues:
         if get_schema(function).is_mutable:
             for tensor in list_tensors((args, kwargs)):
                 self._known.pop(tensor, None)
-        elif packet in ASKING:
+        elif packet in ASKING and isinstance(out, Tensor) and out.numel() <= MOST:
             tensors = list_tensors((args, kwargs))
             if all(tensor in self._known for tensor in tensors):
                 self._compute(function, args, kwargs, out)
