@@ -4,7 +4,10 @@ import math
 import shutil
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from volseg.data import load_task
+from volseg.data.twins import make_twin
 from volseg.errors import ConfigError, NonFiniteLossError
 from volseg.experiment import train
 from volseg.monitoring.run_files import read_times
@@ -93,6 +96,32 @@ def test_a_report_that_cannot_be_written_costs_no_training(configured, caplog):
         assert told.count(what) == 1
     page = write_report(config.folder, config.folder.parent / "elsewhere.html").read_text(encoding="utf-8")
     assert "No pictures of cases" in page
+
+
+def test_pictures_show_the_channel_that_the_config_names(configured, tmp_path):
+    folder = make_twin(tmp_path / "twin", "Task05_Prostate", num_cases=5, num_test=0)
+    task = load_task(folder)
+    assert task.modalities == ("T2", "ADC")
+    one = ["training.epochs=1", "training.iterations=1", "training.validate_every=1", f"data.root={folder}"]
+    drawn = {}
+    for channel in ("0", "ADC"):
+        config = configured(*one, f"logging.channel={channel}", f"output={tmp_path / channel}")
+        train(config)
+        events = EventAccumulator(str(tmp_path / channel / "tensorboard"), size_guidance={"images": 0}).Reload()
+        overlays = sorted((tmp_path / channel / "validation" / "overlays").iterdir())
+        shown = [events.Images(tag)[0].encoded_image_string for tag in sorted(events.Tags()["images"])]
+        drawn[channel] = [*shown, *(file.read_bytes() for file in overlays)]
+    # The two networks are the same: what differs is what is seen behind their lines.
+    assert len(drawn["0"]) == len(drawn["ADC"]) >= 2
+    assert all(one != other for one, other in zip(*drawn.values(), strict=True))
+    for wrong in ("2", "PD", "-1", "t2"):
+        if wrong == "-1":
+            with pytest.raises(ConfigError, match=r"logging\.channel"):
+                configured(f"logging.channel={wrong}")
+            continue
+        with pytest.raises(ConfigError, match=r"by number or name, got .*; there are 0 \(T2\), 1 \(ADC\)"):
+            train(configured(*one, f"logging.channel={wrong}", f"output={tmp_path / 'refused'}"))
+    assert not (tmp_path / "refused").exists()
 
 
 def test_a_cross_validation_leaves_a_page(cross_validated):
