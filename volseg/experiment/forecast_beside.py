@@ -82,7 +82,7 @@ class AskedOfCandidate:
         if found is None or found.memory is None:
             refused = "nobody forecast what this training does" if found is None else found.refused
             return MemoryForecast(problem=answer.problem or refused or "it says nothing of memory")
-        return MemoryForecast(memory=found.memory)
+        return MemoryForecast(memory=found.memory, devices=found.devices)
 
     def close(self) -> None:
         """Give up on it."""
@@ -184,8 +184,16 @@ def _read_forecast(row: Mapping[str, Any]) -> Forecast:
             outside=row["outside_bytes"],
             peak_in=row["peak_in"] or "",
         )
+    devices = tuple(
+        MemoryUse(
+            used=device["used_bytes"], reserved=device["reserved_bytes"], outside=device["outside_bytes"], peak_in=""
+        )
+        for device in row["devices"]
+    )
     candidate = Candidate(**{name: row[name] for name in names})
-    return Forecast(candidate=candidate, memory=memory, seconds=row["step_seconds"], refused=row["refused"])
+    return Forecast(
+        candidate=candidate, memory=memory, devices=devices, seconds=row["step_seconds"], refused=row["refused"]
+    )
 
 
 def _choose() -> dict[str, str]:
