@@ -1,6 +1,6 @@
 """``python -m volseg``, and with it ``torchrun -m volseg``."""
 
-from volseg.cli import main
+from volseg.cli import run_to_end
 
 if __name__ == "__main__":
-    main()
+    run_to_end()

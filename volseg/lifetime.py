@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NoReturn
@@ -20,12 +21,18 @@ from volseg.launched import OWN_LAUNCHER
 __all__ = [
     "begin_anew",
     "call_before_last_words",
+    "count_from_beginning",
     "end_at_exit",
     "end_now",
     "end_with_launcher",
     "say_last",
     "shape_last_words",
+    "take_age",
 ]
+
+BEGUN_ANEW = "VOLSEG_BEGUN_ANEW"
+"""Variable in which a process that begins anew tells when, in seconds since the machine began: to the system it is as
+old as before."""
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's ``prctl``."""
@@ -33,6 +40,30 @@ PR_SET_PDEATHSIG = 1
 _before_last_words: list[Callable[[], object]] = []
 
 _shape: Callable[[str], str] | None = None
+
+
+_counts_from_beginning = False
+
+
+def count_from_beginning() -> None:
+    """Say that all this process does is the one piece of work that will ask for its age."""
+    global _counts_from_beginning
+    _counts_from_beginning = True
+
+
+def take_age() -> float:
+    """Return the seconds since this process began, to who asks first; 0.0 to others.
+
+    0.0 as well where nobody said that it is one piece of work (a notebook is not), or the system does not tell.
+    """
+    global _counts_from_beginning
+    counts, _counts_from_beginning = _counts_from_beginning, False
+    if not counts or not sys.platform.startswith("linux"):
+        return 0.0
+    with open("/proc/self/stat", encoding="utf-8") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])  # the name before may hold anything
+    begun = max(ticks / os.sysconf("SC_CLK_TCK"), float(os.environ.get(BEGUN_ANEW, 0)))
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - begun, 0.0)
 
 
 def end_with_launcher() -> None:
@@ -102,6 +133,8 @@ def begin_anew(variables: Mapping[str, str]) -> NoReturn:
     """
     _write_out()
     os.environ.update(variables)
+    if sys.platform.startswith("linux"):
+        os.environ[BEGUN_ANEW] = str(time.clock_gettime(time.CLOCK_BOOTTIME))
     for descriptor in _list_open_files():
         with suppress(OSError):  # that of the listing itself
             os.set_inheritable(descriptor, False)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernels import DEVICE, INTERPRETED, with_kernels
+from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from torch import Tensor
 
 import volseg
-from volseg.device import layout, triton_tiles
+from volseg.device import doubling, layout, triton_tiles
 from volseg.device.convolution import few_taps, many_taps, one_voxel
 from volseg.device.norm import passes, reference, statistics
 from volseg.device.norm.activation import Activation
+from volseg.device.norm.grouping import ALONE, Grouping
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
 from volseg.diagnosis.gatherers import tried_kernel
@@ -39,6 +41,9 @@ HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 matrices of bfloat16 as if their bits were whole numbers."""
 
 ACTIVATIONS = [Activation(), Activation("leaky", 0.1), Activation("elu", 1.3)]
+OTHERS = [("prelu", 3), ("prelu", 1), ("sigmoid", 0), ("silu", 0), ("gelu", 0)]
+"""More activations, with the number of slopes."""
+
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8, torch.float16: 2**-11}
 """Of the result; the sums before it are in float32. The interpreter cuts bits off where a GPU rounds to bfloat16."""
 
@@ -139,6 +144,11 @@ def affine() -> None:
                 passes.affine(x, scale, shift, activation, ends, (1, 2))
                 assert ends[:, :, [0, 3, 4]].equal(got[:, :, [0, 3, 4]])
                 assert not ends[:, :, 1:3].any()
+    x, pairs = volume(2, 3, 2, 3, 1), (values(2, 3), values(2, 3) - 1)
+    for kind, slopes in OTHERS:
+        activation, slope = Activation(kind), values(slopes) if slopes else None
+        wanted = reference.affine(*wide(x, *pairs), activation, slope=wide(slope)[0])
+        assert_near(passes.affine(x, *pairs, activation, slope=slope), wanted, 1e-5)
 
 
 @covers("device.norm.passes._sums_kernel")
@@ -150,6 +160,12 @@ def gradient_sums() -> None:
             wanted = reference.gradient_sums(*wide(gradient, x, mean, scale, shift), activation)
             parts = passes.gradient_sums(gradient, x, mean, scale, shift, activation)
             assert_near(parts.sum(0), wanted, 1e-5)  # nothing is rounded but sums in float32
+    x, gradient = volume(2, 3, 2, 3, 1), volume(2, 3, 2, 3, 1)
+    for kind, slopes in OTHERS:
+        activation, slope = Activation(kind), values(slopes) if slopes else None
+        wanted = reference.gradient_sums(*wide(gradient, x, mean, scale, shift), activation, *wide(slope))
+        got = passes.gradient_sums(gradient, x, mean, scale, shift, activation, slope)
+        assert_near(got.sum(0), wanted, 1e-5)
 
 
 @covers("device.norm.passes._input_kernel")
@@ -161,6 +177,11 @@ def gradient_input() -> None:
             wanted = reference.gradient_input(*wide(gradient, x, *pairs), activation)
             got = passes.gradient_input(gradient, x, *pairs, activation)
             assert_near(got, wanted, ROUNDING[dtype])
+    x, gradient = volume(2, 3, 2, 3, 1), volume(2, 3, 2, 3, 1)
+    for kind, slopes in OTHERS:
+        activation, slope = Activation(kind), values(slopes) if slopes else None
+        wanted = reference.gradient_input(*wide(gradient, x, *pairs), activation, slope=wide(slope)[0])
+        assert_near(passes.gradient_input(gradient, x, *pairs, activation, slope=slope), wanted, 1e-5)
 
 
 @covers("device.norm.statistics._moments_kernel", "device.norm.statistics._join_kernel")
@@ -182,26 +203,50 @@ def coefficients() -> None:
         assert_near(statistics.backward_coefficients(stacked, mean, rstd, weight, 77), wanted, 1e-5)
 
 
+@covers("device.norm.statistics._given_kernel")
+def given_coefficients() -> None:
+    slab, mean, variance = volume(2, 7, 3, 3, 4), values(7), values(7)
+    for weight, bias in ((values(7), values(7)), (None, None)):
+        wanted = reference.given_coefficients(slab, *wide(mean, variance, weight, bias), 1e-5)
+        assert_near(statistics.given_coefficients(slab, mean, variance, weight, bias, 1e-5), wanted, 1e-5)
+
+
+GROUPINGS = [
+    (7, ALONE),
+    (7, Grouping(over_batch=True)),
+    (6, Grouping(groups=2)),
+    (6, Grouping(groups=6)),
+    (70, Grouping(groups=1)),
+]
+
+
 @covers("device.norm.statistics._exchange_coefficients_kernel", "device.norm.statistics._exchange_backward_kernel")
 def exchange_coefficients() -> None:
     """Of one slab, and of the last one of two: the first has sent before, and not waited."""
-    slabs = [volume(2, 7, depth, 3, 4) * 3 + 7 for depth in (2, 3)]
-    weight, bias, mean, rstd = values(7), values(7), values(2, 7), values(2, 7)
-    for shards in (1, 2):
+    for (channels, grouping), shards in fewer(list(itertools.product(GROUPINGS, (1, 2))), 8):
+        average = grouping.average
+        slabs = [volume(2, channels, depth, 2, 1) * 3 + 7 for depth in (2, 3)]
+        weight, bias = values(channels), values(channels)
+        # Pairs that share their statistics have the same ones.
+        mean, rstd = (average(values(2, channels)).contiguous() for _ in range(2))
         memory, boxes = mailboxes(shards)
         counts = [slab[0, 0].numel() for slab in slabs[:shards]]
         shares = torch.tensor(counts, device=DEVICE).reshape(-1, 1, 1) / sum(counts)
-        sums = [volume(3, 2, 2, 7) for _ in slabs[:shards]]
+        sums = [volume(3, 2, 2, channels) for _ in slabs[:shards]]
         for box, slab in zip(boxes, slabs, strict=False):
-            got = statistics.exchange_coefficients(slab, shares, weight, bias, 1e-5, box)
+            got = statistics.exchange_coefficients(slab, shares, weight, bias, 1e-5, box, grouping)
         stacked = torch.stack([reference.moments(slab.double()) for slab in slabs[:shards]])
-        assert_near(got, reference.coefficients(stacked, *wide(shares, weight, bias), 1e-5, None), 1e-5)
-        for box, partials in zip(boxes, sums, strict=True):
-            got = statistics.exchange_backward_coefficients(partials, mean, rstd, weight, sum(counts), box)
+        assert_near(got, reference.coefficients(stacked, *wide(shares, weight, bias), 1e-5, average), 1e-5)
         stacked = torch.stack([partials.double().sum(0) for partials in sums])
-        wanted = reference.backward_coefficients(stacked, *wide(mean, rstd, weight), sum(counts), None)
-        assert_near(got, wanted, 1e-5)
-        assert all(box is None or box.calls.tolist() == [2, 0] for box in boxes)
+        for given in (False, True):
+            for box, partials in zip(boxes, sums, strict=True):
+                settings = grouping, given
+                got = statistics.exchange_backward_coefficients(
+                    partials, mean, rstd, weight, sum(counts), box, *settings
+                )
+            exact = wide(mean, rstd, weight)
+            assert_near(got, reference.backward_coefficients(stacked, *exact, sum(counts), average, given), 1e-5)
+        assert all(box is None or box.calls.tolist() == [3, 0] for box in boxes)
         del memory
 
 
@@ -211,6 +256,24 @@ def mailboxes(shards: int) -> tuple[Tensor, list[ValueMailbox | None]]:
     places = [box.data_ptr() for box in memory]
     boxes = [ValueMailbox(places, rank, memory.device, patience=0) for rank in range(shards)]
     return memory, [None] if shards == 1 else [*boxes]
+
+
+@covers("device.doubling._double_kernel", "device.doubling._gather_kernel")
+def double_volume() -> None:
+    """The whole volume, and a part of it with the planes next to it."""
+    for dtype, last, linear, planes, outputs in (
+        (torch.float32, True, True, (0, 3), (0, 6)),
+        (torch.bfloat16, False, True, (1, 3), (3, 5)),
+        (torch.bfloat16, True, False, (1, 3), (3, 5)),
+    ):
+        part, slab = doubling.DoubledPart(3, planes[0], outputs), volume(1, 3, 3, 2, 1, dtype=dtype, last=last)
+        slab = slab[:, :, slice(*planes)]
+        exact = slab.double().requires_grad_()
+        wanted = doubling.double_plainly(exact, part, linear)
+        assert_near(doubling.double(slab, part, linear), wanted.detach(), ROUNDING[dtype])
+        gradient = volume(*wanted.shape, dtype=dtype, last=last)
+        (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
+        assert_near(doubling.gather_gradient(gradient, slab.shape, part, linear), of_slab, ROUNDING[dtype])
 
 
 @covers("device.peer.values._exchange_values_kernel")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernels import DEVICE, with_kernels
 from torch import Tensor
 
@@ -9,6 +10,9 @@ from volseg.device import triton_tiles
 from volseg.device.layout import copy_into, in_layout
 from volseg.device.norm import choice, statistics
 from volseg.device.norm.activation import Activation
+from volseg.device.norm.grouping import Grouping
+from volseg.device.norm.running import Running
+from volseg.device.torch_internals import get_version
 from volseg.parallel.spatial.transport.room import allocate_with_room
 
 ACTIVATIONS = [Activation(), Activation("leaky", 0.1), Activation("elu", 1.3)]
@@ -19,6 +23,16 @@ def test_derivative_is_that_of_the_activation(activation: Activation) -> None:
     x = torch.linspace(-3, 3, 50, dtype=torch.float64).requires_grad_()
     activation.apply(x).sum().backward()
     torch.testing.assert_close(activation.derivative(x.detach()), x.grad)
+
+
+@pytest.mark.parametrize("kind", ["prelu", "sigmoid", "silu", "gelu"])
+def test_derivatives_of_smooth_activations(kind: str) -> None:
+    x = torch.linspace(-3, 3, 50, dtype=torch.float64).reshape(1, 2, 25).requires_grad_()
+    slope = torch.tensor([0.3, -0.2], dtype=torch.float64) if kind == "prelu" else None
+    activation = Activation(kind)  # type: ignore[arg-type]
+    activation.apply(x, slope).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(activation.derivative(x.detach(), slope), x.grad)
 
 
 def test_only_the_ends_are_written() -> None:
@@ -118,3 +132,21 @@ def test_weights_need_not_be_dense() -> None:
             for own_weight, own_bias in ((weight, bias), (weight.clone().contiguous(), bias.clone().contiguous()))
         ]
         torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@with_kernels
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("channels", [1, 13, 130])
+def test_running_statistics_move_as_torchs(batch: int, channels: int) -> None:
+    x = torch.randn(batch, channels, 3, 5, 2, device=DEVICE) * 3 + 7
+    ours, theirs = ((torch.rand(channels, device=DEVICE), torch.rand(channels, device=DEVICE)) for _ in range(2))
+    for to, source in zip(theirs, ours, strict=True):
+        to.copy_(source)
+    versions = [get_version(buffer) for buffer in ours]
+    share, grouping = torch.ones(1, 1, 1, device=DEVICE), Grouping(over_batch=True)
+    statistics.exchange_coefficients(x, share, None, None, 1e-5, None, grouping, Running(*ours, 0.3))
+    exact = [buffer.double() for buffer in theirs]
+    F.batch_norm(x.double(), *exact, None, None, True, 0.3)
+    for got, wanted in zip(ours, exact, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
+    assert all(get_version(buffer) > version for buffer, version in zip(ours, versions, strict=True))

@@ -89,10 +89,11 @@ def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
                 got.append(choice.exchange_coefficients(slabs[rank], shares, weight, bias, 1e-5, box))
         torch.cuda.synchronize()
         for rank, stream in enumerate(streams):
-            box, known = sides[rank] if shards > 1 else None, (mean, rstd, scale, shift)
-            given = gradients[rank], slabs[rank], known, activation, weight, voxels, box
+            box = sides[rank] if shards > 1 else None
             with torch.cuda.stream(stream):
-                back.append(choice.exchange_backward_coefficients(*given))
+                row = gradients[rank], slabs[rank], mean, scale, shift, activation, None
+                parts = choice.gradient_partials(*row)
+                back.append(choice.exchange_backward_coefficients(parts, mean, rstd, weight, voxels, box))
         torch.cuda.synchronize()
         return got, back
 

@@ -280,6 +280,17 @@ def test_the_node_of_a_backward_pass_is_known_within_it() -> None:
     assert internals.find_backward_node() is None
 
 
+def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
+    x = torch.ones(2, requires_grad=True)
+    before = internals.find_next_node_number()
+    first = x * 2
+    between = internals.find_next_node_number()
+    second = first.exp()
+    numbers = [internals.find_node_number(made.grad_fn) for made in (first, second)]
+    assert numbers == [before, between]
+    assert before < between < internals.find_next_node_number()
+
+
 def test_references_tell_who_else_holds_a_tensor_and_its_memory() -> None:
     alone = (torch.zeros(2),)
     counts = internals.count_references(alone, 0)

@@ -96,6 +96,22 @@ def test_torchrun_does_the_same_and_resumes(plain, config_file, tmp_path):
     assert [record.epoch for record in latest(tmp_path / "run").history] == [0, 1]
 
 
+def test_auto_goes_on_as_it_began(config_file, configured, tmp_path, capfd):
+    """The processes chose anew: slabs, where `parallel: auto` had begun with replicas, and sums in another order."""
+    dealt, cut = "2 replicas of the network, each step's batch of 2 dealt 1 + 1", "every volume cut into 2 slabs"
+    train_on(2, config_file, ["device=cpu", "training.epochs=1", "parallel.data=2"])  # as auto may choose
+    capfd.readouterr()
+    train_on(2, config_file, ["device=cpu", "parallel={strategy: auto, timeout: 500}"], resume=True)
+    told = capfd.readouterr().err
+    assert dealt in told
+    assert cut not in told
+    parallel = load_config(tmp_path / "run" / "config.yaml").parallel
+    assert (parallel.data, parallel.timeout) == (2, 500), "how long to wait is said by whoever goes on"
+    # On another number of devices it is chosen anew: of one there is nothing to choose.
+    train(configured("training.epochs=3", "parallel=auto", "device=cpu"), resume=True)
+    assert [record.epoch for record in latest(tmp_path / "run").history] == [0, 1, 2]
+
+
 def test_a_fault_in_one_process_ends_all_and_is_told(config_file):
     with pytest.raises(ConfigError, match="no network is called 'Unett'"):
         train_on(2, config_file, ["network.name=Unett"])

@@ -111,3 +111,21 @@ def test_nobody_outlives_a_killed_launcher(start, command, config_file, tmp_path
         job.kill()
         job.wait()
     wait_until(lambda: not any(map(is_running, pids)), 30)
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="one core follows in the process itself")
+def test_a_plan_that_is_interrupted_leaves_no_copies(start, request):
+    vnet = request.config.rootpath / "configs" / "task04_vnet.yaml"
+    # Many ways to look at, so that it is still at it when it hears of Ctrl-C, which a terminal sends to all.
+    job = start(volseg("plan", str(vnet), "--instance", "p3.16xlarge", "--max-volume"), **TOLD, start_new_session=True)
+    try:
+        wait_until(lambda: job.poll() is not None or children(job), 120)
+        copies = children(job)
+        os.killpg(job.pid, signal.SIGINT)
+        _, errors = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 130, errors
+    assert errors.splitlines()[-1] == "volseg: interrupted; run the same command again"
+    assert copies
+    wait_until(lambda: not any(map(is_running, copies)), 30)

@@ -59,11 +59,14 @@ def test_the_smallest_block_that_is_large_enough_is_divided():
 
 def test_of_equal_blocks_the_one_at_the_lowest_address_is_taken():
     allocator = taking(30 * MIB, 30 * MIB)
-    first = allocator.find_block(0)
-    allocator.give_back(1)
-    allocator.give_back(0)
-    allocator.take("a", 30 * MIB)
-    assert allocator.find_block("a") == first
+    first, second = (allocator.find_block(name) for name in range(2))
+    assert second < first, "the driver takes addresses from the top downwards"
+    for order in ((0, 1), (1, 0)):
+        for name in order:
+            allocator.give_back(name)
+        allocator.take(1, 30 * MIB)
+        allocator.take(0, 30 * MIB)
+        assert (allocator.find_block(0), allocator.find_block(1)) == (first, second)
 
 
 def test_free_neighbours_join_and_serve_what_neither_could():

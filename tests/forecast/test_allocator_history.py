@@ -51,3 +51,23 @@ def test_every_block_lies_where_the_real_one_did(name):
             allocator.give_back(address)
     assert blocks > 1000
     assert next(driver, None) is None
+
+
+@pytest.mark.parametrize("name", ACCOUNTS)
+def test_what_is_reserved_at_falling_addresses_is_what_was(name):
+    """Untold where the driver puts segments. Two thousandths are for holes above, which it fills with small ones."""
+    events = list(list_events(ACCOUNTS[name]))
+    allocator, reserved, peak = Allocator(), 0, 0
+    for number, (action, address, size, stream, owner) in enumerate(events):
+        if action == "segment_alloc":
+            reserved += size
+            peak = max(peak, reserved)
+        elif action == "segment_free":
+            reserved -= size
+            if events[number + 1][0] != "segment_free":
+                allocator.empty_cache()
+        elif action == "alloc":
+            allocator.take(address, size, stream, owner)
+        elif action == "free_completed":
+            allocator.give_back(address)
+    assert allocator.peak_reserved == pytest.approx(peak, rel=0.002)

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import volseg
-from volseg.device.pretended import find_pretended, is_gpu, make_stream, name_pretended
+from volseg.device.pretended import find_pretended, is_gpu, name_pretended
+from volseg.device.streams import make_stream
 from volseg.errors import ConfigError, ParallelError
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.following import following

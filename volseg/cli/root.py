@@ -13,6 +13,7 @@ from volseg.cli.options import JsonLogs, Quiet
 from volseg.cli.planning import planning_app
 from volseg.cli.postprocessing import postprocessing_app
 from volseg.cli.prediction import prediction_app
+from volseg.cli.profile import profile_app
 from volseg.cli.report import report_app
 from volseg.cli.status import status_app
 from volseg.cli.tools import tools_app
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.add_typer(training_app)  # without a name: its verbs are the program's own
 app.add_typer(planning_app)
+app.add_typer(profile_app)
 app.add_typer(evaluation_app)
 app.add_typer(prediction_app)
 app.add_typer(postprocessing_app)

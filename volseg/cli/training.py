@@ -1,5 +1,6 @@
 """The verbs from a data set to a trained network: configure, train and cross-validate."""
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
@@ -87,14 +88,16 @@ def train(
     """Train a network, validate it, and leave a run folder."""
     del json_logs, quiet  # their callbacks have heard them
     from volseg import experiment  # imports torch: not for --help
-    from volseg.config.loading import path_override
+    from volseg.config.loading import is_config_file, path_override
     from volseg.parallel.devices import count_launched, is_launched
-    from volseg.planning import parse_memory
 
-    experiment.load_components(components or ())
+    if components:  # without, nothing that trains is imported: it may be for processes that are started
+        experiment.load_components(components)
     overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
     overrides += ["data.cache=none"] if no_cache else []
-    if experiment.is_data_set(config):
+    if not is_config_file(config) and experiment.is_data_set(config):
+        from volseg.planning import parse_memory  # imports torch: not for --help
+
         memory = parse_memory(gpu_memory or "8GiB")
         goes_on = resume or restart
         config = experiment.plan_run(
@@ -117,7 +120,9 @@ def train(
         return
     if gpus is not None:
         loaded = loaded.on_one_device(count_launched())
-    outcome = experiment.train(loaded, resume=resume)
+    begin = experiment.train  # imports what trains
+    gc.freeze()  # modules live as long as this process: whoever looks for garbage, each recording does, passes them by
+    outcome = begin(loaded, resume=resume)
     if experiment.is_main_process():
         typer.echo(experiment.closing_words(outcome))
     experiment.leave_processes()

@@ -19,6 +19,7 @@ __all__ = [
     "differences",
     "dump_config",
     "format_config",
+    "is_config_file",
     "load_config",
     "override",
     "path_override",
@@ -68,6 +69,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
         values = override(values, assignment)
     changed = " with " + " ".join(f"--set {assignment}" for assignment in overrides) if overrides else ""
     return validated(ExperimentConfig, values, f"{path}{changed}")
+
+
+def is_config_file(path: str | Path) -> bool:
+    """Tell whether a path is surely a config's: a YAML file, or the name of one that comes with volseg."""
+    file = Path(path)
+    return (file.suffix in (".yaml", ".yml") and file.is_file()) or (not file.exists() and str(path) in list_shipped())
 
 
 def _name_configs(path: Path) -> str:

@@ -70,8 +70,9 @@ class ParallelConfig(ConfigModel):
     """Samples per micro-batch of a pipeline."""
     on_unsupported: Literal["raise", "gather"] = "raise"
     """What happens at an operator without a sharded form."""
-    checkpoint: Literal["all"] | Count | None = None
-    """Activations of the spatial strategy to recompute instead of keep: all, or those of that many finest levels."""
+    checkpoint: Literal["all", "tiled"] | Count | None = None
+    """Activations of the spatial strategy to recompute instead of keep: all, or those of that many finest levels;
+    ``tiled`` recomputes all, and the inputs of large convolutions tile by tile, which takes least memory."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds after which processes no longer wait for one that does not answer."""
     on_oom: Literal["raise", "replan"] = "raise"

@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -172,6 +173,15 @@ class SplitConfig(ConfigModel):
         return self
 
 
+class GrowthConfig(ConfigModel):
+    """A first part of the training, on smaller patches."""
+
+    until: Annotated[float, Field(gt=0, lt=1)]
+    """Fraction of the epochs after which the next size is taken, or that of ``patch.size``."""
+    size: Sides
+    """Extent along D, H, W until then."""
+
+
 class PatchConfig(ConfigModel):
     """Training patches."""
 
@@ -181,6 +191,35 @@ class PatchConfig(ConfigModel):
     """Patches per batch."""
     foreground: Fraction = 0.33
     """Fraction of a batch's patches that surely hold foreground."""
+    growth: tuple[GrowthConfig, ...] = ()
+    """Smaller patches to begin with, in whose steps less is computed: ``[{until: 0.5, size: [24, 32, 24]}]``. A size
+    changes between two epochs, and its step is recorded anew. Not where volumes or networks are cut over GPUs."""
+
+    @model_validator(mode="after")
+    def _grows(self) -> "PatchConfig":
+        ends = [stage.until for stage in self.growth]
+        shrinks = any(a > b for one, other in pairwise(self.sizes) for a, b in zip(one, other, strict=True))
+        if shrinks or any(one >= other for one, other in pairwise(ends)):
+            raise ValueError(
+                "patch.growth lists parts of the training in their order, each until later than the one before and no "
+                f"side larger than in the next, up to patch.size {list(self.size)}; got "
+                f"{[(stage.until, list(stage.size)) for stage in self.growth]}"
+            )
+        return self
+
+    @property
+    def sizes(self) -> tuple[Sides, ...]:
+        """Every size of a training's patches, in their order."""
+        return (*(stage.size for stage in self.growth), self.size)
+
+    def size_in(self, epoch: int, epochs: int) -> Sides:
+        """Return the size of an epoch's patches, the epochs being counted from 0.
+
+        >>> patch = PatchConfig(size=(8, 8, 8), growth=[{"until": 0.5, "size": (4, 4, 4)}])
+        >>> [patch.size_in(epoch, 3)[0] for epoch in range(3)]
+        [4, 4, 8]
+        """
+        return next((stage.size for stage in self.growth if epoch < stage.until * epochs), self.size)
 
 
 class ScheduleConfig(ComponentConfig):
@@ -218,8 +257,9 @@ class TrainingConfig(ConfigModel):
     """Batches per optimizer step."""
     ema: Decay | None = None
     """Decay of an exponential moving average of the weights, which is then what is validated and predicted with."""
-    validate_every: Count = 10
-    """Epochs between validations; the last epoch is always validated."""
+    validate_every: Count | None = 10
+    """Epochs between validations; the last epoch is always validated. null: no epoch is, only the trained network, at
+    the end; then there is no best checkpoint but the last."""
     patience: Count | None = None
     """Validations without a better Dice after which the training stops."""
     kernels: Literal["auto", "fast", "torch"] = "auto"
@@ -367,6 +407,26 @@ class ExperimentConfig(ConfigModel):
             raise ValueError(
                 f"training.kernels is {kernels}, which parallel.strategy: {strategy} does not run; it takes "
                 f"{' or '.join(KERNELS_OF[strategy])}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _patience_has_validations(self) -> "ExperimentConfig":
+        if self.training.patience is not None and self.training.validate_every is None:
+            raise ValueError(
+                "training.patience counts validations on the way, and training.validate_every: null makes none; leave "
+                "out one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_grows_is_whole(self) -> "ExperimentConfig":
+        parallel = self.parallel
+        cut = (parallel.spatial or 1) > 1 or (parallel.pipeline or 1) > 1 or parallel.strategy != "none"
+        if self.patch.growth and cut:
+            raise ValueError(
+                "patch.growth changes the size of volumes, for which parallel has settled who computes what; train "
+                "without patch.growth, or on whole volumes (parallel.data alone)"
             )
         return self
 

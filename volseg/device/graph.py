@@ -17,7 +17,8 @@ from typing import Any, Protocol, Self, TypeGuard
 import torch
 from torch import Tensor
 
-from volseg.device.pretended import PretendedStream, empty_cache, note_mark, on_stream, pretend_recording
+from volseg.device.pretended import empty_cache, note_mark, pretend_recording
+from volseg.device.streams import PretendedStream, on_stream
 from volseg.device.torch_internals import get_version, tree_flatten, tree_map
 from volseg.errors import ParallelError
 

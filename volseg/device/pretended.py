@@ -2,8 +2,8 @@
 
 A step that is only followed (``volseg.forecast.following``) runs on fake tensors of the CPU: autograd of a CPU build of
 torch aborts on fake tensors of CUDA. While this process pretends, ``torch.device("cpu", i)`` stands for GPU i, and
-``torch.device("cpu")``, without a number, is the host. Whether something lies on a GPU, what that GPU can do, and its
-streams are therefore asked for here, and not with ``is_cuda`` and ``torch.cuda``.
+``torch.device("cpu")``, without a number, is the host. Whether something lies on a GPU, and what that GPU can do, is
+therefore asked for here, and not with ``is_cuda`` and ``torch.cuda``; its streams are asked for in `streams`.
 
 Outside of ``pretending`` all questions have torch's answers, and so they have in other threads, which may copy cases to
 real GPUs meanwhile.
@@ -25,13 +25,10 @@ from volseg.errors import ParallelError
 __all__ = [
     "GpuLike",
     "NotedKernel",
-    "PretendedEvent",
-    "PretendedStream",
     "count_processors",
     "empty_cache",
     "find_address",
     "find_capability",
-    "find_current_stream",
     "find_device",
     "find_kept",
     "find_pretended",
@@ -42,17 +39,15 @@ __all__ = [
     "is_pretended",
     "is_recording",
     "keeping",
-    "make_event",
-    "make_stream",
     "move_in_place",
     "name_pretended",
     "note_kernel",
     "note_mark",
+    "note_ordered",
     "note_sent",
     "note_shared_memory",
-    "note_use",
+    "note_used",
     "on_gpu",
-    "on_stream",
     "pretend_recording",
     "pretending",
     "read_clock",
@@ -102,8 +97,8 @@ class _Pretence:
     note_shared: Callable[[torch.device, int], None] | None
     note_sent: Callable[[torch.device, str, int, int], None] | None
     note_resized: Callable[[Tensor], None] | None
-    streams: int = 0
-    current: "dict[torch.device, PretendedStream]" = field(default_factory=dict)
+    note_used: Callable[[Tensor, int], None] | None = None
+    note_ordered: Callable[[torch.device, int, int, bool], None] | None = None
     recording: str = ""
     clock: Callable[[torch.device], float] | None = None
     mark: Callable[[str], None] | None = None
@@ -127,6 +122,8 @@ def pretending(
     shared: Callable[[torch.device, int], None] | None = None,
     sent: Callable[[torch.device, str, int, int], None] | None = None,
     resized: Callable[[Tensor], None] | None = None,
+    used: Callable[[Tensor, int], None] | None = None,
+    ordered: Callable[[torch.device, int, int, bool], None] | None = None,
     clock: Callable[[torch.device], float] | None = None,
     mark: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
@@ -144,6 +141,11 @@ def pretending(
         Is told of data that leave a GPU: in which way (``Sent.kind``), how many bytes, among how many GPUs.
     resized
         Is told of a tensor whose memory was given back, or taken again.
+    used
+        Is told of a tensor that another stream than its own uses, and of that stream's number.
+    ordered
+        Is told of a stream that records an event, and of one that waits for it: GPU, number of the stream and of the
+        event, and whether it waits.
     clock
         Says how many seconds that should take which a GPU was asked for so far.
     mark
@@ -157,7 +159,7 @@ def pretending(
     global _pretence
     if _pretence is not None:
         raise ParallelError(f"this process already pretends to have GPUs ({_pretence.gpu.name}); end that first")
-    _pretence = _Pretence(gpu, note, shared, sent, resized, clock=clock, mark=mark)
+    _pretence = _Pretence(gpu, note, shared, sent, resized, used, ordered, clock=clock, mark=mark)
     try:
         yield
     finally:
@@ -205,6 +207,20 @@ def resize_memory(tensor: Tensor, size: int) -> None:
     pretence = _find_pretence()
     if pretence is not None and pretence.note_resized is not None:
         pretence.note_resized(tensor)
+
+
+def note_used(tensor: Tensor, stream: int) -> None:
+    """Put down that a stream of this number uses a tensor that another one made."""
+    pretence = _find_pretence()
+    if pretence is not None and pretence.note_used is not None:
+        pretence.note_used(tensor, stream)
+
+
+def note_ordered(device: torch.device, stream: int, event: int, *, waits: bool) -> None:
+    """Put down that a stream of a GPU records an event, or waits for it."""
+    pretence = _find_pretence()
+    if pretence is not None and pretence.note_ordered is not None:
+        pretence.note_ordered(device, stream, event, waits)
 
 
 def note_mark(name: str) -> None:
@@ -350,98 +366,3 @@ def empty_cache(device: torch.device) -> None:
         return
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-
-
-# Streams and events.
-
-
-@dataclass(eq=False)
-class PretendedEvent:
-    """A point in the work of a stream: there is nothing to wait for."""
-
-    def record(self, stream: Any = None) -> None:
-        """Do nothing."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def query(self) -> bool:
-        """Say that the work is done."""
-        return True
-
-    def elapsed_time(self, end: "PretendedEvent") -> float:
-        """Refuse: nothing that is pretended takes time."""
-        raise ParallelError(f"a step that is followed without a GPU takes no time to measure, up to {end}")
-
-
-@dataclass(eq=False)
-class PretendedStream:
-    """A stream of a GPU that is not there; memory that is taken on it is noted with its number."""
-
-    device: torch.device
-    number: int
-
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing: all that is pretended runs in order."""
-
-    def wait_event(self, event: Any) -> None:
-        """Do nothing."""
-
-    def record_event(self, event: PretendedEvent | None = None) -> PretendedEvent:
-        """Return the event."""
-        return PretendedEvent() if event is None else event
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def query(self) -> bool:
-        """Say that the work is done."""
-        return True
-
-
-def make_stream(device: torch.device, **options: Any) -> Any:
-    """Return a new stream of a GPU: ``torch.cuda.Stream``."""
-    pretence = _find_pretence()
-    if pretence is None:
-        return torch.cuda.Stream(device, **options)
-    pretence.streams += 1
-    return PretendedStream(device, pretence.streams)
-
-
-def make_event(**options: Any) -> Any:
-    """Return a new event: ``torch.cuda.Event``."""
-    return torch.cuda.Event(**options) if _find_pretence() is None else PretendedEvent()
-
-
-def find_current_stream(device: torch.device) -> Any:
-    """Return the stream of a GPU on which work is put now."""
-    pretence = _find_pretence()
-    if pretence is None:
-        return torch.cuda.current_stream(device)
-    return pretence.current.setdefault(device, PretendedStream(device, 0))
-
-
-def note_use(tensor: Tensor, stream: Any) -> None:
-    """Let a tensor's memory not be used again before a stream has come here: ``Tensor.record_stream``."""
-    if not isinstance(stream, PretendedStream):
-        tensor.record_stream(stream)
-
-
-def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Put the work of a block on a stream: ``torch.cuda.stream``."""
-    return _pretend_stream(stream) if isinstance(stream, PretendedStream) else torch.cuda.stream(stream)
-
-
-@contextmanager
-def _pretend_stream(stream: PretendedStream) -> Iterator[None]:
-    pretence = _find_pretence()
-    assert pretence is not None
-    before = find_current_stream(stream.device)
-    pretence.current[stream.device] = stream
-    try:
-        yield
-    finally:
-        pretence.current[stream.device] = before

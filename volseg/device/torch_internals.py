@@ -73,6 +73,8 @@ __all__ = [
     "find_backward_pass",
     "find_default_group",
     "find_group_name",
+    "find_next_node_number",
+    "find_node_number",
     "find_saved_tensors_hooks",
     "find_schemas",
     "find_transform",
@@ -239,6 +241,16 @@ find_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 find_backward_node: Callable[[], Any] = torch._C._current_autograd_node
 """Return the node of the backward pass that runs on this thread, None where none does."""
+
+find_next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Return the number that the next node of autograd gets which is made on this thread."""
+
+
+def find_node_number(node: Any) -> int:
+    """Return the number of a node of autograd: of those that one thread made, later ones have larger numbers."""
+    number: int = node._sequence_nr()
+    return number
+
 
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Say whether a transform of ``torch.func`` (vmap, grad) has wrapped the tensor."""

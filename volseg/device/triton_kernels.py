@@ -4,7 +4,9 @@ A kernel that takes a grid is defined with ``@kernel``, a function that kernels 
 goes through ``TritonKernel``: it is noted only where this process pretends to have GPUs (``pretended``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -39,7 +41,30 @@ except ImportError:  # CPU builds of torch come without it
 else:
     INSTALLED = True
 
-__all__ = ["INSTALLED", "TritonKernel", "kernel", "tl", "triton"]
+__all__ = ["INSTALLED", "KernelCall", "TritonKernel", "hearing_calls", "kernel", "tl", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A kernel that was asked for where this process pretends to have GPUs, with all that it was given."""
+
+    kernel: "TritonKernel"
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    """What it was given by name: what it is compiled for, ``num_warps``."""
+
+
+_hearers: list[Callable[[KernelCall], None]] = []
+
+
+@contextmanager
+def hearing_calls(hear: Callable[[KernelCall], None]) -> Iterator[None]:
+    """Be told of each kernel that is asked for in here and, as GPUs are pretended, does not run."""
+    _hearers.append(hear)
+    try:
+        yield
+    finally:
+        _hearers.remove(hear)
 
 
 class TritonKernel:
@@ -60,6 +85,7 @@ class TritonKernel:
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         self.name = f"{function.__module__.removeprefix('volseg.').removeprefix('device.')}.{function.__name__}"
+        self.home = function.__module__, function.__name__
         self.__doc__ = function.__doc__
         self.compiled = triton.jit(**options)(function) if INSTALLED else None
 
@@ -76,6 +102,8 @@ class TritonKernel:
         return run
 
     def _note(self, grid: Sequence[int], arguments: Sequence[Any], options: dict[str, Any]) -> None:
+        for hear in _hearers:
+            hear(KernelCall(self, tuple(arguments), options))
         tensors = tuple(value for value in (*arguments, *options.values()) if isinstance(value, Tensor))
         pretended.note_kernel(pretended.NotedKernel(self.name, tuple(grid), tensors, options))
 

@@ -1,25 +1,33 @@
-"""Whole experiments: what the command line does, as functions."""
+"""Whole experiments: what the command line does, as functions.
 
-from volseg.config.loading import load_config
-from volseg.experiment.configuring import configure, configure_words, is_data_set, plan_run
-from volseg.experiment.cross_validation import cross_validate
-from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
-from volseg.experiment.exporting import export
-from volseg.experiment.launching import count_workers, train_on
-from volseg.experiment.machines import calibrate_words, find_machine
-from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
-from volseg.experiment.postprocessing import apply_postprocessing, determine_postprocessing
-from volseg.experiment.predicting import predict, serve_predictions
-from volseg.experiment.quickstart import quickstart
-from volseg.experiment.report import Outcome, closing_words, dice_table
-from volseg.experiment.run_folder import RunFolder
-from volseg.experiment.same_run import find_finished_report
-from volseg.experiment.training import train
-from volseg.experiment.validating import validate, validate_words
-from volseg.experiment.verifying import verify
-from volseg.experiment.what_fits import plan_training, plan_volumes, plan_words
-from volseg.parallel.devices import is_main_process
-from volseg.parallel.processes import leave_processes
+The names are loaded when they are first used: who starts the processes of a training imports nothing that trains.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from volseg.config.loading import load_config
+    from volseg.experiment.configuring import configure, configure_words, is_data_set, plan_run
+    from volseg.experiment.cross_validation import cross_validate
+    from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
+    from volseg.experiment.exporting import export
+    from volseg.experiment.launching import count_workers, train_on
+    from volseg.experiment.machines import calibrate_words, find_machine
+    from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
+    from volseg.experiment.postprocessing import apply_postprocessing, determine_postprocessing
+    from volseg.experiment.predicting import predict, serve_predictions
+    from volseg.experiment.profiling import profile_training
+    from volseg.experiment.quickstarting import quickstart
+    from volseg.experiment.report import Outcome, closing_words, dice_table
+    from volseg.experiment.run_folder import RunFolder
+    from volseg.experiment.same_run import find_finished_report
+    from volseg.experiment.training import train
+    from volseg.experiment.validating import validate, validate_words
+    from volseg.experiment.verifying import verify
+    from volseg.experiment.what_fits import plan_training, plan_volumes, plan_words
+    from volseg.parallel.devices import is_main_process
+    from volseg.parallel.processes import leave_processes
 
 __all__ = [
     "REGISTRIES",
@@ -50,6 +58,7 @@ __all__ = [
     "plan_volumes",
     "plan_words",
     "predict",
+    "profile_training",
     "quickstart",
     "register",
     "serve_predictions",
@@ -59,3 +68,53 @@ __all__ = [
     "validate_words",
     "verify",
 ]
+
+_HOMES = {
+    "REGISTRIES": "volseg.experiment.own_components",
+    "CrossValidated": "volseg.experiment.cross_validation_report",
+    "Outcome": "volseg.experiment.report",
+    "RunFolder": "volseg.experiment.run_folder",
+    "apply_postprocessing": "volseg.experiment.postprocessing",
+    "calibrate_words": "volseg.experiment.machines",
+    "closing_words": "volseg.experiment.report",
+    "configure": "volseg.experiment.configuring",
+    "configure_words": "volseg.experiment.configuring",
+    "count_workers": "volseg.experiment.launching",
+    "cross_validate": "volseg.experiment.cross_validation",
+    "cross_validation_words": "volseg.experiment.cross_validation_report",
+    "determine_postprocessing": "volseg.experiment.postprocessing",
+    "dice_table": "volseg.experiment.report",
+    "export": "volseg.experiment.exporting",
+    "find_finished_report": "volseg.experiment.same_run",
+    "find_machine": "volseg.experiment.machines",
+    "is_data_set": "volseg.experiment.configuring",
+    "is_main_process": "volseg.parallel.devices",
+    "leave_processes": "volseg.parallel.processes",
+    "list_components": "volseg.experiment.own_components",
+    "load_components": "volseg.experiment.own_components",
+    "load_config": "volseg.config.loading",
+    "plan_run": "volseg.experiment.configuring",
+    "plan_training": "volseg.experiment.what_fits",
+    "plan_volumes": "volseg.experiment.what_fits",
+    "plan_words": "volseg.experiment.what_fits",
+    "predict": "volseg.experiment.predicting",
+    "profile_training": "volseg.experiment.profiling",
+    "quickstart": "volseg.experiment.quickstarting",
+    "register": "volseg.experiment.own_components",
+    "serve_predictions": "volseg.experiment.predicting",
+    "train": "volseg.experiment.training",
+    "train_on": "volseg.experiment.launching",
+    "validate": "volseg.experiment.validating",
+    "validate_words": "volseg.experiment.validating",
+    "verify": "volseg.experiment.verifying",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -119,7 +119,7 @@ def list_smaller(tried: Candidate, batch_size: int) -> list[Candidate]:
     Examples
     --------
     >>> [(each.data, each.spatial, each.checkpoint) for each in list_smaller(Candidate(data=2), 2)]
-    [(2, 1, 'all'), (1, 2, None), (1, 2, 'all')]
+    [(2, 1, 'all'), (2, 1, 'tiled'), (1, 2, None), (1, 2, 'all'), (1, 2, 'tiled')]
     """
     if tried.pipeline > 1:
         smaller = (tried.split_size or -(-batch_size // tried.data)) // 2
@@ -135,8 +135,10 @@ def _list_cuts(tried: Candidate) -> Iterator[Candidate]:
         mesh = replace(tried, data=data, spatial=devices // data, kernels="fast")
         if data < tried.data:
             yield mesh
-        if mesh.checkpoint != "all":
+        if mesh.checkpoint not in ("all", "tiled"):
             yield replace(mesh, checkpoint="all")
+        if mesh.checkpoint != "tiled":
+            yield replace(mesh, checkpoint="tiled")
 
 
 def rank_smaller(tried: Candidate, forecasts: Sequence[Forecast]) -> list[Forecast]:

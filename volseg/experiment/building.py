@@ -10,6 +10,7 @@ from volseg.config.schema import BATCH_FIELDS, ExperimentConfig
 from volseg.data.augmented import AugmentedBatches, EpochBatches
 from volseg.data.bank import CaseBank
 from volseg.data.cases import Case, Task
+from volseg.data.growing import GrowingBatches
 from volseg.data.labels import num_indices, targets_of
 from volseg.data.patches import PatchBatches
 from volseg.errors import ConfigError
@@ -128,11 +129,8 @@ def build_batches(
     *,
     rows: Sequence[slice] | None = None,
     spacing: Sequence[float] = (1.0, 1.0, 1.0),
-) -> AugmentedBatches:
+) -> AugmentedBatches | GrowingBatches:
     """Return augmented training batches of prepared cases with ``spacing`` mm, or some rows of each."""
-    augmentation = BatchAugmentation(
-        config.augmentation, config.patch.size, num_classes=num_indices(task), spacing=spacing
-    )
     bank = CaseBank(
         cases,
         device=device,
@@ -141,17 +139,25 @@ def build_batches(
         num_classes=task.num_classes,
         is_sparse=task.ignore is not None,
     )
-    batches = PatchBatches(
-        bank,
-        config.patch.size,
-        batch_size=config.patch.batch,
-        iterations=config.training.iterations,
-        foreground=config.patch.foreground,
-        source_size=augmentation.source_size,
-        seed=config.seed,
-    )
     own = OwnAugmentations([step.spec() for step in config.augmentation.own] if config.augmentation.enabled else [])
-    return AugmentedBatches(batches, augmentation, seed=config.seed, device=device, rows=rows, own=own)
+
+    def build(size: Sequence[int]) -> AugmentedBatches:
+        augmentation = BatchAugmentation(config.augmentation, size, num_classes=num_indices(task), spacing=spacing)
+        batches = PatchBatches(
+            bank,
+            size,
+            batch_size=config.patch.batch,
+            iterations=config.training.iterations,
+            foreground=config.patch.foreground,
+            source_size=augmentation.source_size,
+            seed=config.seed,
+        )
+        return AugmentedBatches(batches, augmentation, seed=config.seed, device=device, rows=rows, own=own)
+
+    if not config.patch.growth:
+        return build(config.patch.size)
+    made = {size: build(size) for size in config.patch.sizes}
+    return GrowingBatches(lambda epoch: made[config.patch.size_in(epoch, config.training.epochs)])
 
 
 def build_metrics(config: ExperimentConfig, task: Task) -> list[Named]:

@@ -1,7 +1,12 @@
-"""Train in several processes, started by torch's own elastic launcher."""
+"""Train in several processes, started by torch's own elastic launcher.
 
+The process that starts them imports as little as it can: they begin when it has, import all that trains, and find what
+is wrong with a config by themselves. Only where one of them has failed is the config looked at here, for its own fault
+is told as that and not as a process's.
+"""
+
+import json
 import logging
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +15,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from volseg.config.loading import load_config
 from volseg.config.schema import ExperimentConfig
-from volseg.experiment.building import check_components
-from volseg.experiment.component_record import require_components
-from volseg.experiment.own_components import components_arguments
-from volseg.experiment.what_fits import list_settings
-from volseg.parallel.candidates.report import PlanReport
+from volseg.errors import VolsegError
 from volseg.parallel.devices import count_gpus, is_launched
 from volseg.parallel.launcher import launch
-from volseg.workflow.interrupts import Interruption
 
 __all__ = ["count_workers", "train_on"]
 
@@ -74,47 +74,84 @@ def train_on(
     KeyboardInterrupt, SystemExit
         After Ctrl-C or SIGTERM, when the processes have saved and ended.
     """
-    # Checked here once, so that a fault is told by one process and not by each.
     loaded = load_config(config, overrides)
-    if resume:
-        require_components(loaded.folder, resumes=True)
-    check_components(loaded)
-    if not resume and loaded.parallel.strategy == "auto" and loaded.parallel.num_gpus == 1 and (num_gpus or 1) > 1:
-        settings, num_gpus = _choose_settings(loaded, config, overrides, num_gpus or 1)
+    if loaded.parallel.strategy == "auto" and loaded.parallel.num_gpus == 1 and (num_gpus or 1) > 1:
+        settings, num_gpus = _choose_settings(loaded, num_gpus or 1, resume=resume)
         overrides = [*overrides, *settings]
         loaded = load_config(config, overrides)
-    count = count_workers(loaded, num_gpus)
     arguments = [part for assignment in overrides for part in ("--set", assignment)]
-    arguments += [*components_arguments(), *(["--resume"] if resume else [])]
+    arguments += [*_list_components(), *(["--resume"] if resume else [])]
     try:
         command = ["-m", "volseg", "train", str(config), *arguments]
-        launch(command, count, max_restarts=max_restarts)
+        launch(command, count_workers(loaded, num_gpus), max_restarts=max_restarts)
     except SignalException as stopped:  # the launcher has passed the signal on and waited
+        from volseg.workflow.interrupts import Interruption  # imports what trains
+
         interruption = Interruption()
         interruption.take(stopped.sigval)
         interruption.raise_as_signal()
+    except VolsegError:
+        _require_sound(loaded, resume)
+        raise
 
 
-def _choose_settings(
-    loaded: ExperimentConfig, config: str | Path, overrides: Sequence[str], num_gpus: int
-) -> tuple[list[str], int]:
-    """Return the settings that are forecast to be fastest on GPUs of this machine, and how many of these they take.
+def _list_components() -> list[str]:
+    """Return the options by which the processes know the same components of one's own."""
+    # Who has loaded none has not imported this either, which imports what trains.
+    own = sys.modules.get("volseg.experiment.own_components")
+    return [] if own is None else list(own.components_arguments())
 
-    A process of its own forecasts, for it asks CUDA what the GPUs are: here that would hold memory of one of them as
-    long as the training lasts. Without GPUs, and where nothing can be forecast, nothing is set.
+
+def _require_sound(loaded: ExperimentConfig, resume: bool) -> None:
+    """Raise what is wrong with a config itself: it is told by one process and not by each."""
+    # They import what trains, which nobody waits for any more.
+    from volseg.experiment.building import check_components
+    from volseg.experiment.component_record import require_components
+
+    if resume:
+        require_components(loaded.folder, resumes=True)
+    check_components(loaded)
+
+
+def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -> tuple[list[str], int]:
+    """Return the settings by which ``parallel: auto`` is trained on GPUs of this machine, and how many these take.
+
+    Those with which the run was begun, where it goes on with as many GPUs: others would take sums in another order.
+    Else those that are forecast to be fastest. Without GPUs, and where nothing can be forecast, nothing is set.
     """
+    begun = _find_begun(loaded, num_gpus) if resume else None
+    if begun is not None:
+        logger.info("parallel: auto goes on as the run was begun, with %s", begun)
+        return [f"parallel={begun}"], num_gpus
     if loaded.device == "cpu" or not count_gpus():
         return [], num_gpus
-    arguments = [part for assignment in overrides for part in ("--set", assignment)]
-    command = [sys.executable, "-m", "volseg", "plan", str(config), "--here", "--gpus", str(num_gpus), "--json"]
-    told = subprocess.run(  # noqa: S603 (our own verb)
-        [*command, *arguments, *components_arguments()], capture_output=True, text=True, encoding="utf-8", check=False
-    )
-    if told.returncode:
-        last = (told.stderr.strip().splitlines() or ["nothing fits"])[-1]
-        logger.warning("parallel: auto leaves the processes to choose, as nothing could be forecast (%s)", last)
+    # They import what trains, as following it does.
+    from volseg.experiment.machines import find_machine
+    from volseg.experiment.what_fits import list_settings, plan_training
+    from volseg.parallel.candidates.listing import name_candidate
+
+    # Here, where all is imported already. Copies of this process ask CUDA, and follow steps: this one lives as long as
+    # the training, and would hold memory of a GPU.
+    try:
+        plan = plan_training(loaded, find_machine(num_gpus=num_gpus, here=True), beside=True)
+    except VolsegError as fault:
+        logger.warning("parallel: auto leaves the processes to choose, as nothing could be forecast (%s)", fault)
         return [], num_gpus
-    report = PlanReport.model_validate_json(told.stdout)
-    row = next(each for each in report.candidates if each.state == "chosen")
-    logger.info("parallel: auto takes %s: %s", row.name, report.why)
-    return ["parallel.strategy=none", *list_settings(row.candidate)], row.num_gpus
+    if plan.chosen is None:
+        logger.warning("parallel: auto leaves the processes to choose, as %s", plan.why)
+        return [], num_gpus
+    candidate = plan.chosen.candidate
+    logger.info("parallel: auto takes %s: %s", name_candidate(candidate), plan.why)
+    return ["parallel.strategy=none", *list_settings(candidate)], candidate.num_gpus
+
+
+def _find_begun(loaded: ExperimentConfig, num_gpus: int) -> str | None:
+    """Return how the run of a config was begun, as a value of ``parallel``; None if on other GPUs, or open."""
+    from volseg.experiment.run_folder import RunFolder  # imports what trains
+
+    folder = RunFolder(loaded.folder)
+    parallel = folder.config().parallel if folder.exists else loaded.parallel
+    if parallel.num_gpus != num_gpus:
+        return None
+    kept = {"timeout": loaded.parallel.timeout, "on_oom": loaded.parallel.on_oom}
+    return json.dumps({**parallel.model_dump(mode="json", exclude_defaults=True), **kept})

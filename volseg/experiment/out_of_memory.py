@@ -98,7 +98,8 @@ def describe_attempt(config: ExperimentConfig, device: torch.device, fault: Base
 
 def describe_remedies(config: ExperimentConfig) -> str:
     """Return what takes less memory whatever is done, in the order in which it costs least."""
-    checkpoint = "" if config.parallel.checkpoint == "all" else ", parallel.checkpoint: all (recomputes activations)"
+    recomputed = {"all": ", parallel.checkpoint: tiled (and by tiles)", "tiled": ""}
+    checkpoint = recomputed.get(str(config.parallel.checkpoint), ", parallel.checkpoint: all (recomputes activations)")
     return (
         "Take a smaller patch.batch, then a smaller patch.size (training) or inference.window (prediction), more GPUs "
         f"that share a volume (parallel.spatial){checkpoint}"

@@ -1,6 +1,6 @@
 """A training from its config to its summary: begin, fit, finish."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,10 +12,12 @@ from torch import nn
 from volseg.config.loading import format_config, require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
+from volseg.data.growing import GrowingBatches
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import ChosenCases, choose_cases
+from volseg.experiment.compiled_kernels import CompilingBeside
 from volseg.experiment.component_record import require_components
 from volseg.experiment.forecast_beside import AskedOfCandidate, Gpus, PlanBeside
 from volseg.experiment.network_plan import plan_network
@@ -50,6 +52,7 @@ from volseg.monitoring.waiting import WaitingAdvice
 from volseg.parallel.devices import count_restarts, is_main_process
 from volseg.reporting.reading import TOLD
 from volseg.workflow.checkpoints import Checkpoints
+from volseg.workflow.growing import ForgetOldSizes
 from volseg.workflow.hooks import Hook, Patience
 from volseg.workflow.randomness import deterministic, seed_everything
 from volseg.workflow.records import Score
@@ -104,6 +107,8 @@ def _train(
         ExitStack() as held,
     ):
         held.enter_context(heeding_spot_notices(config.training.spot))
+        compiling = CompilingBeside(config)  # first of all: a copy that compiles must be made before CUDA begins
+        held.callback(compiling.close)
         with signs.span("start"):
             join_processes(config)
             role = choose_role(config, held)
@@ -111,7 +116,7 @@ def _train(
             held.push(role.show_end)  # after the signs of life, which tell how the run ended
             role.show_life(signs, BeginAgain)
         with signs.span("building"):
-            run = _begin(role, resume, hooks, replanning, signs, held)
+            run = _begin(role, resume, hooks, replanning, signs, held, compiling)
         _fit(run)
         return _finish(run)
 
@@ -134,7 +139,13 @@ class _Run:
 
 
 def _begin(
-    role: Member, resume: bool, hooks: Sequence[Hook], replanning: Replanning, signs: SignsOfLife, held: ExitStack
+    role: Member,
+    resume: bool,
+    hooks: Sequence[Hook],
+    replanning: Replanning,
+    signs: SignsOfLife,
+    held: ExitStack,
+    compiling: CompilingBeside,
 ) -> _Run:
     """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
     folder, device = role.folder, choose_device(role.config)
@@ -148,17 +159,25 @@ def _begin(
     config, mesh = settle_mesh(config, chosen.task, device)
     replanning.tried = find_candidate(config, mesh.plan, count_devices(config, device))
     role.settle(config)
-    asked = _ask_for_forecast(config, replanning.tried, device, held)  # beside the preparation of cases
     seed_everything(config.seed)
     if resume:
         require_same_task(folder, chosen.task)
         require_same_split(folder, chosen.split)
         require_same_mesh(folder, config)
     start = None if resume or config.training.start_from is None else Start(config, chosen)
-    model = build_model(config, chosen.task, device, mesh=mesh, begin=start)
     reading = choose_reading(config, mesh, plan.spacing)
-    with signs.span("preparing"):
-        prepared = reading.prepare(chosen)
+    prepared = None
+    if compiling.is_compiling:  # the cases first, meanwhile: a network that is built is run once, with its kernels
+        with signs.span("preparing"):
+            prepared = reading.prepare(chosen)
+        with signs.span("compiling"):
+            compiling.wait()
+    model = build_model(config, chosen.task, device, mesh=mesh, begin=start)
+    if prepared is None:
+        with signs.span("preparing"):
+            prepared = reading.prepare(chosen)
+    # Not before the cases are prepared: its seconds of Python would be taken from them on a machine of few cores.
+    asked = _ask_for_forecast(config, replanning.tried, device, held)
     meter = GpuMeter()
     before = meter.count()
     batches = reading.make_batches(prepared, chosen.task, model, device)
@@ -176,7 +195,12 @@ def _begin(
         model,
         batches,
         validation=validate(mirror=False) if chosen.validation else None,
-        hooks=[*_own_hooks(config, role, memory, log, signs), *build_hooks(config), *hooks],
+        hooks=[
+            *([ForgetOldSizes(batches)] if isinstance(batches, GrowingBatches) else []),
+            *_own_hooks(config, role, memory, log, signs),
+            *build_hooks(config),
+            *hooks,
+        ],
         task=chosen.task,
     )
     told = {TOLD: tell_findings(chosen.task, held_out.problems, held_out.remarks)}
@@ -218,7 +242,8 @@ def _fit(run: _Run) -> None:
     """Train to the last epoch."""
     is_begun = not run.training.finished
     try:
-        run.training.run()
+        with run.signs.fitting():
+            run.training.run()
     except Exception:
         if (run.training.epoch, run.training.position) == (0, 0):
             run.role.abandon()
@@ -245,6 +270,13 @@ def _finish(run: _Run) -> Outcome:
         with run.signs.validating():
             final = run.training.validate(validation)
         scores = _name_final(final)
+    with run.signs.span("writing"):
+        return _write_end(run, final, scores)
+
+
+def _write_end(run: _Run, final: Score | None, scores: Mapping[str, float]) -> Outcome:
+    """Tell the loggers, and write summary and report."""
+    role, config, chosen = run.role, run.role.config, run.chosen
     run.log.end(scores)
     outcome = Outcome(
         folder=role.folder,

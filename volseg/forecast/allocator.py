@@ -4,7 +4,7 @@ from volseg.errors import OutOfMemoryError
 from volseg.forecast.allocator_settings import AllocatorSettings
 from volseg.forecast.caching_allocator import Allocator
 from volseg.forecast.memory_use import MemoryUse
-from volseg.forecast.trace import Allocate, Free, Mark, StepTrace
+from volseg.forecast.trace import Allocate, Free, LetGo, Mark, StepTrace
 
 __all__ = ["AllocatorSettings", "find_memory_use"]
 
@@ -48,6 +48,8 @@ def find_memory_use(
                     peak, peak_in = allocator.reserved, part
             case Free(block):
                 allocator.give_back(block)
+            case LetGo(block):
+                allocator.leave(block)
             case Mark("empty_cache"):
                 allocator.empty_cache()
             case Mark(name):

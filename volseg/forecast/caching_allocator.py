@@ -12,8 +12,10 @@ hands out pieces of it. The model follows its rules [1]_ block by block, so that
 - each stream has its own blocks, and so has each recording, whose segments stay its own;
 - where the device has no more, whole free segments are given back to it, and it is asked once more.
 
-Which address the driver gives a new segment is not known: the model hands
-out rising ones. They decide between free blocks of equal size alone.
+The driver takes addresses from the top of what it has downwards, so each new segment lies below those before it. That
+decides between free blocks of equal size alone, and by that over segments of hundreds of MiB: of thirty accounts of an
+H200 the same requests at falling addresses reserve what was reserved, at rising ones up to 13 % more or less. Holes
+above, which the driver fills with what is small, are not modelled.
 
 References
 ----------
@@ -36,6 +38,8 @@ LARGEST_SMALL = MIB
 SMALL_SEGMENT = 2 * MIB
 SMALLEST_OWN_SEGMENT = 10 * MIB
 SEGMENT_ROUNDING = 2 * MIB
+TOP = 2**56
+"""The highest address; the expandable segments of many pools fit below."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +109,7 @@ class Allocator:
     capacity : int, optional
         Bytes that the device gives; without end by default.
     place : callable, optional
-        From the size of a new segment to its address, as a driver chose it; rising addresses by default.
+        From the size of a new segment to its address, as a driver chose it; falling addresses by default.
 
     Attributes
     ----------
@@ -132,10 +136,11 @@ class Allocator:
         self.settings = settings or AllocatorSettings()
         self.capacity = capacity
         self.used = self.reserved = self.peak_used = self.peak_reserved = 0
-        self._place = place or self._place_behind
+        self._place = place or self._place_below
         self._pools: dict[tuple[str, bool, int], BlockPool] = {}
         self._held: dict[Any, MemoryBlock] = {}
-        self._next_address = SEGMENT_ROUNDING
+        self._left: set[Any] = set()
+        self._lowest_address = TOP
 
     def take(self, name: Any, size: int, stream: int = 0, owner: str = "") -> None:
         """Give a block of ``size`` bytes to ``name``; nothing is taken for no bytes.
@@ -174,13 +179,23 @@ class Allocator:
         block = self._held.pop(name, None)
         if block is None:
             return  # of no bytes
-        self.used -= block.size
+        if name in self._left:
+            self._left.remove(name)
+        else:
+            self.used -= block.size
         block.is_free = True
         self._join_neighbours(block)
         block.pool.add(block)
 
+    def leave(self, name: Any) -> None:
+        """Count the block of ``name`` as used no more; another stream still works on it, until it is given back."""
+        if name in self._held:
+            self.used -= self._held[name].size
+            self._left.add(name)
+
     def empty_cache(self) -> None:
         """Return to the device what is not divided and not a recording's: ``torch.cuda.empty_cache``."""
+        self._wait_for_streams()
         # Large segments first, as torch does; with a limit of the device the order decides nothing.
         for (owner, _, _), pool in sorted(self._pools.items(), key=lambda one: one[0][1]):
             if not owner:
@@ -276,6 +291,11 @@ class Allocator:
             )
         return block
 
+    def _wait_for_streams(self) -> None:
+        """Take back what other streams still work on: torch waits for them before it returns memory."""
+        for name in list(self._left):
+            self.give_back(name)
+
     def _try_device(self, pool: BlockPool, size: int) -> MemoryBlock | None:
         """Return a new block, in no list; None where the device has no more."""
         if self.settings.expandable_segments:
@@ -292,10 +312,9 @@ class Allocator:
             return self.settings.large_segment
         return -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
 
-    def _place_behind(self, size: int) -> int:
-        address = self._next_address
-        self._next_address += size + SEGMENT_ROUNDING
-        return address
+    def _place_below(self, size: int) -> int:
+        self._lowest_address -= size + SEGMENT_ROUNDING
+        return self._lowest_address
 
     def _reserve(self, size: int) -> bool:
         if self.capacity is not None and self.reserved + size > self.capacity:

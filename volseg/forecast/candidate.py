@@ -22,8 +22,8 @@ class Candidate:
     """Samples per micro-batch of a pipeline."""
     cuts: tuple[str, ...] | None = None
     """Where a pipeline's stages begin, as dotted module paths; by default where their times say."""
-    checkpoint: Literal["all"] | int | None = None
-    """Activations that are computed again in backward: all, or those of that many finest levels."""
+    checkpoint: Literal["all", "tiled"] | int | None = None
+    """Activations that are computed again in backward: all, those of that many finest levels, or all, by tiles."""
     kernels: Literal["fast", "torch"] = "fast"
     recorded: bool = False
     """Whether the step is one CUDA graph."""

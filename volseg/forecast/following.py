@@ -27,7 +27,6 @@ from volseg.device.pretended import (
     GpuLike,
     NotedKernel,
     find_capability,
-    find_current_stream,
     find_device,
     find_recording,
     is_gpu,
@@ -35,6 +34,7 @@ from volseg.device.pretended import (
     pretend_recording,
     pretending,
 )
+from volseg.device.streams import find_current_stream
 from volseg.device.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -53,9 +53,22 @@ from volseg.forecast.copying import copy_without_values
 from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.forecast.kernel_work import describe_kernel, describe_noted, list_tensors
 from volseg.forecast.known_results import KnownResults
+from volseg.forecast.known_values import KnownValues
 from volseg.forecast.refusals import explaining_refusals
 from volseg.forecast.surroundings import apart_from_surroundings
-from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, Outside, Sent, StepTrace
+from volseg.forecast.trace import (
+    Allocate,
+    Event,
+    Free,
+    Issued,
+    KernelRun,
+    Mark,
+    Ordered,
+    Outside,
+    Sent,
+    StepTrace,
+    Used,
+)
 
 __all__ = ["FollowedStep", "follow", "following"]
 
@@ -116,6 +129,8 @@ def following(
                 shared=followed.note_shared,
                 sent=followed.note_sent_from,
                 resized=followed.note_resized,
+                used=followed.note_used,
+                ordered=followed.note_ordered,
                 mark=followed.mark,
                 clock=None if time_kernel is None else followed.read_clock,
             )
@@ -147,6 +162,7 @@ class FollowedStep:
         self.mode = FakeTensorMode(allow_fallback_kernels=False)
         self.in_place = InPlace()
         self._events: list[list[Event]] = [[] for _ in self.devices]
+        self._issued: list[Issued] = []
         self._held: dict[int, tuple[int, int, int]] = {}
         """By the memory's key: its device, its size and its block."""
         self._blocks = 0
@@ -158,10 +174,14 @@ class FollowedStep:
         """Return what each device was asked for so far."""
         return tuple(StepTrace(tuple(events), index) for index, events in enumerate(self._events))
 
+    def list_issued(self) -> list[Issued]:
+        """Return what all devices of several were asked for, in the order of a single thread."""
+        return self._issued
+
     def mark(self, name: str) -> None:
         """Say on all devices that a part begins; see ``Mark``."""
-        for events in self._events:
-            events.append(Mark(name))
+        for number in range(len(self._events)):
+            self._put(number, Mark(name))
 
     @contextmanager
     def recording(self, pool: str) -> Iterator[None]:
@@ -192,7 +212,7 @@ class FollowedStep:
 
     def note_sent(self, device: torch.device, sent: Sent) -> None:
         """Put down data that a device sends."""
-        self._events[self._number(device)].append(sent)
+        self._put(self._number(device), sent)
 
     def note_sent_from(self, device: torch.device, kind: str, size: int, devices: int) -> None:
         """Put down data that leave a device."""
@@ -200,14 +220,33 @@ class FollowedStep:
 
     def note_shared(self, device: torch.device, size: int) -> None:
         """Put down memory beside torch's allocator."""
-        self._events[self._number(device)].append(Outside(size))
+        self._put(self._number(device), Outside(size))
 
     def read_clock(self, device: torch.device) -> float:
         """Return the seconds that the kernels of a device should have taken so far."""
         return self._seconds[self._number(device)]
 
+    def note_used(self, tensor: Tensor, stream: int) -> None:
+        """Put down that a stream works on a tensor that is another one's."""
+        key = get_storage_key(tensor.untyped_storage())
+        if key in self._held:
+            number, _, block = self._held[key]
+            self._order(number, Used(block, stream))
+
+    def note_ordered(self, device: torch.device, stream: int, event: int, waits: bool) -> None:
+        """Put down that a stream records an event, or waits for one."""
+        self._order(self._number(device), Ordered(event, stream, waits))
+
+    def _put(self, number: int, event: Event) -> None:
+        self._events[number].append(event)
+        self._order(number, event)
+
+    def _order(self, number: int, event: Event | Used | Ordered) -> None:
+        if len(self.devices) > 1:
+            self._issued.append(Issued(number, event, find_backward_pass() != -1))
+
     def _note_run(self, number: int, run: KernelRun) -> None:
-        self._events[number].append(run)
+        self._put(number, run)
         if self._time_kernel is not None:
             self._seconds[number] += self._time_kernel(run)
 
@@ -237,7 +276,7 @@ class FollowedStep:
         if key in self._held and key not in self._of_changes:
             number, size, block = self._held[key]
             self._take(key, number, size, gradient.device)
-            self._events[number].append(Free(block))
+            self._put(number, Free(block))
 
     def note_of_change(self, gradient: Tensor) -> None:
         """Remember a gradient that a change in place makes: the change before it gets it as it is."""
@@ -248,14 +287,14 @@ class FollowedStep:
         self._held[key] = number, size, self._blocks
         if size:
             stream = find_current_stream(device).number
-            self._events[number].append(Allocate(self._blocks, size, stream, find_recording()))
+            self._put(number, Allocate(self._blocks, size, stream, find_recording()))
 
     def _give_back(self, key: int) -> int:
         self._checked.discard(key)
         self._of_changes.discard(key)
         number, size, block = self._held.pop(key)
         if size:
-            self._events[number].append(Free(block))
+            self._put(number, Free(block))
         return number
 
     def note_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -277,7 +316,7 @@ class FollowedStep:
             self._multiplied.add((device, stream, in_backward))
             self._blocks += 1
             size = OF_PRODUCTS[find_capability(device) >= HOPPER]
-            self._events[self._number(device)].append(Allocate(self._blocks, size, stream, find_recording()))
+            self._put(self._number(device), Allocate(self._blocks, size, stream, find_recording()))
 
     def note_checked(self, found: Tensor) -> None:
         """Put down that a tensor says whether gradients are finite, which the loss's scaling asks for."""
@@ -305,6 +344,7 @@ class _Noting(TorchDispatchMode):
         super().__init__()
         self.followed = followed
         self.known = KnownResults(followed.mode)
+        self.values = KnownValues()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is FIND_DEVICE:  # asked more often than all else together
@@ -313,8 +353,10 @@ class _Noting(TorchDispatchMode):
         handler = GPU_OPERATORS.get(func)
         if handler is not None and _find_gpu(list_tensors(args)) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
-        if func is read_value and self.followed.is_checked(args[0]):
-            return 0.0
+        if func is read_value:
+            value = 0.0 if self.followed.is_checked(args[0]) else self.values.read(args[0])
+            if value is not None:
+                return value
         func = self.followed.in_place.replace(func, args)
         is_scattered = self.followed.in_place.is_scattered(func)
         if is_scattered:
@@ -324,6 +366,7 @@ class _Noting(TorchDispatchMode):
                 out = func(*args, **kwargs)
         else:
             out = self.known.run(func, args, kwargs)
+        self.values.note(func, args, kwargs, out)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)

@@ -265,8 +265,11 @@ def _differentiate_upsampling(note: Note, plain: Tensor, gradient: Tensor, *rest
     dense = gradient.contiguous()
     dense_found = found if found.is_contiguous() else _empty(found.shape, gradient, CONTIGUOUS)
     note(dense_found)
-    del dense
-    return found if dense_found is found else found.copy_(dense_found)
+    if dense_found is not found:
+        found.copy_(dense_found)
+    # As C++ does at the end of a function: what was made last goes first.
+    del dense_found, dense
+    return found
 
 
 @_replaces(aten.roll.default)

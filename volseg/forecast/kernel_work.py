@@ -17,7 +17,16 @@ from volseg.forecast.trace import KernelRun
 
 __all__ = ["describe_kernel", "describe_noted", "list_tensors"]
 
-SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "record_stream"}
+SILENT = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "record_stream",
+    "set_",
+}
 """Operators, besides views, that start no kernel."""
 
 

@@ -17,7 +17,15 @@ from volseg.forecast.gpu_kinds import GpuKind, HostRates
 from volseg.forecast.links import Links
 from volseg.forecast.trace import Event, KernelRun, Mark, Sent, StepTrace
 
-__all__ = ["OF_STAGES", "StepTimes", "find_pipeline_seconds", "find_seconds", "find_times"]
+__all__ = [
+    "OF_STAGES",
+    "PARTS",
+    "StepTimes",
+    "find_host_seconds",
+    "find_pipeline_seconds",
+    "find_seconds",
+    "find_times",
+]
 
 SLAB_KERNELS = ("norm.passes", "norm.statistics")
 """By which a network on slabs is known: its norms are never torch's."""
@@ -197,7 +205,7 @@ def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: 
                 parts[part] += _close(busy, ready)
                 part = event.name if event.name in PARTS else part
             elif isinstance(event, KernelRun | Sent):
-                share = 0.0 if recorded else _find_host_seconds(event, part, host_rates, on_slabs)
+                share = 0.0 if recorded else find_host_seconds(event, part, host_rates, on_slabs)
                 share *= forward if part == "forward" else 1.0
                 host_forward += share if part == "forward" else 0.0
                 host += share
@@ -226,7 +234,8 @@ def _find_length(event: Event, gpu: GpuKind, links: Links) -> float:
     return links.seconds(event) if isinstance(event, Sent) else 0.0
 
 
-def _find_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates, on_slabs: bool) -> float:
+def find_host_seconds(event: KernelRun | Sent, part: str, rates: HostRates, on_slabs: bool) -> float:
+    """Return what Python takes to start a kernel or a message, in a part of an eager step."""
     if isinstance(event, Sent):
         return {"halo": rates.exchange, "copy": rates.operator}.get(event.kind, rates.message)
     if part not in ("forward", "loss", "backward"):

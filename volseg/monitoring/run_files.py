@@ -45,6 +45,9 @@ __all__ = [
 
 HISTORY, STATUS, TIMES = "history.jsonl", "status.json", "times.json"
 
+THE_REST = "the rest"
+"""Of the seconds of a process that has ended, those that no span accounts for; with them its spans add up."""
+
 State = Literal["preparing", "training", "validating", "finished", "interrupted", "failed"]
 
 ENDED: tuple[State, ...] = ("finished", "interrupted", "failed")
@@ -124,8 +127,8 @@ class RunPart:
     seconds: Seconds
     """From there to its last sign of life."""
     spans: Mapping[str, Seconds] = field(default_factory=dict)
-    """Seconds by what was done: ``reading``, ``training``, ``waiting for data``, ``validation`` and so on; none of
-    them lies within another one."""
+    """Seconds by what was done: ``imports`` (of a command), ``reading``, ``compiling``, ``recording``, ``training``,
+    ``waiting for data``, ``validation`` and so on; none of them lies within another one."""
 
 
 _LINE, _STATUS = TypeAdapter(EpochLine), TypeAdapter(RunStatus)

@@ -6,6 +6,7 @@ where it is for its supervision anyway (`volseg.parallel.progress`).
 """
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -16,10 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from volseg.lifetime import take_age
 from volseg.monitoring.memory import GIB, GpuMeter
 from volseg.monitoring.run_files import (
     ENDED,
     STATUS,
+    THE_REST,
     TIMES,
     RunPart,
     RunStatus,
@@ -41,6 +44,9 @@ logger = logging.getLogger(__name__)
 EVERY_SECONDS = 5.0
 """Between two writings."""
 
+OF_EPOCHS = ("training", "waiting for data", "recording", "validation")
+"""Spans that are counted epoch by epoch."""
+
 
 class SignsOfLife(Hook):
     """Status and times of one process's work at a run; the leader's alone are written.
@@ -53,10 +59,11 @@ class SignsOfLife(Hook):
 
     def __init__(self, *, every_seconds: float = EVERY_SECONDS) -> None:
         self._every_seconds = every_seconds
-        self._begun, self._clock = time.time(), time.perf_counter()
-        self._spans: dict[str, float] = defaultdict(float)
+        age = take_age()
+        self._begun, self._clock = time.time() - age, time.perf_counter() - age
+        self._spans: dict[str, float] = defaultdict(float, {"imports": age} if age else {})
         self._open: list[str] = []
-        self._turned = self._clock
+        self._turned = time.perf_counter()
         self._earlier: tuple[RunPart, ...] = ()
         self._folder: Path | None = None
         self._is_mute = False
@@ -68,6 +75,8 @@ class SignsOfLife(Hook):
         self._epochs_seen = 0
         self._seconds_of_epochs = 0.0
         self._before = (0.0, 0.0)  # of the epoch gone on with, in an earlier process
+        self._batch_begun = 0.0
+        self._seconds_recording = 0.0  # of this epoch
         self._memory: float | None = None
         self._lock = threading.Lock()
 
@@ -140,6 +149,21 @@ class SignsOfLife(Hook):
             self._open.remove(name)
 
     @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Say that the training runs in here, which counts its epochs itself; count what lies between them."""
+        begin, counted = time.perf_counter(), self._count_epochs()
+        try:
+            yield
+        finally:
+            between = time.perf_counter() - begin - (self._count_epochs() - counted)
+            with self._lock:
+                self._spans["between epochs"] += max(between, 0.0)
+
+    def _count_epochs(self) -> float:
+        with self._lock:
+            return math.fsum(self._spans.get(name, 0.0) for name in OF_EPOCHS)
+
+    @contextmanager
     def validating(self) -> Iterator[None]:
         """Say that the final validation runs in here, and count its seconds."""
         self._set_state("validating")
@@ -151,6 +175,19 @@ class SignsOfLife(Hook):
         self._training, self._before = training, training.seconds_of_epoch
         self._score = next((one.score for one in reversed(training.history) if one.score is not None), None)
         self._set_state("training")
+
+    def on_batch_begin(self, training: Training, batch: Mapping[str, Any]) -> None:
+        """Begin to count a step that is not replayed yet, as it will be."""
+        del batch
+        recorded = training.step.recorded
+        is_recording = recorded is not None and not recorded.is_replaying and recorded.refused is None
+        self._batch_begun = time.perf_counter() if is_recording else 0.0
+
+    def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
+        """Count it."""
+        del training, fields
+        if self._batch_begun:
+            self._seconds_recording += time.perf_counter() - self._batch_begun
 
     def on_validation_begin(self, training: Training) -> None:
         """Say that it validates."""
@@ -180,8 +217,11 @@ class SignsOfLife(Hook):
         """Add what this process spent of an epoch; return the seconds."""
         seconds, waited = seconds - self._before[0], waited - self._before[1]
         with self._lock:
-            self._spans["training"] += seconds - waited
+            self._spans["training"] += seconds - waited - self._seconds_recording
             self._spans["waiting for data"] += waited
+            if self._seconds_recording:
+                self._spans["recording"] += self._seconds_recording
+        self._seconds_recording = 0.0
         return seconds
 
     def _set_state(self, state: State, message: str = "") -> None:
@@ -211,7 +251,10 @@ class SignsOfLife(Hook):
         with self._lock:
             if self._folder is None:  # ended by another thread
                 return
-            part = RunPart(begun=self._begun, seconds=self.seconds, spans=dict(self._spans))
+            seconds, spans = self.seconds, dict(self._spans)
+            if self._state in ENDED:
+                spans[THE_REST] = max(seconds - math.fsum(spans.values()), 0.0)
+            part = RunPart(begun=self._begun, seconds=seconds, spans=spans)
             try:
                 write_status(self._folder / STATUS, self._describe())
                 write_times(self._folder / TIMES, [*self._earlier, part])

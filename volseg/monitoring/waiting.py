@@ -3,6 +3,7 @@
 import logging
 
 from volseg.data.augmented import AugmentedBatches, EpochBatches
+from volseg.data.growing import GrowingBatches
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.spatial_group import GroupBatches
@@ -51,6 +52,8 @@ def advice(batches: object) -> str | None:
     None where nothing waits for anything: a CPU makes its batches and trains on them by turns.
     """
     source: object | EpochBatches | None = batches.batches if isinstance(batches, GroupBatches) else batches
+    if isinstance(source, GrowingBatches):
+        source = source.of_epoch(0)  # of any size: they share the cases
     if not isinstance(source, AugmentedBatches):
         return "make them in more processes, or before the training"
     lighter = "lower augmentation.margin, so that less is read per patch"

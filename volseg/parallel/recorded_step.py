@@ -18,8 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from volseg.device.graph import RecordedFunction
-from volseg.device.pretended import find_current_stream, is_gpu, make_stream, on_stream
+from volseg.device.pretended import is_gpu
 from volseg.device.record_policy import Recorder
+from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.errors import ParallelError
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.model_parallel import ModelParallel
@@ -87,6 +88,11 @@ class RecordedStep:
     def warm_up(self) -> int:
         """Calls per shape before one is recorded."""
         return self._recorder.warm_up
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether there are recordings by now."""
+        return self._recorder.is_replaying
 
     @property
     def num_recorded(self) -> int:

@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Any
 
 from volseg.commands import spell
-from volseg.monitoring.run_files import RunPart
+from volseg.monitoring.run_files import THE_REST, RunPart
 from volseg.reporting.composing import Composer
 from volseg.reporting.content import (
     Block,
@@ -288,8 +288,10 @@ def add_spans(parts: Sequence[RunPart]) -> dict[str, float]:
     for part in parts:
         for name, seconds in part.spans.items():
             spans[name] = spans.get(name, 0.0) + seconds
+    told = spans.pop(THE_REST, 0.0)  # by the parts that have ended
     # Spans are measured one by one: what they leave may be a hair below nothing.
-    return {**spans, "the rest": max(sum(part.seconds for part in parts) - math.fsum(spans.values()), 0.0)}
+    left = max(sum(part.seconds for part in parts) - math.fsum(spans.values()), told)
+    return {**spans, THE_REST: left}
 
 
 def _tell_time(record: RunRecord) -> list[Block]:

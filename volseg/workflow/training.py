@@ -67,8 +67,8 @@ class Training:
         One factor per loss, 1 by default.
     validation : callable, optional
         Called without arguments, in evaluation mode and with the averaged weights where there are any.
-    validate_every : int
-        Epochs between validations; the last epoch is always validated.
+    validate_every : int or None
+        Epochs between validations; the last epoch is always validated. None: no epoch is.
     schedule : callable, optional
         Progress in [0, 1] to a factor of the learning rate, stepped per optimizer step.
     warmup : float
@@ -124,7 +124,7 @@ class Training:
         epochs: int,
         loss_weights: Sequence[float] | None = None,
         validation: Callable[[], Score] | None = None,
-        validate_every: int = 1,
+        validate_every: int | None = 1,
         schedule: Callable[[float], float] = constant,
         warmup: float = 0.0,
         precision: str = "auto",
@@ -142,7 +142,8 @@ class Training:
                 stacklevel=2,
             )
             record = capture
-        for name, value in (("epochs", epochs), ("validate_every", validate_every), ("accumulate", accumulate)):
+        every = 1 if validate_every is None else validate_every
+        for name, value in (("epochs", epochs), ("validate_every", every), ("accumulate", accumulate)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         model = Named.wrap(model, ["image"], "logits")
@@ -304,7 +305,8 @@ class Training:
         The epoch then stays open, all its batches done: a training that goes on from there validates first.
         """
         is_last = self.epoch + 1 == self.epochs
-        due = (self.epoch + 1) % self.validate_every == 0 or is_last
+        every = self.validate_every
+        due = every is not None and ((self.epoch + 1) % every == 0 or is_last)
         drawn = random_state()
         begin = time.perf_counter()
         try:

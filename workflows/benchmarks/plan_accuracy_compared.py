@@ -17,6 +17,7 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.forecast.instances import find_links
 from volseg.models import build_network
+from volseg.parallel.candidates.choosing import choose, judge
 from volseg.parallel.candidates.forecasting import Machine, forecast_work
 from volseg.parallel.candidates.work import Batch, Step, Work
 from volseg.workflow import Named
@@ -75,14 +76,15 @@ def build_work(row: Row) -> Work:
     )
 
 
-def forecast_row(row: Row, gpu: str = "h200") -> Forecast:
-    """Return what is forecast of a configuration."""
+def forecast_row(row: Row, gpu: str = "h200", gpu_bytes: int | None = None) -> Forecast:
+    """Return what is forecast of a configuration, on a GPU of its kind or of another memory."""
     kind = find_kind(gpu)
     names = ("spatial", "pipeline", "split_size", "checkpoint", "kernels", "recorded")
     # A pipeline is cut by times that are measured when it starts: what is compared is the cut that was made.
     cuts = tuple(stage["begins"] for stage in row["partition"][1:]) if "partition" in row else None
     candidate = Candidate(**{name: row[name] for name in names}, cuts=cuts)
-    machine = Machine(gpu=kind, num_gpus=candidate.num_gpus, links=find_links(kind), gpu_bytes=kind.memory)
+    links, memory = find_links(kind), gpu_bytes or kind.memory
+    machine = Machine(gpu=kind, num_gpus=candidate.num_gpus, links=links, gpu_bytes=memory)
     forecast = forecast_work(build_work(row), candidate, machine)
     if forecast.memory is None and cuts:  # the cut that was made cannot be followed: that which times would choose
         forecast = forecast_work(build_work(row), replace(candidate, cuts=None), machine)
@@ -185,12 +187,12 @@ def plot(compared: Sequence[Row], path: Path) -> None:
 
 
 def draw_random(count: int, limit_gib: float, seed: int = 0) -> Iterator[Row]:
-    """Yield configurations at random sizes, each run in the way that is forecast to be the fastest that fits.
+    """Yield configurations at random sizes, each run in the way that ``auto`` would choose of those that are tried.
 
     Their processes are given no more of a GPU than what was counted on. Who runs out of memory was forecast wrongly.
     """
     chance = random.Random(seed)  # noqa: S311 (no secrets)
-    kind = find_kind("h200")
+    kind, capacity = find_kind("h200"), int(limit_gib * GIB)
     ways = [{"kernels": "torch"}, {"kernels": "fast"}, {"kernels": "fast", "recorded": True}]
     ways += [{"kernels": "fast", "checkpoint": "all"}, {"kernels": "fast", "spatial": 2}]
     ways += [{"kernels": "fast", "spatial": 2, "checkpoint": "all"}]
@@ -199,21 +201,17 @@ def draw_random(count: int, limit_gib: float, seed: int = 0) -> Iterator[Row]:
         size = {"patch": [32 * chance.randint(2, 9) for _ in range(3)], "batch": chance.randint(1, 4)}
         row = {**plain, **size, "net": chance.choice(["vnet", "unet", "dynunet", "segresnet"]), "history": False}
         row["precision"] = chance.choice(["bf16", "bf16", "fp32"])
-        fitting = []
-        for way in ways:
-            forecast = forecast_row({**row, **way})
-            if forecast.memory is None or forecast.seconds is None or forecast.memory.total > limit_gib * GIB:
-                continue
-            fitting.append((forecast.seconds, forecast.memory, way))
-        if not fitting:
+        forecasts = [judge(forecast_row({**row, **way}), capacity) for way in ways]
+        chosen, _ = choose(forecasts, capacity)
+        if chosen is None or chosen.memory is None:
             continue
-        seconds, memory, way = min(fitting, key=lambda one: one[0])
-        limit = int(limit_gib * GIB) - memory.outside
+        memory, way = chosen.memory, ways[forecasts.index(chosen)]
+        limit = capacity - memory.outside
         yield {
             **row,
             **way,
             "limit_bytes": limit,
             "forecast_reserved": memory.reserved,
-            "forecast_seconds": seconds,
+            "forecast_seconds": chosen.seconds,
         } | {"gpu_bytes": kind.memory}
         count -= 1

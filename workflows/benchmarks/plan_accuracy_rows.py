@@ -3,6 +3,7 @@
 import gc
 import gzip
 import json
+import math
 import os
 import statistics
 import time
@@ -302,6 +303,8 @@ def measure(row: Row, numbers: Sequence[int], history: Path | None) -> Row:
     history : Path, optional
         Where the allocator's own account of the first steps is written.
     """
+    if row.get("pretended_voxels") and math.prod(row["patch"]) > row["pretended_voxels"]:
+        return {"out_of_memory": "as was asked for, to try the script"}
     gpus = [torch.device("cuda", number) for number in numbers]
     devices = gpus or [torch.device(name) for name in ("cpu", "cpu:1")[: row["pipeline"]]]
     if gpus:

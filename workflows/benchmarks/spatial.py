@@ -271,6 +271,7 @@ def rows(gpus: list[int], chosen: set[str]) -> list[dict[str, Any]]:
             found.append({"part": "eager128", **common, "shape": [128 * count, 128, 128]})
             found.append({"part": "eager320", **common, "shape": [160 * count, 320, 320], "steps": 4, "warm": 3})
             found.append({"part": "checkpoint", **common, "shape": [160 * count, 320, 320], "checkpoint": "all"})
+            found.append({"part": "tiled", **common, "shape": [160 * count, 320, 320], "checkpoint": "tiled"})
             found.append({"part": "same", **common, "shape": [640, 320, 320], "steps": 3, "warm": 3})
     for count in gpus:
         peers = {"part": "peer", "gpus": count, "shape": [128 * count, 128, 128]}

@@ -3,9 +3,11 @@
 python workflows/benchmarks/task04.py configs/task04_unet.yaml DIR/Task04_Hippocampus --cores 2 --gpus 4 \
         --folds 0 1 2 3 4 --result workflows/benchmarks/results/dynunet_h200_task04_folds.json
 
-The seconds of a fold begin when its process is started and end when that has exited: imports, reading, checking,
-preprocessing, training, validation with mirroring and the writing of the predictions lie between. The curve's points
-are the validations on the way (not mirrored), by the same clock. ``--beside`` draws nnU-Net's curve (``nnunet.py``).
+With ``--cold`` each fold has an empty cache of Triton's kernels and none of prepared cases, as on a machine where
+nothing has run; else it has what this machine has. The seconds of a fold begin when its process is started and end when
+that has exited: imports, reading, checking, preprocessing, training, validation with mirroring and the writing of the
+predictions lie between. The curve's points are the validations on the way (not mirrored), by the same clock.
+``--beside`` draws nnU-Net's curve (``nnunet.py``).
 """
 
 import argparse
@@ -14,6 +16,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +27,9 @@ from typing import Any
 
 from cores import first_cores
 from curve_plot import Curve, draw
+
+CLOCK = "clock.json"
+"""File of a fold's run folder: when its training began and its validations were done, since the process was started."""
 
 COLOURS = ("#1b6ca8", "#2a9d8f", "#8e44ad", "#d9a441", "#6b8e23")
 
@@ -38,6 +44,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/benchmark"), help="where the run folders go")
     parser.add_argument("--gpus", type=int, default=1, help="folds at a time, each on a GPU of its own")
     parser.add_argument("--cores", type=int, help="CPU cores of each fold; default an equal share of all")
+    parser.add_argument("--cold", action="store_true", help="compile all kernels and prepare all cases in each fold")
     parser.add_argument("--beside", type=Path, nargs="*", default=[], help="results of nnunet.py to draw as well")
     parser.add_argument("--result", type=Path, required=True, help="JSON file; the plot lies beside it")
     parser.add_argument("--train-fold", type=int, help=argparse.SUPPRESS)
@@ -71,6 +78,8 @@ def train_folds(chosen: argparse.Namespace) -> dict[int, float]:
         gpu, cores = place = places.get()
         os.sched_setaffinity(0, cores)  # of this thread, which the process it starts takes over
         environment = {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+        if chosen.cold:
+            environment["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton_")
         begin, started = time.perf_counter(), time.time()
         again = [sys.executable, *sys.argv, "--train-fold", str(fold), "--started", repr(started)]
         try:
@@ -112,7 +121,7 @@ def train_fold(chosen: argparse.Namespace) -> None:
     clock = Clock()
     outcome = experiment.train(config_of(chosen, chosen.train_fold), hooks=[clock])
     times = {"seconds_to_training": clock.seconds_to_training, "curve": clock.curve}
-    outcome.folder.write_json("times.json", times)
+    outcome.folder.write_json(CLOCK, times)
 
 
 def config_of(chosen: argparse.Namespace, fold: int | None = None) -> Any:
@@ -121,7 +130,8 @@ def config_of(chosen: argparse.Namespace, fold: int | None = None) -> Any:
 
     folder = chosen.runs / chosen.config.stem
     own = [f"output={folder}"] if fold is None else [f"output={folder / f'fold_{fold}'}", f"split.fold={fold}"]
-    return experiment.load_config(chosen.config, [*chosen.overrides, f"data.root={chosen.root}", *own])
+    cold = ["data.cache=none"] if chosen.cold else []
+    return experiment.load_config(chosen.config, [*chosen.overrides, *cold, f"data.root={chosen.root}", *own])
 
 
 def gathered(chosen: argparse.Namespace, seconds: Mapping[int, float]) -> dict[str, Any]:
@@ -135,6 +145,7 @@ def gathered(chosen: argparse.Namespace, seconds: Mapping[int, float]) -> dict[s
     return {
         "command": shlex.join(["python", *sys.argv]),
         "environment": environment(),
+        "cold": chosen.cold,
         "cores_per_fold": chosen.cores,
         "folds_at_a_time": chosen.gpus,
         "folds": [
@@ -150,6 +161,8 @@ def gathered(chosen: argparse.Namespace, seconds: Mapping[int, float]) -> dict[s
 
 def described(fold: Any) -> dict[str, Any]:
     """Return one fold's numbers."""
+    from volseg.reporting.run import add_spans
+
     training = [record.seconds for record in fold.history]
     labels = fold.folder.task().labels
     return {
@@ -160,7 +173,8 @@ def described(fold: Any) -> dict[str, Any]:
         "num_validation_cases": len(fold.summary["metric_per_case"]),
         "mean_dice": fold.mean_dice,
         "dice": {f"dice/{labels[int(label)]}": mean["Dice"] for label, mean in fold.summary["mean"].items()},
-        **json.loads((fold.folder.path / "times.json").read_text(encoding="utf-8")),
+        "seconds_by_part": add_spans(fold.folder.times()),
+        **json.loads((fold.folder.path / CLOCK).read_text(encoding="utf-8")),
     }
 
 

@@ -134,7 +134,7 @@ def test_what_is_not_followed_would_not_have_won(data, num_gpus, batch, kernels,
     fast = data.draw(seconds, label="fast")
     alone = {"fast": fast, "torch": fast * data.draw(st.floats(0.1, 1.3), label="torch / fast")}
     extra = data.draw(st.dictionaries(st.integers(0, 40), st.floats(1, 3), max_size=20))
-    levels = {None: 0, 1: 1, 2: 2, 3: 3, "all": 4}
+    levels = {None: 0, 1: 1, 2: 2, 3: 3, "all": 4, "tiled": 5}
     followed = []
 
     def follow(candidate):

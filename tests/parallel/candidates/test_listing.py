@@ -66,7 +66,7 @@ def test_one_process_records_no_step_over_several_of_its_gpus():
 
 def test_relief_recomputes_more_and_more():
     relieved = relieve(Candidate(spatial=2), Freedom())
-    assert [each.checkpoint for each in relieved] == [1, 2, 3, "all"]
+    assert [each.checkpoint for each in relieved] == [1, 2, 3, "all", "tiled"]
     assert {(each.spatial, each.kernels) for each in relieved} == {(2, "fast")}
 
 

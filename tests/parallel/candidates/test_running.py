@@ -14,7 +14,9 @@ from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, tr
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.gpu_kinds import find_kind
-from volseg.forecast.trace import Allocate, Free, KernelRun, Mark, Outside, Sent, StepTrace
+from volseg.forecast.threads import Pace
+from volseg.forecast.timing import select_step
+from volseg.forecast.trace import Allocate, Free, KernelRun, LetGo, Mark, Outside, Sent, StepTrace
 from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.candidates import running
 from volseg.parallel.candidates.lone_process import be_process
@@ -179,6 +181,37 @@ def test_every_stage_has_its_own_parameters_and_sends_what_the_next_one_reads(st
     assert len(used) >= 2
     assert used[0] == 0
     assert all(sum(count_sent(traces[number], "copy")) > 0 for number in used)
+
+
+def test_a_pipeline_that_is_cut_by_hand_is_followed_with_that_cut() -> None:
+    traces = follow_candidate(make_work(), Candidate(pipeline=2, split_size=2, cuts=("8",)))
+    counts = [
+        sum(isinstance(event, KernelRun) and event.name == "aten.convolution" for event in select_step(trace.events))
+        for trace in traces
+    ]
+    assert counts == [2 * 3, 2 * 2]  # two micro-batches; the last two layers have a convolution each
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_threads_change_the_order_of_requests_and_nothing_else(stages: int) -> None:
+    pace = Pace(kernel=GPU.seconds, message=lambda _: 1e-5, host=lambda *_: 1e-5)
+    candidate = Candidate(pipeline=stages, split_size=1)
+    plain, ordered = (follow_candidate(make_work(), candidate, pace=each) for each in (None, pace))
+    for before, after in zip(plain, ordered, strict=True):
+        assert Counter(before.events) - Counter(after.events) <= Counter(
+            event for event in before.events if isinstance(event, Free)
+        )
+        left = {event.block for event in after.events if isinstance(event, LetGo)}
+        freed = [event.block for event in after.events if isinstance(event, Free)]
+        assert len(freed) == len(set(freed))
+        assert set(freed) | left == {event.block for event in before.events if isinstance(event, Free)}
+        taken: set[int] = set()
+        for event in after.events:
+            if isinstance(event, Allocate):
+                taken.add(event.block)
+            elif isinstance(event, Free | LetGo):
+                assert event.block in taken
+    assert any(isinstance(event, LetGo) for trace in ordered for event in trace.events)
 
 
 def test_smaller_micro_batches_take_no_more_memory() -> None:

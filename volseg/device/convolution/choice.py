@@ -90,7 +90,9 @@ def _is_uneven_head(call: ConvolutionCall) -> bool:
 def _is_few_taps(call: ConvolutionCall) -> bool:
     channels, taps = call.weight.shape[0], prod(call.weight.shape[1:])
     fits = few_taps.FEWEST_CHANNELS <= channels <= few_taps.MOST_CHANNELS and taps <= few_taps.MOST_TAPS
-    return fits and _is_undilated(call.slab, call.weight, call.settings)
+    # Channels of one voxel lie side by side: that is a matrix product as it stands, and no gathering of taps.
+    gathered = prod(call.weight.shape[2:]) > 1 or call.weight.shape[1] <= few_taps.MOST_CHANNELS_OF_POINT
+    return fits and gathered and _is_undilated(call.slab, call.weight, call.settings)
 
 
 def _is_few_out(call: ConvolutionCall) -> bool:

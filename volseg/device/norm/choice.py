@@ -7,6 +7,8 @@ from torch import Tensor
 
 from volseg.device.norm import passes, reference, statistics
 from volseg.device.norm.activation import IDENTITY, Activation
+from volseg.device.norm.grouping import ALONE, Grouping
+from volseg.device.norm.running import Running
 from volseg.device.peer.values import ValueMailbox
 from volseg.device.triton_tiles import takes
 
@@ -17,7 +19,9 @@ __all__ = [
     "compute_shares",
     "exchange_backward_coefficients",
     "exchange_coefficients",
+    "given_coefficients",
     "gradient_input",
+    "gradient_partials",
     "gradient_sums",
     "moments",
     "takes",
@@ -62,17 +66,18 @@ def backward_coefficients(
     weight: Tensor | None,
     voxels: int,
     average: Callable[[Tensor], Tensor] | None,
+    given: bool = False,
 ) -> Tensor:
     """Compute ``reference.backward_coefficients``.
 
     Parameters
     ----------
-    stacked, mean, rstd, weight, voxels, average
+    stacked, mean, rstd, weight, voxels, average, given
         See ``reference.backward_coefficients``.
     """
-    if average is None and takes(stacked) and stacked.dtype == torch.float32:
+    if average is None and not given and takes(stacked) and stacked.dtype == torch.float32:
         return statistics.backward_coefficients(stacked, mean, rstd, weight, voxels)
-    return reference.backward_coefficients(stacked, mean, rstd, weight, voxels, average)
+    return reference.backward_coefficients(stacked, mean, rstd, weight, voxels, average, given)
 
 
 def exchange_coefficients(
@@ -82,47 +87,86 @@ def exchange_coefficients(
     bias: Tensor | None,
     eps: float,
     mailbox: ValueMailbox | None,
+    grouping: Grouping = ALONE,
+    running: Running | None = None,
 ) -> Tensor:
     """Return ``coefficients`` of a slab and those of the others, exchanged by the kernel that uses them.
 
     Parameters
     ----------
     slab
-        One that Triton ``takes``; each pair of sample and channel is a group of its own.
+        One that Triton ``takes``.
     shares, weight, bias, eps
         See ``reference.coefficients``; where the kernel runs.
     mailbox
         How the kernel exchanges; None where there is one slab.
+    grouping
+        Which pairs of sample and channel share their statistics.
+    running
+        What the kernel moves towards them, where there is one slab: elsewhere it may run more than once.
     """
-    return statistics.exchange_coefficients(slab, shares, weight, bias, eps, mailbox)
+    assert running is None or mailbox is None
+    return statistics.exchange_coefficients(slab, shares, weight, bias, eps, mailbox, grouping, running)
+
+
+def given_coefficients(
+    slab: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Compute ``reference.given_coefficients``.
+
+    Parameters
+    ----------
+    slab, mean, variance, weight, bias, eps
+        See ``reference.given_coefficients``.
+    """
+    compute = statistics if takes(slab) and takes(mean) and mean.dtype == torch.float32 else reference
+    return compute.given_coefficients(slab, mean, variance, weight, bias, eps)
 
 
 def exchange_backward_coefficients(
-    gradient: Tensor,
-    slab: Tensor,
-    found: tuple[Tensor, Tensor, Tensor, Tensor],
-    activation: Activation,
+    partials: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
     weight: Tensor | None,
     voxels: int,
     mailbox: ValueMailbox | None,
+    grouping: Grouping = ALONE,
+    given: bool = False,
 ) -> Tensor:
     """Return ``backward_coefficients`` likewise.
 
     Parameters
     ----------
-    gradient, slab, activation
-        See ``reference.gradient_sums``.
-    found
-        Mean, reciprocal deviation, scale and shift; the second where the kernel runs, the others where the slab is.
-    weight, voxels
+    partials
+        Sums of each part of the slab: see ``gradient_partials``.
+    mean, rstd
+        Of the slab; the second where the kernel runs.
+    weight, voxels, given
         See ``reference.backward_coefficients``.
-    mailbox
+    mailbox, grouping
         See ``exchange_coefficients``.
     """
-    mean, rstd, scale, shift = found
-    partials = passes.gradient_sums(gradient, slab, mean, scale, shift, activation)
     partials, mean = (value.to(rstd.device, non_blocking=True) for value in (partials, mean))
-    return statistics.exchange_backward_coefficients(partials, mean, rstd, weight, voxels, mailbox)
+    return statistics.exchange_backward_coefficients(partials, mean, rstd, weight, voxels, mailbox, grouping, given)
+
+
+def gradient_partials(
+    gradient: Tensor,
+    slab: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    activation: Activation,
+    slope: Tensor | None,
+) -> Tensor:
+    """Return ``reference.gradient_sums`` of each part of a slab that Triton ``takes``, ``(parts, 2 or 3, B, C)``.
+
+    Parameters
+    ----------
+    gradient, slab, mean, scale, shift, activation, slope
+        See ``reference.gradient_sums``.
+    """
+    return passes.gradient_sums(gradient, slab, mean, scale, shift, activation, slope)
 
 
 def affine(
@@ -132,31 +176,38 @@ def affine(
     activation: Activation = IDENTITY,
     out: Tensor | None = None,
     ends: tuple[int, int] | None = None,
+    slope: Tensor | None = None,
 ) -> Tensor:
     """Compute ``reference.affine``.
 
     Parameters
     ----------
-    slab, scale, shift, activation, out, ends
+    slab, scale, shift, activation, out, ends, slope
         See ``reference.affine``.
     """
     compute = passes.affine if takes(slab) else reference.affine
-    return compute(slab, scale, shift, activation, out, ends)
+    return compute(slab, scale, shift, activation, out, ends, slope)
 
 
 def gradient_sums(
-    gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: Activation = IDENTITY
+    gradient: Tensor,
+    slab: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    activation: Activation = IDENTITY,
+    slope: Tensor | None = None,
 ) -> Tensor:
     """Compute ``reference.gradient_sums``.
 
     Parameters
     ----------
-    gradient, slab, mean, scale, shift, activation
+    gradient, slab, mean, scale, shift, activation, slope
         See ``reference.gradient_sums``.
     """
     if takes(slab):
-        return passes.gradient_sums(gradient, slab, mean, scale, shift, activation).sum(0)
-    return reference.gradient_sums(gradient, slab, mean, scale, shift, activation)
+        return passes.gradient_sums(gradient, slab, mean, scale, shift, activation, slope).sum(0)
+    return reference.gradient_sums(gradient, slab, mean, scale, shift, activation, slope)
 
 
 def gradient_input(
@@ -164,17 +215,18 @@ def gradient_input(
     slab: Tensor,
     scale: Tensor,
     shift: Tensor,
-    slope: Tensor,
+    factor: Tensor,
     offset: Tensor,
     activation: Activation = IDENTITY,
     out: Tensor | None = None,
+    slope: Tensor | None = None,
 ) -> Tensor:
     """Compute ``reference.gradient_input``.
 
     Parameters
     ----------
-    gradient, slab, scale, shift, slope, offset, activation, out
+    gradient, slab, scale, shift, factor, offset, activation, out, slope
         See ``reference.gradient_input``.
     """
     compute = passes.gradient_input if takes(slab) else reference.gradient_input
-    return compute(gradient, slab, scale, shift, slope, offset, activation, out)
+    return compute(gradient, slab, scale, shift, factor, offset, activation, out, slope)

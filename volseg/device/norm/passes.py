@@ -20,19 +20,53 @@ from volseg.device.triton_tiles import (
 
 __all__ = ["affine", "gradient_input", "gradient_sums"]
 
-KINDS = {"none": 0, "leaky": 1, "elu": 2}
+KINDS = {"none": 0, "leaky": 1, "elu": 2, "prelu": 3, "sigmoid": 4, "silu": 5, "gelu": 6}
+
+
+@triton.jit
+def _activate(value, alpha, KIND: tl.constexpr):
+    if KIND == 1 or KIND == 3:
+        value = tl.where(value > 0, value, value * alpha)
+    if KIND == 2:
+        value = tl.where(value > 0, value, alpha * (tl.exp(tl.minimum(value, 0.0)) - 1.0))
+    if KIND == 4:
+        value = tl.sigmoid(value)
+    if KIND == 5:
+        value = value * tl.sigmoid(value)
+    if KIND == 6:
+        value = value * 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+    return value
 
 
 @triton.jit
 def _differentiate_activation(value, alpha, KIND: tl.constexpr):
-    if KIND == 1:
-        return tl.where(value > 0, 1.0, alpha)
-    return tl.where(value > 0, 1.0, alpha * tl.exp(tl.minimum(value, 0.0)))
+    if KIND == 1 or KIND == 3:
+        result = tl.where(value > 0, 1.0, alpha)
+    elif KIND == 2:
+        result = tl.where(value > 0, 1.0, alpha * tl.exp(tl.minimum(value, 0.0)))
+    elif KIND == 4:
+        part = tl.sigmoid(value)
+        result = part * (1.0 - part)
+    elif KIND == 5:
+        part = tl.sigmoid(value)
+        result = part * (1.0 + value * (1.0 - part))
+    else:
+        density = tl.exp(-0.5 * value * value) * 0.3989422804014327
+        result = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476)) + value * density
+    return result
+
+
+@triton.jit
+def _load_alpha(alpha, slopes, step, c, inside, KIND: tl.constexpr):
+    """Return the activation's parameter for each channel."""
+    if KIND == 3:
+        alpha = tl.load(slopes + c * step, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return alpha
 
 
 @kernel()
 def _affine_kernel(
-    x, scale, shift, out, C, V, alpha, sb, sc, sv, ob, oc, ov, front, skipped,
+    x, scale, shift, slopes, out, C, V, alpha, step, sb, sc, sv, ob, oc, ov, front, skipped,
     KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     v = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -44,17 +78,14 @@ def _affine_kernel(
     value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
     a = tl.load(scale + b * C + c, mask=c < C, other=0.0)
     s = tl.load(shift + b * C + c, mask=c < C, other=0.0)
-    value = value * a[None, :] + s[None, :]
-    if KIND == 1:
-        value = tl.where(value > 0, value, value * alpha)
-    if KIND == 2:
-        value = tl.where(value > 0, value, alpha * (tl.exp(tl.minimum(value, 0.0)) - 1.0))
+    alpha = _load_alpha(alpha, slopes, step, c, c < C, KIND)
+    value = _activate(value * a[None, :] + s[None, :], alpha, KIND)
     tl.store(out + elements(ob, oc, ov, b, c, v), value.to(out.dtype.element_ty), mask=mask)
 
 
 @kernel()
 def _sums_kernel(
-    g, x, mean, scale, shift, out, C, V, per_program, alpha, gb, gc, gv, sb, sc, sv,
+    g, x, mean, scale, shift, slopes, out, C, V, per_program, alpha, step, gb, gc, gv, sb, sc, sv,
     KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -63,28 +94,36 @@ def _sums_kernel(
     a = tl.load(scale + b * C + c, mask=inside, other=0.0)
     s = tl.load(shift + b * C + c, mask=inside, other=0.0)
     m = tl.load(mean + b * C + c, mask=inside, other=0.0)
+    alpha = _load_alpha(alpha, slopes, step, c, inside, KIND)
     start = part * per_program
     stop = tl.minimum(start + per_program, V)
     first_sum = tl.zeros((BC,), tl.float32)
     second_sum = tl.zeros((BC,), tl.float32)
+    third_sum = tl.zeros((BC,), tl.float32)
     for first in range(start, stop, BV):
         v = first + tl.arange(0, BV)
         mask = (v[:, None] < stop) & inside[None, :]
         value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(g + elements(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
         if KIND != 0:
-            grad *= _differentiate_activation(value * a[None, :] + s[None, :], alpha, KIND)
+            before = value * a[None, :] + s[None, :]
+            if KIND == 3:
+                third_sum += tl.sum(grad * tl.minimum(before, 0.0), 0)
+            grad *= _differentiate_activation(before, alpha, KIND)
         first_sum += tl.sum(grad, 0)
         second_sum += tl.sum(grad * (value - m[None, :]), 0)
     pairs = tl.num_programs(2) * C
-    place = part * 2 * pairs + b * C + c
+    rows: tl.constexpr = 3 if KIND == 3 else 2
+    place = part * rows * pairs + b * C + c
     tl.store(out + place, first_sum, mask=inside)
     tl.store(out + place + pairs, second_sum, mask=inside)
+    if KIND == 3:
+        tl.store(out + place + 2 * pairs, third_sum, mask=inside)
 
 
 @kernel()
 def _input_kernel(
-    g, x, scale, shift, slope, offset, out, C, V, alpha, gb, gc, gv, sb, sc, sv, ob, oc, ov,
+    g, x, scale, shift, factor, offset, slopes, out, C, V, alpha, step, gb, gc, gv, sb, sc, sv, ob, oc, ov,
     KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     v = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -93,12 +132,13 @@ def _input_kernel(
     inside = c < C
     mask = (v[:, None] < V) & inside[None, :]
     a = tl.load(scale + b * C + c, mask=inside, other=0.0)
-    k = tl.load(slope + b * C + c, mask=inside, other=0.0)
+    k = tl.load(factor + b * C + c, mask=inside, other=0.0)
     o = tl.load(offset + b * C + c, mask=inside, other=0.0)
     value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(g + elements(gb, gc, gv, b, c, v), mask=mask, other=0.0).to(tl.float32)
     if KIND != 0:
         s = tl.load(shift + b * C + c, mask=inside, other=0.0)
+        alpha = _load_alpha(alpha, slopes, step, c, inside, KIND)
         grad *= _differentiate_activation(value * a[None, :] + s[None, :], alpha, KIND)
     result = grad * a[None, :] + value * k[None, :] + o[None, :]
     tl.store(out + elements(ob, oc, ov, b, c, v), result.to(out.dtype.element_ty), mask=mask)
@@ -111,12 +151,13 @@ def affine(
     activation: Activation = IDENTITY,
     out: Tensor | None = None,
     ends: tuple[int, int] | None = None,
+    slope: Tensor | None = None,
 ) -> Tensor:
     """Compute ``reference.affine``.
 
     Parameters
     ----------
-    slab, scale, shift, activation, out, ends
+    slab, scale, shift, activation, out, ends, slope
         See ``reference.affine``.
     """
     slab = make_even(slab, slab)
@@ -130,21 +171,32 @@ def affine(
     grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
     with select_device(slab):
         _affine_kernel[grid](
-            slab, scale.contiguous(), shift.contiguous(), out, slab.shape[1], voxels, activation.parameter,
-            *read_strides(slab), *read_strides(out), front, skipped,
+            slab, scale.contiguous(), shift.contiguous(), slope, out, slab.shape[1], voxels, activation.parameter,
+            _find_step(slope), *read_strides(slab), *read_strides(out), front, skipped,
             **describe_tile(tile, KIND=KINDS[activation.kind], ENDS=ends is not None),
         )  # fmt: skip
     return out
 
 
+def _find_step(slope: Tensor | None) -> int:
+    """Return how far one channel's slope is from the next one's in memory."""
+    return 0 if slope is None or slope.numel() == 1 else slope.stride(0)
+
+
 def gradient_sums(
-    gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: Activation = IDENTITY
+    gradient: Tensor,
+    slab: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    activation: Activation = IDENTITY,
+    slope: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``reference.gradient_sums`` of each part of the slab, ``(parts, 2, B, C)``.
+    """Compute ``reference.gradient_sums`` of each part of the slab, ``(parts, 2 or 3, B, C)``.
 
     Parameters
     ----------
-    gradient, slab, mean, scale, shift, activation
+    gradient, slab, mean, scale, shift, activation, slope
         See ``reference.gradient_sums``.
     """
     slab = make_even(slab, slab)
@@ -152,12 +204,14 @@ def gradient_sums(
     batch, channels = slab.shape[:2]
     tile = choose_tile(slab)
     parts, per_program = split_voxels(slab, tile)
-    out = slab.new_empty((parts, 2, batch, channels), dtype=torch.float32)
+    rows = 3 if activation.kind == "prelu" else 2
+    out = slab.new_empty((parts, rows, batch, channels), dtype=torch.float32)
     grid = (parts, triton.cdiv(channels, tile[1]), batch)
     with select_device(slab):
         _sums_kernel[grid](
-            gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), out, channels,
-            count_voxels(slab), per_program, activation.parameter, *read_strides(gradient), *read_strides(slab),
+            gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), slope, out, channels,
+            count_voxels(slab), per_program, activation.parameter, _find_step(slope),
+            *read_strides(gradient), *read_strides(slab),
             **describe_tile(tile, KIND=KINDS[activation.kind]),
         )  # fmt: skip
     return out
@@ -168,16 +222,17 @@ def gradient_input(
     slab: Tensor,
     scale: Tensor,
     shift: Tensor,
-    slope: Tensor,
+    factor: Tensor,
     offset: Tensor,
     activation: Activation = IDENTITY,
     out: Tensor | None = None,
+    slope: Tensor | None = None,
 ) -> Tensor:
     """Compute ``reference.gradient_input``.
 
     Parameters
     ----------
-    gradient, slab, scale, shift, slope, offset, activation, out
+    gradient, slab, scale, shift, factor, offset, activation, out, slope
         See ``reference.gradient_input``.
     """
     slab = make_even(slab, slab)
@@ -187,8 +242,9 @@ def gradient_input(
     grid = (triton.cdiv(count_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
     with select_device(slab):
         _input_kernel[grid](
-            gradient, slab, *(t.contiguous() for t in (scale, shift, slope, offset)), out, slab.shape[1],
-            count_voxels(slab), activation.parameter, *read_strides(gradient), *read_strides(slab), *read_strides(out),
+            gradient, slab, *(t.contiguous() for t in (scale, shift, factor, offset)), slope, out, slab.shape[1],
+            count_voxels(slab), activation.parameter, _find_step(slope),
+            *read_strides(gradient), *read_strides(slab), *read_strides(out),
             **describe_tile(tile, KIND=KINDS[activation.kind]),
         )  # fmt: skip
     return out

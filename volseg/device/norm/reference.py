@@ -15,6 +15,7 @@ __all__ = [
     "affine",
     "backward_coefficients",
     "coefficients",
+    "given_coefficients",
     "gradient_input",
     "gradient_sums",
     "moments",
@@ -64,10 +65,35 @@ def coefficients(
     if average is not None:
         center = average(mean)
         mean, variance = center, average(variance + (mean - center).square())
+    return _find_scale_and_shift(mean, variance, weight, bias, eps)
+
+
+def _find_scale_and_shift(
+    mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
     rstd = (variance + eps).rsqrt()
     scale = rstd if weight is None else rstd * weight.to(rstd)
     shift = -mean * scale if bias is None else torch.addcmul(bias.to(rstd), mean, scale, value=-1)
     return torch.stack([mean, variance, rstd, scale, shift])
+
+
+def given_coefficients(
+    slab: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Return what ``coefficients`` returns from statistics that do not come from the slab.
+
+    Parameters
+    ----------
+    slab
+        ``(B, C, D, H, W)``.
+    mean, variance
+        Of each channel, ``(C,)``: the running ones of a norm in evaluation.
+    weight, bias, eps
+        See ``coefficients``.
+    """
+    pairs = slab.shape[:2]
+    wide = torch.promote_types(mean.dtype, torch.float32)
+    return _find_scale_and_shift(mean.to(wide).expand(pairs), variance.to(wide).expand(pairs), weight, bias, eps)
 
 
 def backward_coefficients(
@@ -77,8 +103,9 @@ def backward_coefficients(
     weight: Tensor | None,
     voxels: int,
     average: Callable[[Tensor], Tensor] | None,
+    given: bool = False,
 ) -> Tensor:
-    """Combine the shards' gradient sums; return slope, offset, gradients of weight and bias per sample, ``(4, B, C)``.
+    """Combine the shards' gradient sums; return factor, offset, gradients of weight and bias per sample, ``(4, B, C)``.
 
     Parameters
     ----------
@@ -88,15 +115,19 @@ def backward_coefficients(
         See ``coefficients``.
     voxels
         Of all shards.
+    given
+        Whether the statistics do not come from the input: factor and offset are zero then.
     """
     total, moment = stacked.sum(0)
     moment = moment * rstd
     first, second = (total, moment) if weight is None else (total * weight.to(rstd), moment * weight.to(rstd))
     if average is not None:
         first, second = average(first), average(second)
-    slope = -rstd * rstd * second / voxels
-    offset = -rstd * first / voxels - slope * mean
-    return torch.stack([slope, offset, moment, total])
+    factor = -rstd * rstd * second / voxels
+    offset = -rstd * first / voxels - factor * mean
+    if given:
+        factor = offset = torch.zeros_like(rstd)
+    return torch.stack([factor, offset, moment, total])
 
 
 def affine(
@@ -106,6 +137,7 @@ def affine(
     activation: Activation = IDENTITY,
     out: Tensor | None = None,
     ends: tuple[int, int] | None = None,
+    slope: Tensor | None = None,
 ) -> Tensor:
     """Return ``act(slab * scale + shift)``.
 
@@ -121,51 +153,67 @@ def affine(
         Where the result goes.
     ends
         How many of the first and of the last planes of ``out`` are written, instead of all.
+    slope
+        PReLU's, of one value or one per channel.
     """
     if ends is not None and out is not None:
         front, back = ends
         for start, count in ((0, front), (slab.shape[2] - back, back)):
-            affine(slab.narrow(2, start, count), scale, shift, activation, out.narrow(2, start, count))
+            part = out.narrow(2, start, count)
+            affine(slab.narrow(2, start, count), scale, shift, activation, part, slope=slope)
         return out
     result = torch.addcmul(_spread_over_voxels(shift, slab), _widen(slab), _spread_over_voxels(scale, slab))
-    result = activation.apply(result).to(slab.dtype)
+    result = activation.apply(result, slope).to(slab.dtype)
     return result if out is None else out.copy_(result)
 
 
 def _differentiate_activation(
-    gradient: Tensor, slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation
+    gradient: Tensor, slab: Tensor, scale: Tensor, shift: Tensor, activation: Activation, slope: Tensor | None
 ) -> Tensor:
     """Return what is left of the output's gradient before the activation.
 
     Parameters
     ----------
-    gradient, slab, scale, shift, activation
+    gradient, slab, scale, shift, activation, slope
         See ``gradient_sums``.
     """
     wide = _widen(gradient)
     if activation.kind == "none":
         return wide
     value = torch.addcmul(_spread_over_voxels(shift, slab), _widen(slab), _spread_over_voxels(scale, slab))
-    return wide * activation.derivative(value)
+    return wide * activation.derivative(value, slope)
 
 
 def gradient_sums(
-    gradient: Tensor, slab: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: Activation = IDENTITY
+    gradient: Tensor,
+    slab: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    activation: Activation = IDENTITY,
+    slope: Tensor | None = None,
 ) -> Tensor:
     """Return the sums over the voxels of ``g`` and of ``g * (slab - mean)``, ``(2, B, C)``.
+
+    With PReLU there is a third one, ``(3, B, C)``: of the output's gradient times the value before, where that is
+    negative, which is the slope's gradient.
 
     Parameters
     ----------
     gradient
         Of the output; ``g`` is what is left of it before the activation.
-    slab, scale, shift, activation
+    slab, scale, shift, activation, slope
         What ``affine`` was given.
     mean
         Of the slab, ``(B, C)``.
     """
-    before = _differentiate_activation(gradient, slab, scale, shift, activation).flatten(2)
+    before = _differentiate_activation(gradient, slab, scale, shift, activation, slope).flatten(2)
     centered = _widen(slab).flatten(2) - mean.unsqueeze(-1)
-    return torch.stack([before.sum(2), (before * centered).sum(2)])
+    sums = [before.sum(2), (before * centered).sum(2)]
+    if activation.kind == "prelu":
+        value = torch.addcmul(_spread_over_voxels(shift, slab), _widen(slab), _spread_over_voxels(scale, slab))
+        sums.append((_widen(gradient) * value.clamp(max=0)).flatten(2).sum(2))
+    return torch.stack(sums)
 
 
 def gradient_input(
@@ -173,23 +221,24 @@ def gradient_input(
     slab: Tensor,
     scale: Tensor,
     shift: Tensor,
-    slope: Tensor,
+    factor: Tensor,
     offset: Tensor,
     activation: Activation = IDENTITY,
     out: Tensor | None = None,
+    slope: Tensor | None = None,
 ) -> Tensor:
-    """Return the input's gradient, ``scale * g + slope * slab + offset``.
+    """Return the input's gradient, ``scale * g + factor * slab + offset``.
 
     Parameters
     ----------
-    gradient, slab, scale, shift, activation
+    gradient, slab, scale, shift, activation, slope
         See ``gradient_sums``.
-    slope, offset
+    factor, offset
         ``(B, C)``, of ``backward_coefficients``.
     out
         Where the result goes.
     """
-    before = _differentiate_activation(gradient, slab, scale, shift, activation)
-    result = torch.addcmul(_spread_over_voxels(offset, slab), _widen(slab), _spread_over_voxels(slope, slab))
+    before = _differentiate_activation(gradient, slab, scale, shift, activation, slope)
+    result = torch.addcmul(_spread_over_voxels(offset, slab), _widen(slab), _spread_over_voxels(factor, slab))
     result = result.addcmul_(before, _spread_over_voxels(scale, slab)).to(slab.dtype)
     return result if out is None else out.copy_(result)

@@ -25,15 +25,8 @@ from torch import Tensor
 
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
 from volseg.device.peer.values import count
-from volseg.device.pretended import (
-    find_address,
-    find_current_stream,
-    is_gpu,
-    is_recording,
-    make_stream,
-    note_sent,
-    on_stream,
-)
+from volseg.device.pretended import find_address, is_gpu, is_recording, note_sent
+from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 from volseg.errors import ParallelError

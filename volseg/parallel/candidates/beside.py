@@ -10,10 +10,12 @@ follows every step itself.
 import multiprocessing
 import os
 import signal
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import torch
@@ -125,10 +127,33 @@ def _can_copy() -> bool:
 def _submit(
     pool: ProcessPoolExecutor, function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs
 ) -> Future[Answer]:
-    with warnings.catch_warnings():
+    with _holding_signals_back(), warnings.catch_warnings():
         # Python warns of threads, which copies lack; those are torch's, and a copy that uses one thread needs none.
         warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
         return pool.submit(function, *args, **kwargs)
+
+
+@contextmanager
+def _holding_signals_back() -> Iterator[None]:
+    """Let what signals raise be raised behind this block, in which processes are forked.
+
+    Python calls its own functions around a fork, and passes over what they raise: Ctrl-C was lost there, and this
+    process went on.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone they raise in
+        yield
+        return
+    heard: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # there is one where there are forks
+    raising = [number for number in numbers if callable(signal.getsignal(number))]
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in raising}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for caught in heard:
+        signal.raise_signal(caught)
 
 
 def _find_key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -12,8 +12,9 @@ from volseg.forecast.gpu_kinds import GpuKind
 from volseg.forecast.links import Links
 from volseg.forecast.memory_use import MemoryUse
 from volseg.forecast.outside import find_outside
-from volseg.forecast.timing import find_times
-from volseg.forecast.trace import StepTrace
+from volseg.forecast.threads import Pace
+from volseg.forecast.timing import OF_STAGES, find_host_seconds, find_times
+from volseg.forecast.trace import KernelRun, Sent, StepTrace
 from volseg.parallel.candidates.choosing import judge
 from volseg.parallel.candidates.listing import Freedom
 from volseg.parallel.candidates.running import follow_candidate
@@ -112,7 +113,12 @@ def forecast_work(
     try:
         with _quietly():
             traces = follow_candidate(
-                work, candidate, machine.gpu, time_kernel=machine.gpu.seconds, one_process=one_process
+                work,
+                candidate,
+                machine.gpu,
+                time_kernel=machine.gpu.seconds,
+                one_process=one_process,
+                pace=_find_pace(machine),
             )
     except VolsegError as fault:
         return Forecast(candidate=candidate, refused=_tell(fault))
@@ -149,12 +155,24 @@ def _list_devices(followed: Mapping[int, MemoryUse], candidate: Candidate) -> tu
     >>> [each.used for each in _list_devices({0: use(3), 1: use(4)}, Candidate(spatial=4))]
     [3, 4, 4, 3]
     """
-    if candidate.spatial == 1 or len(followed) == candidate.num_gpus:
-        return tuple(followed.get(number, followed[0]) for number in range(candidate.num_gpus))
+    if len(followed) == candidate.num_gpus:
+        return tuple(followed[number] for number in range(candidate.num_gpus))
+    if candidate.spatial == 1:  # each replica takes what the one does that was followed, stage by stage
+        return tuple(followed[number % candidate.pipeline] for number in range(candidate.num_gpus))
     inner = followed.get(1, next(iter(followed.values())))
     outer = followed.get(0, inner)  # an outermost slab has one neighbour less
     shards = [outer, *[inner] * (candidate.spatial - 2), outer]
     return tuple(shards * candidate.data)
+
+
+def _find_pace(machine: Machine) -> Pace:
+    """Return how fast a pipeline's GPUs, links and Python are."""
+    rates = machine.gpu.host_rates()
+
+    def find_host_seconds_of(event: KernelRun | Sent, part: str) -> float:
+        return find_host_seconds(event, part, rates, on_slabs=False) * (OF_STAGES if part == "forward" else 1.0)
+
+    return Pace(kernel=machine.gpu.seconds, message=machine.links.seconds, host=find_host_seconds_of)
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from volseg.forecast.candidate import Candidate
 
 __all__ = ["Freedom", "list_candidates", "name_candidate", "relieve"]
 
-LEVELS = (1, 2, 3, "all")
-"""Activations that are recomputed, fewer first: those of so many of the finest levels, or all. Every level of a network
-holds an eighth of the voxels of the one above it, so that the fourth one adds next to nothing."""
+LEVELS = (1, 2, 3, "all", "tiled")
+"""Activations that are recomputed, fewer first: those of so many of the finest levels, all, or all and by tiles. Every
+level of a network holds an eighth of the voxels of the one above it, so that the fourth one adds next to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Freedom:
     spatial: int | None = None
     pipeline: int | None = None
     split_size: int | None = None
-    checkpoint: Literal["all"] | int | None = None
+    checkpoint: Literal["all", "tiled"] | int | None = None
     kernels: tuple[Literal["fast", "torch"], ...] = ("torch",)
     """Of a network on one GPU that recomputes nothing: those that are taken, then those that it falls back to. Where
     volumes are cut it is always the fast ones."""

@@ -58,7 +58,7 @@ class CandidateRow(_Row):
     spatial: int
     pipeline: int
     split_size: int | None
-    checkpoint: Literal["all"] | int | None
+    checkpoint: Literal["all", "tiled"] | int | None
     kernels: Literal["fast", "torch"]
     recorded: bool
     num_gpus: int

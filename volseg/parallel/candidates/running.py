@@ -18,6 +18,7 @@ from volseg.errors import ParallelError
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import FollowedStep, following
 from volseg.forecast.gpu_kinds import GpuKind
+from volseg.forecast.threads import Pace, order_by_threads
 from volseg.forecast.trace import KernelRun, StepTrace
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.candidates.lone_process import Exchange, be_process
@@ -46,6 +47,7 @@ def follow_candidate(
     *,
     time_kernel: TimeKernel | None = None,
     one_process: bool = False,
+    pace: Pace | None = None,
 ) -> tuple[StepTrace, ...]:
     """Return what each GPU of a candidate is asked for, or each that differs from the others.
 
@@ -61,6 +63,8 @@ def follow_candidate(
         Says how many seconds a kernel takes: a pipeline is cut by it. By default the kind of GPU says so.
     one_process : bool
         Whether the slabs lie on GPUs of one process, and not each on that of its own.
+    pace : Pace, optional
+        By which a pipeline's requests come in the order in which its threads make them; see ``order_by_threads``.
 
     Raises
     ------
@@ -70,7 +74,7 @@ def follow_candidate(
     _check(work, candidate)
     time_kernel = time_kernel or (gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly)
     if candidate.num_gpus == candidate.pipeline or one_process:
-        return _follow_in_one_process(work, candidate, gpu, time_kernel)
+        return _follow_in_one_process(work, candidate, gpu, time_kernel, pace)
     ranks = _list_ranks(candidate, max(work.sides))
     return tuple(_follow_process(work, candidate, gpu, rank, time_kernel) for rank in ranks)
 
@@ -110,14 +114,16 @@ def _time_roughly(run: KernelRun) -> float:
 
 
 def _follow_in_one_process(
-    work: Work, candidate: Candidate, gpu: GpuLike, time_kernel: TimeKernel
+    work: Work, candidate: Candidate, gpu: GpuLike, time_kernel: TimeKernel, pace: Pace | None
 ) -> tuple[StepTrace, ...]:
     with following(gpu, candidate.num_gpus, time_kernel) as followed:
         model = _place(_build(work, followed), candidate, followed.devices)
         rows = work.batch_size
         make_batch = partial(work.make_batch, rows, followed.devices[0])
         _run(work, model, make_batch, followed, recorded=candidate.recorded and candidate.num_gpus == 1)
-    return followed.traces()
+    if pace is None or candidate.pipeline == 1:
+        return followed.traces()
+    return order_by_threads(followed.list_issued(), candidate.num_gpus, pace)
 
 
 def _follow_process(work: Work, candidate: Candidate, gpu: GpuLike, rank: int, time_kernel: TimeKernel) -> StepTrace:

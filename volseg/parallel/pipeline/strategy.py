@@ -361,7 +361,8 @@ class PipelineStrategy:
                 f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}"
             )
         lengths = [end - start for start, end in pairwise(ends)]
-        held = list_held(compute_held_bytes(activations, len(found), self._recorder.is_active), lengths)
+        with host_values():
+            held = list_held(compute_held_bytes(activations, len(found), self._recorder.is_active), lengths)
         self._place(trace, layers, lengths, samples, held)
 
     def _place(

@@ -52,6 +52,8 @@ class Context:
         Whether volumes of the network are meant to lie in memory with channels last.
     frugal
         Whether memory matters more than time: set where blocks are recomputed.
+    tiled
+        Whether convolutions of large slabs write their inputs a tile at a time.
     graph_generators
         A source of random numbers for each slab of this process, while a CUDA graph is recorded; None where all draw
         from the device's own.
@@ -78,6 +80,7 @@ class Context:
         self.room = 0
         self.channels_last = False
         self.frugal = False
+        self.tiled = False
         self.graph_generators: list[torch.Generator] | None = None
         self.has_replicas = False
         self.replicas: Replicas | None = None

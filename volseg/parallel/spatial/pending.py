@@ -10,11 +10,11 @@ them, who may hold them still (*shown*). ::
        +---+
        |   v   settle, lend          show
       Waiting --------------> Written ----> Shown
-         |                     |   ^         ^ ^
-         |             release |   | lend    | |
-         |                     v   |         | |
-         |                    Released -show-+ |
-         +----------------- show --------------+
+       | |                     |   ^         ^ ^
+       | |             release |   | lend    | |
+       | |   spare             v   |         | |
+       | +------------------> Released -show-+ |
+       +------------------- show --------------+
 
 ============= ======================== =========================== ================ =====================
 event         Waiting                  Written                     Shown            Released
@@ -22,6 +22,7 @@ event         Waiting                  Written                     Shown        
 activate      itself, activation       None                        None             None
               taken along, or None
 settle        writes; sends the halo   nothing                     nothing          nothing
+spare         Released unwritten [2]_  the recipe, if it holds     as Written       as Written
 lend          writes; the slabs        the slabs                   the slabs        writes again; the slabs
 show          writes; the slabs        the slabs                   the slabs        writes again; the slabs
 release       nothing                  frees, if the recipe holds  nothing          nothing
@@ -29,6 +30,7 @@ find_recipe   writes; as Written [1]_  the recipe, if it holds     as Written   
 ============= ======================== =========================== ================ =====================
 
 .. [1] The input of a recomputed block says its recipe, and stays unwritten: a join reads the recipe alone.
+.. [2] And the recipe; where it can only be written as a whole it is, and stays Written.
 
 What is changed in place
     An operator that works in place lets everything that waits be written first (``Context.settle``), and then has the
@@ -47,6 +49,7 @@ This is no part of ``lazy``: the volume stands on the protocol, and the operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -63,7 +66,21 @@ from volseg.parallel.spatial.transport.halo import Halo, Wait
 if TYPE_CHECKING:
     from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["PLAIN", "Moment", "Pending", "Recipe", "Released", "Shown", "Unchanged", "Waiting", "Write", "Written"]
+__all__ = [
+    "PLAIN",
+    "Moment",
+    "Outline",
+    "Pending",
+    "Recipe",
+    "Released",
+    "Shown",
+    "Unchanged",
+    "Waiting",
+    "Write",
+    "Written",
+    "find_likes",
+    "outline_slab",
+]
 
 Write = Callable[[Sequence[Tensor], Tensor, int], None]
 """Writes, from tensors as they were saved, the planes of a slab that start at the given one and fill ``out``."""
@@ -90,6 +107,39 @@ class Recipe:
         return tuple(tensor for row in self.rows for tensor in row)
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Slabs that were not written.
+
+    Attributes
+    ----------
+    slabs
+        Tensors of their shapes in the memory of one element (see ``outline_slab``), with their history.
+    recipe
+        How to write them.
+    layout
+        In which they are to lie.
+    """
+
+    slabs: list[Tensor]
+    recipe: Recipe
+    layout: torch.memory_format
+
+
+def outline_slab(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of a slab's shape in the memory of one element."""
+    return torch.empty_strided(shape, [0] * len(shape), dtype=dtype, device=device)
+
+
+def find_likes(volume: "ShardedVolume") -> list[Tensor]:
+    """Return shape, element type and layout of the slabs, on the meta device: also of those that have no memory."""
+    pending, slabs = volume.pending, volume._slabs
+    if isinstance(pending, Released) and pending.layout is not None:
+        layout = pending.layout
+        return [torch.empty(slab.shape, dtype=slab.dtype, device="meta", memory_format=layout) for slab in slabs]
+    return [torch.empty_strided(slab.shape, slab.stride(), dtype=slab.dtype, device="meta") for slab in slabs]
+
+
 class Unchanged:
     """Tensors that must stay as they are: the one place where versions are compared."""
 
@@ -98,6 +148,12 @@ class Unchanged:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         self._versions = [get_version(tensor) for tensor in tensors]
+
+    def including(self, *tensors: Tensor) -> "Unchanged":
+        """Return these and others, which must stay as they are from now on."""
+        both = Unchanged((*self._tensors, *tensors))
+        both._versions[: len(self._versions)] = self._versions
+        return both
 
     def holds(self) -> bool:
         """Say whether none of them was changed in place since."""
@@ -117,9 +173,17 @@ class Pending(ABC):
     __slots__ = ()
     parts: list[list[Tensor]] | None = None
 
-    def activate(self, activation: Activation) -> "Waiting | None":
-        """Return the state with an activation behind it, or None where none can be taken along."""
-        del activation
+    def activate(self, activation: Activation, slope: Tensor | None = None) -> "Waiting | None":
+        """Return the state with an activation behind it, or None where none can be taken along.
+
+        Parameters
+        ----------
+        activation
+            Which.
+        slope
+            PReLU's.
+        """
+        del activation, slope
         return None
 
     def settle(self, volume: "ShardedVolume", halos: Sequence[Halo] = ()) -> Wait | None:
@@ -147,6 +211,10 @@ class Pending(ABC):
     def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
         """Return how to write the slabs again, unless something was changed in place since."""
 
+    def spare(self, volume: "ShardedVolume") -> Recipe | None:
+        """Return the recipe to an operator that needs no more of the slabs than that, and their history."""
+        return self.find_recipe(volume)
+
 
 class Waiting(Pending):
     """The slabs are still to be written.
@@ -173,6 +241,10 @@ class Waiting(Pending):
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Return the slabs, how to write them again, and the wait for ``halos``, which fit into the room."""
 
+    def outline(self) -> "Outline | None":
+        """Return the slabs without memory, with their history, and how to write them; None where nobody can."""
+        return None
+
     def check(self) -> None:
         """Refuse to write from what was changed."""
         if not self.unchanged.holds():
@@ -185,6 +257,17 @@ class Waiting(Pending):
         volume._slabs = slabs
         volume.pending = PLAIN if recipe is None else Written(recipe, Unchanged((*slabs, *recipe.tensors)), self.parts)
         return wait
+
+    def spare(self, volume: "ShardedVolume") -> Recipe | None:
+        """Leave the slabs unwritten, and without memory, where there is a recipe."""
+        self.check()
+        outlined = self.outline()
+        if outlined is None:
+            return self.find_recipe(volume)
+        volume._slabs, recipe = outlined.slabs, outlined.recipe
+        written = Written(recipe, Unchanged((*volume._slabs, *recipe.tensors)), self.parts)
+        volume.pending = Released(written, [0] * len(volume._slabs), self.parts, outlined.layout)
+        return recipe
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
         """Write the slabs and return them."""
@@ -229,7 +312,7 @@ class Written(Pending):
         """Give the memory back where the recipe holds."""
         if self.find_recipe(volume) is None:
             return
-        volume.pending = Released(self, [slab.untyped_storage().nbytes() for slab in volume._slabs])
+        volume.pending = Released(self, [slab.untyped_storage().nbytes() for slab in volume._slabs], self.parts)
         for slab in volume._slabs:
             resize_memory(slab, 0)
 
@@ -255,10 +338,24 @@ class Shown(Written):
 
 @dataclass(slots=True, eq=False)
 class Released(Pending):
-    """The slabs' memory was given back; ``written`` is the state that they had and get again."""
+    """The slabs' memory was given back, or never taken; ``written`` is the state that they had and get again.
+
+    Attributes
+    ----------
+    written
+        See above.
+    bytes
+        Of each slab's memory.
+    parts
+        See ``Pending``.
+    layout
+        In which slabs are to lie that are an outline so far; None where they have a layout.
+    """
 
     written: Written
     bytes: list[int]
+    parts: list[list[Tensor]] | None = None
+    layout: torch.memory_format | None = None
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
         """Write the slabs again and return them."""
@@ -283,6 +380,11 @@ class Released(Pending):
             )
         with torch.no_grad():
             for slab, size, row in zip(volume._slabs, self.bytes, recipe.rows, strict=True):
+                if self.layout is not None:
+                    whole = torch.empty(slab.shape, dtype=slab.dtype, device=slab.device, memory_format=self.layout)
+                    recipe.write(row, whole, 0)
+                    slab.data = whole  # the tensor that autograd knows
+                    continue
                 resize_memory(slab, size)
                 # Through another tensor, so that it does not count as a change in place.
                 out = torch.empty(0, dtype=slab.dtype, device=slab.device)
@@ -306,6 +408,12 @@ class Moment:
         self.grad_enabled = torch.is_grad_enabled()
         self.hooks = saved_tensors_hooks()
         self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
+
+    def including(self, *parameters: Tensor) -> "Moment":
+        """Return the same moment for more parameters."""
+        more = copy(self)
+        more._trained = [*self._trained, *((parameter, parameter.requires_grad) for parameter in parameters)]
+        return more
 
     def restored(self) -> AbstractContextManager[None]:
         """Compute as if then.

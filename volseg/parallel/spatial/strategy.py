@@ -52,7 +52,8 @@ class Spatial:
     on_unsupported : "raise" or "gather"
         What becomes of an operator without a sharded form: refused, or run on whole tensors, which is said once.
     checkpoint : str or int, optional
-        Activations to recompute instead of keep: None, ``"all"``, or the number of finest levels.
+        Activations to recompute instead of keep: None, ``"all"``, or the number of finest levels. ``"tiled"`` is
+        ``"all"``, and convolutions of large slabs write their inputs a tile at a time.
     channels_last : bool, optional
         Whether volumes lie in memory with channels last; by default on GPUs with 16-bit matrix units, where it is
         faster.
@@ -142,6 +143,7 @@ class SpatialStrategy:
             self.sum_gradients(self.replicas, average=True)
         self.recomputation = Recomputation(net, options.checkpoint, self.context)
         self.context.frugal = options.checkpoint is not None
+        self.context.tiled = options.checkpoint == "tiled"
         self._checked = False
         self._checked_weights = not self._groups
         # Shards that are one device's as well as several processes' draw alike in both cases.

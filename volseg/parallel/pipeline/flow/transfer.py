@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.pretended import find_current_stream, find_kept, is_gpu, make_stream, note_sent, note_use, on_stream
+from volseg.device.pretended import find_kept, is_gpu, note_sent
+from volseg.device.streams import find_current_stream, make_stream, note_use, on_stream
 from volseg.parallel.timeline import find_timeline
 
 __all__ = ["Passage", "copy_between", "copy_into", "send", "wait_for_departures"]

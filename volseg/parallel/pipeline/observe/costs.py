@@ -237,6 +237,9 @@ class Stopwatch(runs.Run):
         self._paused = False
         for parameter in self._parameters:
             parameter.grad = None
+        # What was cut off looks like a weight to autocast, which would keep its cast copy, and by that the activation
+        # and its gradient, up to the end of the batch: the whole network's, in place of the largest part's.
+        torch.clear_autocast_cache()
         self.times.append((forward, backward))
 
     def _backward(self, sent: list[Tensor]) -> float:

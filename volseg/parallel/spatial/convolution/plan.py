@@ -15,7 +15,13 @@ from volseg.parallel.spatial.plan.windows import Window
 from volseg.parallel.spatial.transport.halo import Halo, plan_halos
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["ConvolutionPlan", "plan_convolution"]
+__all__ = ["TILE_ELEMENTS", "ConvolutionPlan", "count_tiles", "plan_convolution"]
+
+TILE_ELEMENTS = 2**26
+"""Of a convolution's input in one tile: 128 MiB in half precision, which still fills a GPU."""
+
+MOST_TILES = 16
+"""Of a slab: a few tiles lie there at a time, so that more of them would save little, and each takes the host time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,8 @@ class ConvolutionPlan:
         Whether the gradients of joined inputs are computed one after the other, for less memory.
     alike
         Whether outputs and inputs have the same planes on every shard, and the same halo on both sides.
+    tiles
+        Number of tiles in which a slab may be convolved, from front to back.
     """
 
     settings: Settings
@@ -44,6 +52,7 @@ class ConvolutionPlan:
     channels_last: bool = False
     in_parts: bool = False
     alike: bool = False
+    tiles: int = 1
 
 
 def plan_convolution(
@@ -71,17 +80,36 @@ def plan_convolution(
     if len(volume.dims) != 1 or not communicator.is_direct or volume.ndim != len(whole.stride) + 2:
         return None  # one volume without a batch, among others
     (size,) = volume.sizes
+    tiles = _count_tiles(volume, whole, outputs, reach) if context.tiled else 1
     if communicator.num_shards == 1:
-        return ConvolutionPlan(whole, (), outputs, context.channels_last, context.frugal)
+        return ConvolutionPlan(whole, (), outputs, context.channels_last, context.frugal, tiles=tiles)
     if volume.dims != (DIM,) or volume.ndim != 5:
         return None
     planes = plan_halo(size, communicator.num_shards, window, outputs)
     if planes is None or _count_computed(planes, size, whole, reach) != _count(outputs, len(planes)):
         return None
-    plain = whole.stride[0] == whole.dilation[0] == 1 and not whole.transposed
-    alike = plain and outputs == size and set(sum(planes, ())) == {(reach - 1) / 2}
+    same = whole.stride[0] == 1 and not whole.transposed and outputs == size
+    same = same and set(sum(planes, ())) == {(reach - 1) / 2}
+    alike = same and whole.dilation[0] == 1
     halos = plan_halos(communicator, planes, context.channels_last)
-    return ConvolutionPlan(along, halos, outputs, context.channels_last, context.frugal, alike)
+    return ConvolutionPlan(along, halos, outputs, context.channels_last, context.frugal, alike, tiles if same else 1)
+
+
+def _count_tiles(volume: ShardedVolume, settings: Settings, outputs: int, reach: int) -> int:
+    """Return in how many tiles a slab is convolved, by sizes that all shards have in common.
+
+    Where outputs and inputs have the same planes, with as many of padding on both sides.
+    """
+    same = settings.stride[0] == 1 and not settings.transposed and 2 * settings.padding[0] == reach - 1
+    if not same or volume.dims != (DIM,) or volume.ndim != 5 or outputs != volume.shape[DIM]:
+        return 1
+    num_shards = volume.context.communicator.num_shards
+    return count_tiles(volume.shape.numel() // num_shards, outputs // num_shards // reach)
+
+
+def count_tiles(elements: int, most: int) -> int:
+    """Return in how many tiles so many elements are computed: one where they are few."""
+    return max(1, min(most, MOST_TILES, -(-elements // TILE_ELEMENTS)))
 
 
 def _count(size: int, num_shards: int) -> list[int]:

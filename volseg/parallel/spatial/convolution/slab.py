@@ -24,7 +24,9 @@ from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
 from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
+from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
 from volseg.parallel.spatial.lazy.recipes import Join
+from volseg.parallel.spatial.lazy.vanishing import vanishes
 from volseg.parallel.spatial.pending import Recipe, Write
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Halo, Wait, return_gradients, start_filling
@@ -40,6 +42,9 @@ Gradients: TypeAlias = Sequence[Tensor | None]
 def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> ShardedVolume:
     """Convolve the slabs of this process."""
     context = volume.context
+    by_tiles = convolve_by_tiles(volume, weight, bias, plan) if plan.tiles > 1 else None
+    if by_tiles is not None:
+        return by_tiles
     wait = volume.settle(plan.halos) if plan.halos else None
     slabs = volume.pending.lend(volume)
     weights = context.spread(weight)
@@ -127,6 +132,8 @@ class _Convolve(torch.autograd.Function):
         laid = [choice.lay_out_gradient(*pair, ctx.plan.settings, ctx.plan.channels_last) for pair in pairs]
         first = 1 + ctx.count + ctx.num_biases
         needs_weight, needs_bias = ctx.needs_input_grad[1], any(ctx.needs_input_grad[1 + ctx.count : first])
+        no_biases = needs_bias and all(map(vanishes, gradients))
+        needs_bias = needs_bias and not no_biases
         needs_input = any(ctx.needs_input_grad[first:])
         if ctx.plan.in_parts and _can_derive_in_parts(ctx):
             found = _derive_in_parts(ctx, laid, weights, list(_split_kept(ctx, kept)), needs_weight, needs_bias)
@@ -143,6 +150,8 @@ class _Convolve(torch.autograd.Function):
         inputs = chain.from_iterable(zip(*(split for split, _, _ in found), strict=True))
         needed = [value if wanted else None for wanted, value in zip(ctx.needs_input_grad[first:], inputs, strict=True)]
         biases = [bias for _, _, bias in found] if ctx.num_biases else []
+        if no_biases:
+            biases = [gradient.new_zeros(ctx.bias_sizes) for gradient in gradients]
         return None, *(weight for _, weight, _ in found), *biases, *needed
 
 

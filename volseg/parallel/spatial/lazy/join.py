@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from volseg.device.first_order import first_order
-from volseg.device.layout import DIM
+from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.lazy.recipes import join_recipes, recipe_of_kept
 from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
-from volseg.parallel.spatial.pending import Moment, Recipe, Unchanged, Waiting
+from volseg.parallel.spatial.pending import Moment, Outline, Recipe, Unchanged, Waiting, find_likes, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.volume import ShardedVolume, defer
@@ -26,7 +26,8 @@ def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
     skip keeps neither the join nor the activated skip.
     """
     like = parts[0]
-    recipes = [part.pending.find_recipe(part) for part in parts]
+    find = [part.pending.spare if part.context.tiled else part.pending.find_recipe for part in parts]
+    recipes = [of_part(part) for of_part, part in zip(find, parts, strict=True)]
     # Where there is a recipe, the slabs stand for their history alone: they may have given their memory back.
     columns = [part.slabs if recipe is None else part._slabs for part, recipe in zip(parts, recipes, strict=True)]
     shape = list(like.shape)
@@ -40,7 +41,7 @@ def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
     )
     cut_along_depth = like.context.communicator.num_shards > 1 and like.dims == (DIM,)
     # A stand-in has the slab's shape, and not its layout.
-    firsts = like.pending.likes if isinstance(like.pending, RecomputedInput) else columns[0]
+    firsts = like.pending.likes if isinstance(like.pending, RecomputedInput) else find_likes(like)
     waiting = WaitingJoin(columns, recipe, firsts, like.context.room if cut_along_depth else 0)
     return defer(waiting, like.dims, shape, like.context)
 
@@ -71,12 +72,10 @@ class WaitingJoin(Waiting):
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Join the slabs."""
         wait: Wait | None = None
-        channels = [column[0].shape[1] for column in self.columns]
 
         def fill() -> list[Tensor]:
             nonlocal wait
-            places = zip(self.likes, self.stand_ins, strict=True)
-            outs = [allocate_with_room(like, self.room, sum(channels), slab.device) for like, slab in places]
+            outs = self._allocate()
 
             def planes(number: int, start: int, count: int) -> None:
                 self.recipe.write(self.recipe.rows[number], outs[number].narrow(DIM, start, count), start)
@@ -84,9 +83,28 @@ class WaitingJoin(Waiting):
             wait = write_outer_first(outs, self.room, halos, planes)
             return outs
 
+        return self._run(fill), self.recipe, wait
+
+    def outline(self) -> Outline | None:
+        """Note it for the backward pass."""
+        channels = sum(column[0].shape[1] for column in self.columns)
+
+        def fill() -> list[Tensor]:
+            places = zip(self.likes, self.stand_ins, strict=True)
+            shapes = [([like.shape[0], channels, *like.shape[2:]], slab.device) for like, slab in places]
+            return [outline_slab(shape, self.likes[0].dtype, device) for shape, device in shapes]
+
+        return Outline(self._run(fill), self.recipe, layout_of(self.likes[0]))
+
+    def _allocate(self) -> list[Tensor]:
+        channels = sum(column[0].shape[1] for column in self.columns)
+        places = zip(self.likes, self.stand_ins, strict=True)
+        return [allocate_with_room(like, self.room, channels, slab.device) for like, slab in places]
+
+    def _run(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
         with self.moment.restored():
-            joined = _Join.apply(fill, channels, *chain.from_iterable(self.columns))
-        return list(joined), self.recipe, wait
+            channels = [column[0].shape[1] for column in self.columns]
+            return list(_Join.apply(fill, channels, *chain.from_iterable(self.columns)))
 
 
 class _Join(torch.autograd.Function):

@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from volseg.device.first_order import first_order
-from volseg.device.layout import DIM
+from volseg.device.layout import DIM, layout_of
 from volseg.device.norm import choice
 from volseg.device.norm.activation import IDENTITY, Activation
-from volseg.device.peer.values import CAPACITY
+from volseg.device.norm.grouping import ALONE, Grouping
+from volseg.device.norm.running import Running
+from volseg.device.peer.values import CAPACITY, ValueMailbox
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.recipes import recipe_of_norm
-from volseg.parallel.spatial.pending import Moment, Recipe, Unchanged, Waiting
+from volseg.parallel.spatial.lazy.vanishing import note_vanishing
+from volseg.parallel.spatial.pending import Moment, Outline, Recipe, Unchanged, Waiting, outline_slab
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
@@ -32,33 +35,38 @@ from volseg.parallel.spatial.volume import ShardedVolume
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
 
-__all__ = ["NormStatistics", "Pooled", "WaitingNorm", "compute_statistics", "settle_in_checkpoint"]
+__all__ = ["NormStatistics", "Pooled", "WaitingNorm", "compute_statistics", "settle_in_checkpoint", "take_statistics"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Which (sample, channel) pairs share statistics: all samples (batch norm), or each of ``groups`` of channels."""
+    """Which (sample, channel) pairs share statistics."""
 
-    over_batch: bool
-    groups: int | None = None
+    grouping: Grouping = ALONE
     replicas: "Replicas | None" = None
     """Whose samples are one batch with the own ones, for statistics over it."""
+    given: bool = False
+    """Whether the statistics are given, and do not come from the input."""
 
-    def needed(self, batch: int) -> Callable[[Tensor], Tensor] | None:
+    @property
+    def over_replicas(self) -> bool:
+        """Whether samples of other replicas count."""
+        return self.grouping.over_batch and self.replicas is not None
+
+    def needed(self, batch: int, channels: int) -> Callable[[Tensor], Tensor] | None:
         """Return ``average``, or None where every pair is its own group."""
-        alone = batch == 1 and self.replicas is None if self.over_batch else self.groups is None
-        return None if alone else self.average
+        return None if self.grouping.is_alone(batch, channels) and not self.over_replicas else self.average
+
+    def ignores_channels(self, batch: int, channels: int) -> bool:
+        """Say whether a number that is added to a channel changes nothing, so that its gradient is zero."""
+        return not self.given and (self.grouping.over_batch or self.grouping.is_alone(batch, channels))
 
     def average(self, pairs: Tensor) -> Tensor:
         """Replace each entry of ``(B, C)`` by the mean of its group."""
-        if self.over_batch and self.replicas is not None:
+        if self.over_replicas:
+            assert self.replicas is not None
             return self.replicas.average_rows(pairs).expand_as(pairs)
-        if self.over_batch:
-            return pairs.mean(0, keepdim=True).expand_as(pairs)
-        if self.groups is None:
-            return pairs
-        split = pairs.unflatten(1, (self.groups, -1))
-        return split.mean(-1, keepdim=True).expand_as(split).flatten(1)
+        return self.grouping.average(pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,12 @@ def count_slab_voxels(grid: tuple[int, ...], dims: tuple[int, ...], shape: torch
 
 
 def compute_statistics(
-    volume: ShardedVolume, pooled: Pooled, weight: Tensor | None, bias: Tensor | None, eps: float
+    volume: ShardedVolume,
+    pooled: Pooled,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    running: Running | None = None,
 ) -> NormStatistics:
     """Compute and combine the slabs' statistics.
 
@@ -97,19 +110,66 @@ def compute_statistics(
         Of the channels; None where the norm has none.
     eps
         Added to the variance.
+    running
+        Of a norm over the batch, which are moved.
     """
     context = volume.context
     counts = count_slab_voxels(context.communicator.grid, volume.dims, volume.shape)
     with torch.no_grad():  # the gradient through the statistics is part of the norm's own
         if _fits_one_kernel(context, pooled, volume.slabs):
             shares = context.communicator.shares(counts, torch.float32, context.communicator.home)
-            calls = [partial(choice.exchange_coefficients, slab, shares, weight, bias, eps) for slab in volume.slabs]
+            given = weight, bias, eps
+            settings: dict[str, Any] = {"grouping": pooled.grouping}
+            if running is not None and context.communicator.values is None and running.fits_kernel():
+                settings["running"], running = running, None
+            calls = [partial(_exchange_coefficients, slab, shares, given, settings) for slab in volume.slabs]
             found = _exchange(context, calls, volume.slabs[0])
         else:
             # (num_shards, 2, B, C)
             stacked = context.communicator.collect([choice.moments(slab) for slab in volume.slabs])
             shares = context.communicator.shares(counts, stacked.dtype, stacked.device)
-            found = choice.coefficients(stacked, shares, weight, bias, eps, pooled.needed(volume.shape[0]))
+            found = choice.coefficients(stacked, shares, weight, bias, eps, pooled.needed(*volume.shape[:2]))
+        mean, variance, rstd, scale, shift = found.unbind(0)
+        if running is not None:
+            # Samples that share their statistics have the same ones: no average of them is needed.
+            running.update(mean[0], variance[0], _count_of_batch(pooled, len(mean), sum(counts), variance))
+    return NormStatistics(mean, variance, rstd, scale, shift, sum(counts))
+
+
+def _count_of_batch(pooled: Pooled, samples: int, voxels: int, like: Tensor) -> int | Tensor:
+    """Return the voxels of a channel over all samples, of all replicas."""
+    if not pooled.over_replicas:
+        return samples * voxels
+    assert pooled.replicas is not None
+    return pooled.replicas.count_rows(samples, like) * voxels
+
+
+def _exchange_coefficients(
+    slab: Tensor, shares: Tensor, given: tuple[Any, ...], settings: dict[str, Any], mailbox: ValueMailbox | None
+) -> Tensor:
+    weight, bias, eps = given
+    return choice.exchange_coefficients(slab, shares, weight, bias, eps, mailbox, **settings)
+
+
+def take_statistics(
+    volume: ShardedVolume, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> NormStatistics:
+    """Return the statistics of a norm in evaluation: the running ones.
+
+    Parameters
+    ----------
+    volume
+        The norm's input.
+    running
+        Mean and variance of each channel.
+    weight, bias, eps
+        See ``compute_statistics``.
+    """
+    with torch.no_grad():
+        home = volume.context.communicator.home
+        own = running.mean.to(home), running.variance.to(home)
+        found = choice.given_coefficients(volume.slabs[0], *own, weight, bias, eps)
+    counts = count_slab_voxels(volume.context.communicator.grid, volume.dims, volume.shape)
     mean, variance, rstd, scale, shift = found.unbind(0)
     return NormStatistics(mean, variance, rstd, scale, shift, sum(counts))
 
@@ -119,7 +179,7 @@ def _fits_one_kernel(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) 
     batch, channels = slabs[0].shape[:2]
     alone, values = context.communicator.num_shards == 1, context.communicator.values
     reached = alone or (values is not None and 2 * batch * channels <= CAPACITY)
-    return reached and pooled.needed(batch) is None and choice.takes(slabs[0])
+    return reached and not pooled.over_replicas and choice.takes(slabs[0])
 
 
 def _exchange(context: Context, calls: Sequence[Callable[[Any], Tensor]], like: Tensor) -> Tensor:
@@ -169,6 +229,7 @@ class WaitingNorm(Waiting):
         self.context, self.pooled, self.found, self.weight, self.bias = volume.context, pooled, found, weight, bias
         self.stand_ins = slabs = list(volume.slabs)
         self.activation = IDENTITY
+        self.slope: Tensor | None = None
         self.moment = Moment([tensor for tensor in (weight, bias) if tensor is not None])
         # The backward pass, where there will be one, reads the weight.
         read = slabs if weight is None or not self.moment.grad_enabled else [*slabs, weight]
@@ -177,39 +238,63 @@ class WaitingNorm(Waiting):
         cut_along_depth = volume.dims == (DIM,) and volume.ndim == 5 and communicator.num_shards > 1
         self.room = self.context.room if cut_along_depth and communicator.is_direct else 0
 
-    def activate(self, activation: Activation) -> "WaitingNorm | None":
-        """Return this with an activation behind, or None where there is one already."""
+    def activate(self, activation: Activation, slope: Tensor | None = None) -> "WaitingNorm | None":
+        """Return this with an activation behind, or None where there is one already.
+
+        Parameters
+        ----------
+        activation, slope
+            See ``Pending.activate``.
+        """
         if self.activation != IDENTITY:
             return None
         taken = WaitingNorm.__new__(WaitingNorm)
-        vars(taken).update(vars(self), activation=activation)
+        vars(taken).update(vars(self), activation=activation, slope=slope)
+        if slope is not None:
+            taken.moment, taken.unchanged = self.moment.including(slope), self.unchanged.including(slope)
         return taken
 
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Apply it."""
         work = _Writing(self, halos)
+        slabs = self._run(work)
+        return slabs, self._describe(work) if self.context.communicator.is_direct else None, work.wait
+
+    def outline(self) -> Outline | None:
+        """Note it for the backward pass."""
+        if not self.context.communicator.is_direct:
+            return None
+        work = _Writing(self, (), outline=True)
+        return Outline(self._run(work), self._describe(work), layout_of(self.stand_ins[0]))
+
+    def _run(self, work: "_Writing") -> list[Tensor]:
         with self.moment.restored():
-            slabs = list(_Normalize.apply(work, self.weight, self.bias, *self.stand_ins))
-        recipe = None
-        if self.context.communicator.is_direct:
-            recipe = recipe_of_norm(self.stand_ins, work.scales, work.shifts, self.activation)
-        return slabs, recipe, work.wait
+            return list(_Normalize.apply(work, self.weight, self.bias, *work.slopes, *self.stand_ins))
+
+    def _describe(self, work: "_Writing") -> Recipe:
+        slopes = [slope.detach() for slope in work.slopes]
+        return recipe_of_norm(self.stand_ins, work.scales, work.shifts, self.activation, slopes)
 
 
 class _Writing:
     """A norm while its slabs are written, and what comes out besides them."""
 
-    def __init__(self, norm: WaitingNorm, halos: Sequence[Halo]) -> None:
-        self.norm, self.halos = norm, halos
+    def __init__(self, norm: WaitingNorm, halos: Sequence[Halo], outline: bool = False) -> None:
+        self.norm, self.halos, self.outline = norm, halos, outline
         self.scales, self.shifts = norm.context.spread(norm.found.scale), norm.context.spread(norm.found.shift)
+        self.slopes: list[Tensor] = [] if norm.slope is None else norm.context.spread(norm.slope)
         self.wait: Wait | None = None
 
     def write(self, slabs: Sequence[Tensor]) -> list[Tensor]:
         """Apply scale, shift and activation; with halos to send, to the outermost planes first."""
         room = self.norm.room
-        rows = zip(self.scales, self.shifts, strict=True)
+        if self.outline:
+            return [outline_slab(slab.shape, slab.dtype, slab.device) for slab in slabs]
+        slopes: Sequence[Tensor | None] = self.slopes or [None] * len(slabs)
+        rows = zip(self.scales, self.shifts, slopes, strict=True)
         applied = [
-            partial(choice.affine, scale=scale, shift=shift, activation=self.norm.activation) for scale, shift in rows
+            partial(choice.affine, scale=scale, shift=shift, activation=self.norm.activation, slope=slope)
+            for scale, shift, slope in rows
         ]
         if not room:
             return [apply(slab) for apply, slab in zip(applied, slabs, strict=True)]
@@ -227,45 +312,68 @@ class _Writing:
 
 
 class _Normalize(torch.autograd.Function):
+    """Gets weight and bias, then a slope for each slab where the activation has one, then the slabs."""
+
     @staticmethod
     def forward(
-        ctx: Any, work: _Writing, weight: Tensor | None, bias: Tensor | None, *slabs: Tensor
+        ctx: Any, work: _Writing, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         norm, found = work.norm, work.norm.found
+        slopes, slabs = tensors[: len(work.slopes)], tensors[len(work.slopes) :]
         results = tuple(work.write(slabs))
         ctx.plan = norm.context, norm.pooled, found.voxels, bias is not None, norm.activation, norm.room
-        ctx.save_for_backward(found.mean, found.rstd, weight, found.scale, found.shift, *slabs)
+        ctx.num_slopes = len(slopes)
+        ctx.save_for_backward(found.mean, found.rstd, weight, found.scale, found.shift, *slopes, *slabs)
         return results
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         context, pooled, voxels, has_bias, activation, room = ctx.plan
-        mean, rstd, weight, scale, shift, *slabs = ctx.saved_tensors
-        spread = context.spread
-        means, scales, shifts = spread(mean), spread(scale), spread(shift)
-        if _fits_one_kernel(context, pooled, slabs):
-            rows = zip(gradients, slabs, means, scales, shifts, strict=True)
-            calls = [
-                partial(choice.exchange_backward_coefficients, g, slab, (m, rstd, *own), activation, weight, voxels)
-                for g, slab, m, *own in rows
-            ]
+        mean, rstd, weight, scale, shift, *tensors = ctx.saved_tensors
+        spread, number = context.spread, ctx.num_slopes
+        slabs = tensors[number:]
+        slopes = tensors[:number] or [None] * len(slabs)
+        scales, shifts = spread(scale), spread(shift)
+        rows = zip(gradients, slabs, spread(mean), scales, shifts, strict=True)
+        fits = _fits_one_kernel(context, pooled, slabs)
+        add_up = choice.gradient_partials if fits else choice.gradient_sums
+        sums = [add_up(*row, activation, slope) for row, slope in zip(rows, slopes, strict=True)]
+        if fits:
+            calls = [partial(_exchange_backward, (own, mean, rstd, weight, voxels), pooled) for own in sums]
             found = _exchange(context, calls, slabs[0])
         else:
-            rows = zip(gradients, slabs, means, scales, shifts, strict=True)
-            partials = [choice.gradient_sums(*row, activation) for row in rows]
-            stacked = context.communicator.collect(partials)
-            average = pooled.needed(mean.shape[0])
-            found = choice.backward_coefficients(stacked, mean, rstd, weight, voxels, average)
-        slope, offset = found[0], found[1]
+            stacked = context.communicator.collect([own[:2] for own in sums])
+            average = pooled.needed(*mean.shape)
+            found = choice.backward_coefficients(stacked, mean, rstd, weight, voxels, average, pooled.given)
+        factor, offset = found[0], found[1]
         moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
-        rows = zip(gradients, slabs, scales, shifts, spread(slope), spread(offset), strict=True)
+        rows = zip(gradients, slabs, scales, shifts, spread(factor), spread(offset), strict=True)
         # The convolution in front of the norm wants neighbours' planes around its gradient.
         roomy = room if mean.shape[0] == 1 else 0
         inputs = [
-            choice.gradient_input(*row, activation, out=allocate_with_room(row[1], roomy) if roomy else None)
-            for row in rows
+            choice.gradient_input(
+                *row, activation, out=allocate_with_room(row[1], roomy) if roomy else None, slope=slope
+            )
+            for row, slope in zip(rows, slopes, strict=True)
         ]
+        if pooled.ignores_channels(*mean.shape):
+            for gradient in inputs:
+                note_vanishing(gradient)
         weight_gradient = moment.to(weight) if weight is not None else None
         bias_gradient = total.to(rstd if weight is None else weight) if has_bias else None
-        return None, weight_gradient, bias_gradient, *inputs
+        of_slopes = [_sum_to_slope(own, slope) for own, slope in zip(sums, tensors[:number], strict=False)]
+        return None, weight_gradient, bias_gradient, *of_slopes, *inputs
+
+
+def _sum_to_slope(sums: Tensor, slope: Tensor) -> Tensor:
+    """Return PReLU's gradient from the sums of a slab, ``(3, B, C)``, or of its parts, ``(parts, 3, B, C)``."""
+    third = sums.select(-3, 2)
+    total = third.sum() if slope.numel() == 1 else third.flatten(0, -2).sum(0)
+    return total.to(slope.dtype).reshape(slope.shape)
+
+
+def _exchange_backward(given: tuple[Any, ...], pooled: Pooled, mailbox: ValueMailbox | None) -> Tensor:
+    partials, mean, rstd, weight, voxels = given
+    settings = mailbox, pooled.grouping, pooled.given
+    return choice.exchange_backward_coefficients(partials, mean, rstd, weight, voxels, *settings)

@@ -29,14 +29,15 @@ def _view_planes(slab: Tensor, start: int, out: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Normalize:
-    """Scale, shift and activation of a convolution's output."""
+    """Scale, shift and activation of a convolution's output; PReLU's slope is the last tensor."""
 
     activation: Activation
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
         """Apply them again."""
-        slab, scale, shift = tensors
-        choice.affine(_view_planes(slab, start, out), scale, shift, self.activation, out)
+        slab, scale, shift, *slope = tensors
+        planes = _view_planes(slab, start, out)
+        choice.affine(planes, scale, shift, self.activation, out, slope=slope[0] if slope else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,15 @@ class Join:
 
 
 def recipe_of_norm(
-    slabs: Sequence[Tensor], scales: Sequence[Tensor], shifts: Sequence[Tensor], activation: Activation
+    slabs: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    shifts: Sequence[Tensor],
+    activation: Activation,
+    slopes: Sequence[Tensor] = (),
 ) -> Recipe:
-    """Return the recipe of a norm's result, with the activation behind it."""
-    return Recipe(tuple(zip(slabs, scales, shifts, strict=True)), Normalize(activation))
+    """Return the recipe of a norm's result, with the activation behind it, and PReLU's slopes."""
+    columns = [slabs, scales, shifts, *([slopes] if slopes else [])]
+    return Recipe(tuple(zip(*columns, strict=True)), Normalize(activation))
 
 
 def recipe_of_kept(slabs: Sequence[Tensor]) -> Recipe:

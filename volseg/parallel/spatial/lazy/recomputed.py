@@ -54,6 +54,8 @@ class RecomputedInput(Waiting):
         self.check()
         return self.recipe
 
+    spare = find_recipe
+
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Write the slabs."""
         rows = self.recipe.rows

@@ -34,7 +34,7 @@ from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
-from volseg.parallel.spatial.pending import Unchanged
+from volseg.parallel.spatial.pending import Unchanged, find_likes
 from volseg.parallel.spatial.transport.room import find_room
 from volseg.parallel.spatial.volume import ShardedVolume
 from volseg.parallel.state.module import Remembered, remember
@@ -76,13 +76,13 @@ class Recomputation:
     Raises
     ------
     ParallelError
-        If ``levels`` is neither None, ``"all"`` nor a positive number.
+        If ``levels`` is neither None, ``"all"``, ``"tiled"`` nor a positive number.
     """
 
     def __init__(self, net: nn.Module, levels: str | int | None, context: Context) -> None:
-        valid = levels is None or levels == "all" or (isinstance(levels, int) and levels > 0)
+        valid = levels is None or levels in ("all", "tiled") or (isinstance(levels, int) and levels > 0)
         if not valid or isinstance(levels, bool):
-            raise ParallelError(f"checkpoint must be None, 'all' or a number of finest levels, got {levels!r}")
+            raise ParallelError(f"checkpoint must be None, 'all', 'tiled' or a number of finest levels, got {levels!r}")
         self.levels, self.context = levels, context
         self.blocks = find_blocks(net) if levels is not None else []
         self._random = _DrawnStates()
@@ -146,7 +146,7 @@ class Recomputation:
         return result
 
     def _chosen(self, voxels: int, finest: int) -> bool:
-        if self.levels == "all":
+        if self.levels in ("all", "tiled"):
             return True
         level = round(log2(max(finest / max(voxels, 1), 1)) / 3)
         return level < self.levels  # type: ignore[operator]
@@ -254,9 +254,7 @@ class _HeldTensors:
         self.unchanged = Unchanged(list(volume._slabs))
         self._source = Unchanged(() if self.recipe is None else self.recipe.tensors)
         # Shape, layout and room of the slabs, without their memory.
-        self._likes = [
-            torch.empty_strided(slab.shape, slab.stride(), dtype=slab.dtype, device="meta") for slab in volume._slabs
-        ]
+        self._likes = find_likes(volume)
         self._room = find_room(volume._slabs[0])
 
     def let_go(self) -> None:

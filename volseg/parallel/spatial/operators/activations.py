@@ -1,14 +1,16 @@
-"""Activations that a waiting norm takes along: the leaky ReLUs and ELU, in place or not."""
+"""Activations that a waiting norm takes along, in place or not."""
 
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from volseg.device.norm.activation import Activation
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, defer
+from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
-__all__ = ["elu", "leaky_relu", "relu"]
+__all__ = ["elu", "gelu", "leaky_relu", "prelu", "relu", "sigmoid", "silu"]
 
 
 @handles("Activations", "relu", "relu_", rehearse=False)
@@ -28,6 +30,40 @@ def leaky_relu(func: Callable, input: Any, negative_slope: float = 0.01, inplace
 def elu(func: Callable, input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
     """Rectify with an exponential below zero."""
     return _activated(func, input, Activation("elu", float(alpha)), inplace, {"alpha": alpha})
+
+
+@handles("Pointwise arithmetic", "sigmoid", "sigmoid_", rehearse=False)
+def sigmoid(func: Callable, input: Any) -> Any:
+    """Map to between 0 and 1."""
+    return _activated(func, input, Activation("sigmoid"), False, {})
+
+
+@handles("Activations", "silu", "silu_", rehearse=False)
+def silu(func: Callable, input: Any, inplace: bool = False) -> Any:
+    """Multiply by the sigmoid."""
+    return _activated(func, input, Activation("silu"), inplace, {})
+
+
+@handles("Activations", "gelu", "gelu_", rehearse=False)
+def gelu(func: Callable, input: Any, approximate: str = "none") -> Any:
+    """Multiply by the normal distribution's share below."""
+    if approximate != "none":
+        return pointwise(func, (input,), {"approximate": approximate})
+    return _activated(func, input, Activation("gelu"), False, {})
+
+
+@handles("Activations", "prelu", "F.prelu", rehearse=False)
+def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
+    """Apply a slope per channel (not a broadcast from the end)."""
+    if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or {0, 1} & set(input.dims):
+        refuse("batch and channels must not be cut, nor the weight")
+    if weight.ndim > 1 or weight.numel() not in (1, input.shape[1]):
+        raise RuntimeError(f"prelu needs one slope, or {input.shape[1]} (one per channel), got {tuple(weight.shape)}")
+    waiting = input.pending.activate(Activation("prelu"), weight)
+    if waiting is not None:
+        return defer(waiting, input.dims, input.shape, input.context)
+    slopes = input.context.spread(weight)
+    return wrap(input, [func(slab, slope) for slab, slope in zip(input.slabs, slopes, strict=True)])
 
 
 def _activated(func: Callable, volume: Any, chosen: Activation, inplace: bool, settings: dict[str, float]) -> Any:

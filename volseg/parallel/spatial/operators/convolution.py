@@ -10,9 +10,11 @@ from torch import Tensor
 
 from volseg.device.convolution.settings import Settings
 from volseg.device.convolution.stacks import LIMIT
+from volseg.device.layout import DIM
 from volseg.parallel.spatial.contract import rehearsed
-from volseg.parallel.spatial.convolution.plan import ConvolutionPlan, plan_convolution
+from volseg.parallel.spatial.convolution.plan import ConvolutionPlan, count_tiles, plan_convolution
 from volseg.parallel.spatial.convolution.slab import convolve
+from volseg.parallel.spatial.lazy.transposed import TransposedSettings, convolve_later
 from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
@@ -21,7 +23,7 @@ from volseg.parallel.spatial.operators.planes import (
     outside_cut,
     sharded_windows,
 )
-from volseg.parallel.spatial.plan.shards import can_split
+from volseg.parallel.spatial.plan.shards import can_split, spans
 from volseg.parallel.spatial.plan.windows import TransposedConvolution
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -67,7 +69,8 @@ def convolution(
         return func(slab, weights[position], biases[position], stride, inside, dilation, groups)
 
     def whole(tensor: Tensor) -> Tensor:
-        return func(tensor, weight, bias, stride, padding, dilation, groups)
+        own = (weights[0], biases[0]) if volume.context.communicator.num_shards == 1 else (weight, bias)
+        return func(tensor, *own, stride, padding, dilation, groups)
 
     return sharded_windows(volume, plans, local, whole)
 
@@ -100,22 +103,32 @@ def transposed_convolution(
     inside, extra_inside = outside_cut(volume, padding), outside_cut(volume, extra)
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
-    alone = list(weight.shape[2:]) == stride and not any(inside) and not any(extra_inside)
+    def is_disjoint(padding: list[int], extra: list[int]) -> bool:
+        """Say whether each input plane has output planes of its own."""
+        return list(weight.shape[2:]) == stride and not any(padding) and not any(extra)
 
-    def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
-        def run(part: Tensor) -> Tensor:
-            own = weights[position], biases[position]
-            return func(part, *own, stride, inside, extra_inside, groups, dilation)
+    if volume.context.tiled and is_disjoint(padding, extra):
+        later = _convolve_later(volume, weights, biases, stride, groups)
+        if later is not None:
+            return later
+
+    def run(slab: Tensor, own: tuple[Any, Any], padding: list[int], extra: list[int]) -> Tensor:
+        def run_part(part: Tensor) -> Tensor:
+            return func(part, *own, stride, padding, extra, groups, dilation)
 
         elements = slab.shape[0] * slab.shape[2:].numel() * weight.shape[1] * groups * prod(stride)
-        if not alone or count != 3 or elements <= LIMIT:
-            return run(slab)
-        # Each input plane has output planes of its own; see ``large`` for why not all at once.
+        if not is_disjoint(padding, extra) or count != 3 or elements <= LIMIT:
+            return run_part(slab)
+        # See ``large`` for why not all at once.
         stacks = min(slab.shape[2], -(-2 * elements // LIMIT))
-        return torch.cat([run(part) for part in slab.tensor_split(stacks, 2)], 2)
+        return torch.cat([run_part(part) for part in slab.tensor_split(stacks, 2)], 2)
+
+    def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
+        return run(slab, (weights[position], biases[position]), inside, extra_inside)
 
     def whole(tensor: Tensor) -> Tensor:
-        return func(tensor, weight, bias, stride, padding, extra, groups, dilation)
+        own = (weights[0], biases[0]) if volume.context.communicator.num_shards == 1 else (weight, bias)
+        return run(tensor, own, padding, extra)
 
     return sharded_windows(volume, plans, local, whole)
 
@@ -153,7 +166,7 @@ def _direct(
 
 
 def _spread(volume: Any, tensor: Tensor | None) -> list[Any]:
-    return [None] * len(volume.slabs) if tensor is None else volume.context.spread(tensor)
+    return [None] * len(volume._slabs) if tensor is None else volume.context.spread(tensor)
 
 
 def _padding(padding: Any, kernel: torch.Size, dilation: list[int]) -> tuple[list[int], list[int]]:
@@ -163,3 +176,30 @@ def _padding(padding: Any, kernel: torch.Size, dilation: list[int]) -> tuple[lis
         return [t // 2 for t in total], [t - t // 2 for t in total]
     before = [0] * len(kernel) if padding == "valid" else per_dim(padding, len(kernel))
     return before, before
+
+
+def _convolve_later(
+    volume: ShardedVolume, weights: list[Tensor], biases: list[Any], stride: list[int], groups: int
+) -> ShardedVolume | None:
+    """Let a transposed convolution wait, where its result is large and a slab's planes follow from a slab's own."""
+    context, num_shards = volume.context, volume.context.communicator.num_shards
+    if volume.ndim != 5 or volume.dims != (DIM,) or not context.communicator.is_direct:
+        return None
+    planes = volume.shape[DIM]
+    own = [(start * stride[0], stop * stride[0]) for start, stop in spans(planes, num_shards)]
+    channels = weights[0].shape[1] * groups
+    elements = volume.shape[0] * channels * volume.shape[DIM:].numel() * prod(stride) // num_shards
+    tiles = count_tiles(elements, planes // num_shards)
+    if tiles < 2 or spans(planes * stride[0], num_shards) != own:
+        return None
+    kind, dtype = volume.device.type, volume.dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    if dtype != volume.dtype:
+        return None  # autograd converts it
+    biases = [] if biases[0] is None else biases
+    settings = Settings(tuple(stride), (0,) * 3, (1,) * 3, True, (0,) * 3, groups)
+    layout = torch.channels_last_3d if context.channels_last else torch.contiguous_format
+    how = TransposedSettings(settings, channels, tiles, layout)
+    weights, biases = ([context.cast(copy, dtype) for copy in copies] for copies in (weights, biases))
+    return convolve_later(volume, weights, biases, how)

@@ -28,7 +28,8 @@ from volseg.parallel.spatial.operators import (
 from volseg.parallel.spatial.table import honour_merged
 
 honour_merged(
-    *(activations.relu, activations.leaky_relu, activations.elu),
+    *(activations.relu, activations.leaky_relu, activations.elu, activations.prelu, activations.sigmoid),
+    *(activations.silu, activations.gelu),
     *(autograd.metadata, autograd.flag, autograd.data, autograd.grad_fn, autograd.per_slab, autograd.told),
     *(autograd.backward, autograd.backward_of_several, autograd.differentiate, autograd.register_hook),
     *(autograd.new_whole, autograd.formatted, autograd.values),
@@ -43,7 +44,7 @@ honour_merged(
     *(normalize.layer_norm, normalize.rms_norm),
     *(padding.pad, padding.flip, padding.flip_matrix, padding.roll),
     *(pointwise.pointwise, pointwise.activation, pointwise.in_place, pointwise.where, conversions.filled_like),
-    *(conversions.convert_dtype, conversions.convert, conversions.moved, conversions.scatter, pointwise.prelu),
+    *(conversions.convert_dtype, conversions.convert, conversions.moved, conversions.scatter),
     *(products.einsum, products.reversed_matmul, products.matmul, products.dot, products.outer, products.inner),
     *(products.tensordot, products.added_product, products.linear, products.attention),
     *(random.fill_randomly, random.bernoulli, random.random_like, random.random_integers_like, random.rrelu),

@@ -10,12 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.device.norm.grouping import Grouping
+from volseg.device.norm.running import Running
 from volseg.parallel.spatial.lazy.norm import (
     NormStatistics,
     Pooled,
     WaitingNorm,
     compute_statistics,
     settle_in_checkpoint,
+    take_statistics,
 )
 from volseg.parallel.spatial.operators.arguments import spatial_only
 from volseg.parallel.spatial.operators.pointwise import elementwise
@@ -27,10 +30,21 @@ __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize
 
 
 def normalize(
-    volume: ShardedVolume, pooled: Pooled, weight: Tensor | None, bias: Tensor | None, eps: float
+    volume: ShardedVolume,
+    pooled: Pooled,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    running: Running | None = None,
 ) -> tuple[ShardedVolume, NormStatistics]:
-    """Return the normalised volume, still to be computed, and the statistics it is normalised with."""
-    found = compute_statistics(volume, pooled, weight, bias, eps)
+    """Return the normalised volume, still to be computed, and the statistics it is normalised with.
+
+    Parameters
+    ----------
+    volume, pooled, weight, bias, eps, running
+        See ``compute_statistics``.
+    """
+    found = compute_statistics(volume, pooled, weight, bias, eps, running)
     waiting = WaitingNorm(volume, pooled, found, weight, bias)
     return defer(waiting, volume.dims, volume.shape, volume.context), found
 
@@ -50,7 +64,7 @@ def batch_norm(
     """Normalise each channel over batch and volume."""
     running = running_mean, running_var, momentum
     replicas = input.context.replicas if isinstance(input, ShardedVolume) else None
-    return _with_running(input, running, weight, bias, training, eps, Pooled(over_batch=True, replicas=replicas))
+    return _with_running(input, running, weight, bias, training, eps, Pooled(Grouping(over_batch=True), replicas))
 
 
 @handles("Normalisation", "torch.batch_norm", rehearse=False)
@@ -84,7 +98,7 @@ def instance_norm(
 ) -> Any:
     """Normalise each sample and channel over the volume."""
     running = running_mean, running_var, momentum
-    return _with_running(input, running, weight, bias, use_input_stats, eps, Pooled(over_batch=False))
+    return _with_running(input, running, weight, bias, use_input_stats, eps, Pooled())
 
 
 def _with_running(
@@ -109,38 +123,47 @@ def _with_running(
                 f"{name} should hold {volume.shape[1]} values, one per channel, got {tuple(value.shape)}"
             )
     if not from_input:
+        return _with_given(volume, mean, var, weight, bias, eps)
+    if volume.shape[0] == 0:
+        refuse("a batch of no samples has no statistics")
+    replicas, over_batch = volume.context.replicas, pooled.grouping.over_batch
+    if replicas is not None:
+        replicas.check_norm(over_batch, mean is not None)
+    count = volume.shape[2:].numel() * (volume.shape[0] if over_batch else 1)
+    if count == 1 and (replicas is None or not over_batch):  # torch's rule
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {volume.shape}")
+    moved = None if mean is None or var is None else Running(mean, var, momentum)
+    if over_batch:
+        return settle_in_checkpoint(normalize(volume, pooled, weight, bias, eps, moved)[0])
+    result, found = normalize(volume, pooled, weight, bias, eps)
+    settle_in_checkpoint(result)  # torch's instance norm changes its running statistics last, its batch norm first
+    if moved is not None:
+        with torch.no_grad():
+            alone = volume.shape[0] == 1
+            center, variance = (value[0] if alone else value.mean(0) for value in (found.mean, found.variance))
+            moved.update(center, variance, count)
+    return result
+
+
+def _with_given(
+    volume: ShardedVolume,
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> ShardedVolume:
+    """Normalise with statistics that were found before."""
+    if mean is None or var is None or not volume.dtype.is_floating_point or 0 in volume.shape:
         columns = [
             [None] * len(volume.slabs) if t is None else volume.context.spread(t) for t in (mean, var, weight, bias)
         ]
-        rows = zip(volume.slabs, *columns, strict=True)
+        rows = zip(volume.slabs, *columns, strict=True)  # torch says what is missing
         return wrap(volume, [F.batch_norm(x, m, v, w, b, False, 0.0, eps) for x, m, v, w, b in rows])
-    if volume.shape[0] == 0:
-        refuse("a batch of no samples has no statistics")
-    replicas = volume.context.replicas
-    if replicas is not None:
-        replicas.check_norm(pooled.over_batch, mean is not None)
-    count = volume.shape[2:].numel() * (volume.shape[0] if pooled.over_batch else 1)
-    if count == 1 and (replicas is None or not pooled.over_batch):  # torch's rule
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {volume.shape}")
-    result, found = normalize(volume, pooled, weight, bias, eps)
-    if not pooled.over_batch:  # torch's instance norm changes its running statistics last, its batch norm first
-        settle_in_checkpoint(result)
-    if mean is not None and var is not None:
-        with torch.no_grad():
-            # Samples that share their statistics have the same ones: no average of them is needed.
-            alike = pooled.over_batch or volume.shape[0] == 1
-            center, variance = (
-                (found.mean[0], found.variance[0]) if alike else (found.mean.mean(0), found.variance.mean(0))
-            )
-            variance = variance.to(var)
-            mean.lerp_(center.to(mean), momentum)
-            # Towards the unbiased variance, count / (count - 1) times the biased one.
-            if pooled.over_batch and replicas is not None:
-                voxels = replicas.count_rows(volume.shape[0], variance) * volume.shape[2:].numel()
-                var.lerp_(variance, momentum).addcdiv_(variance, voxels - 1, value=momentum)
-            else:
-                var.lerp_(variance, momentum).add_(variance, alpha=momentum / (count - 1))
-    return settle_in_checkpoint(result)
+    found = take_statistics(volume, Running(mean, var, 0.0), weight, bias, eps)
+    pooled = Pooled(given=True)
+    waiting = WaitingNorm(volume, pooled, found, weight, bias)
+    return settle_in_checkpoint(defer(waiting, volume.dims, volume.shape, volume.context))
 
 
 @handles("Normalisation", "F.group_norm", "torch.group_norm")
@@ -156,7 +179,7 @@ def group_norm(
     """Normalise groups of channels of each sample over the volume."""
     if not isinstance(input, ShardedVolume) or not spatial_only(input, input.ndim - 2):
         refuse("the volume must be cut along spatial dims")
-    return settle_in_checkpoint(normalize(input, Pooled(False, num_groups), weight, bias, eps)[0])
+    return settle_in_checkpoint(normalize(input, Pooled(Grouping(groups=num_groups)), weight, bias, eps)[0])
 
 
 @handles("Normalisation", "F.rms_norm", "torch.rms_norm")

@@ -45,6 +45,8 @@ def pad(
     volume = source
     if mode != "constant":  # which dims it takes is said by an error that a rehearsal cannot tell from another one
         func(torch.empty(input.shape, device="meta"), widths, mode)
+    if volume.context.communicator.num_shards == 1:  # one copy, whatever is padded
+        return _apart(wrap(volume, [func(slab, widths, mode, value) for slab in volume.slabs]), source)
     pairs = [(0, 0)] * (volume.ndim - len(widths) // 2) + list(zip(widths[::2], widths[1::2], strict=True))[::-1]
     inside = [0] * len(widths)
     for place, pair in enumerate(zip(widths[::2], widths[1::2], strict=True)):
@@ -142,7 +144,7 @@ def roll(func: Callable, input: Any, shifts: int | Sequence[int], dims: int | Se
     for shift, dim in zip(shifts, dims, strict=True):
         dim %= volume.ndim
         size = volume.shape[dim]
-        if dim not in volume.dims:
+        if dim not in volume.dims or volume.context.communicator.num_shards == 1:
             volume = wrap(volume, [slab.roll(shift, dim) for slab in volume.slabs])
         elif shift % size:
             volume = in_planes(volume)

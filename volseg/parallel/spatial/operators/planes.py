@@ -11,7 +11,7 @@ from torch import Tensor
 from volseg.device.pretended import keeping
 from volseg.parallel.spatial.plan.shards import Span, can_split, spans
 from volseg.parallel.spatial.plan.windows import Convolution, Window
-from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = [
     "AxisPlan",
@@ -129,9 +129,12 @@ def sharded_windows(
         planes beyond those owed are dropped here.
     whole
         The plain operator. It runs on the gathered volume where the result has fewer planes than shards: coarse
-        levels are small, and everybody computes them.
+        levels are small, and everybody computes them. On the slab of an only shard it runs too: what pads by itself
+        needs no copy with planes of zeros around, and leaves no planes over to be cut off.
     """
     context = volume.context
+    if context.communicator.num_shards == 1:
+        return wrap(volume, [whole(slab) for slab in volume.slabs])
     if not all(can_split(plan.outputs, count) for plan, count in zip(plans, context.communicator.grid, strict=True)):
         return whole(volume.full_tensor())
     slabs, windows = fetch_windows(volume, plans)

@@ -66,7 +66,6 @@ UNARY = [
     "reciprocal",
     "round",
     "rsqrt",
-    "sigmoid",
     "sgn",
     "sign",
     "signbit",
@@ -150,7 +149,6 @@ BINARY = [
 
 ACTIVATIONS = [
     "celu",
-    "gelu",
     "hardshrink",
     "hardsigmoid",
     "hardswish",
@@ -159,7 +157,6 @@ ACTIVATIONS = [
     "mish",
     "relu6",
     "selu",
-    "silu",
     "softplus",
     "softshrink",
     "softsign",
@@ -332,14 +329,3 @@ def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:
     if any(dim < 0 or whole.shape[dim] != size for dim, size in zip(dims, like.sizes, strict=True)):
         refuse(f"an ordinary tensor of shape {tuple(whole.shape)} has another grid")
     return from_whole(whole, dims, like.context, like.merged)
-
-
-@handles("Activations", "prelu", "F.prelu", rehearse=False)
-def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
-    """Apply a slope per channel (not a broadcast from the end)."""
-    if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or {0, 1} & set(input.dims):
-        refuse("batch and channels must not be cut, nor the weight")
-    if weight.ndim > 1 or weight.numel() not in (1, input.shape[1]):
-        raise RuntimeError(f"prelu needs one slope, or {input.shape[1]} (one per channel), got {tuple(weight.shape)}")
-    slopes = input.context.spread(weight)
-    return wrap(input, [func(slab, slope) for slab, slope in zip(input.slabs, slopes, strict=True)])

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.device import doubling
+from volseg.device.first_order import first_order
+from volseg.device.layout import DIM
 from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
 from volseg.parallel.spatial.operators.pooling import adaptive_pool
@@ -52,6 +55,8 @@ def interpolate(
     sizes = _sizes(volume, given, count)
     scales = _given_scales(given, count)
     corners = bool(align_corners)
+    if _is_doubled(volume, mode, sizes, _given_scales(given, count), corners):
+        return _double(volume, mode)
     # Where as many planes come out as went in, torch copies them, whatever factor was given: on a CPU along each dim by
     # itself (compute_source_index_and_lambda in UpSampleKernel.cpp), on a GPU if it is so along all of them.
     copies = [volume.shape[2 + i] == sizes[i] for i in range(count)]
@@ -86,6 +91,39 @@ def interpolate(
         return func(tensor, **given)
 
     return sharded_windows(volume, plans, local, whole)
+
+
+def _is_doubled(volume: ShardedVolume, mode: str, sizes: list[int], scales: list[float | None], corners: bool) -> bool:
+    """Say whether there will be twice as many voxels along D, H and W, which kernels of ours compute."""
+    twice = sizes == [2 * size for size in volume.shape[2:]] and all(scale in (None, 2.0) for scale in scales)
+    taken = volume.ndim == 5 and volume.dims == (DIM,) and volume.merged is None and mode in ("nearest", "trilinear")
+    return taken and twice and not corners and volume.numel() > 0 and doubling.takes(volume)
+
+
+def _double(volume: ShardedVolume, mode: str) -> Any:
+    linear, planes = mode == "trilinear", volume.shape[DIM]
+    along = Resize(planes, 2 * planes) if linear else Nearest(tuple(plane // 2 for plane in range(2 * planes)))
+
+    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
+        (window,) = windows
+        return _Double.apply(slab, doubling.DoubledPart(planes, window.span[0], window.output), linear)
+
+    def whole(tensor: Tensor) -> Tensor:
+        return _Double.apply(tensor, doubling.DoubledPart(planes, 0, (0, 2 * planes)), linear)
+
+    return sharded_windows(volume, [AxisPlan(along, 2 * planes)], local, whole)
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, slab: Tensor, part: doubling.DoubledPart, linear: bool) -> Tensor:
+        ctx.shape, ctx.part, ctx.linear = slab.shape, part, linear
+        return doubling.double(slab, part, linear)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return doubling.gather_gradient(gradient, ctx.shape, ctx.part, ctx.linear), None, None
 
 
 def _within(slab: Tensor, sizes: list[int], scales: list[float | None], cut: set[int], given: dict) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from volseg.device.memory_pool import MemoryPool
-from volseg.device.pretended import find_current_stream, is_gpu
+from volseg.device.pretended import is_gpu
+from volseg.device.streams import find_current_stream
 
 __all__ = ["MessageBuffers", "Messages"]
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from volseg.device.first_order import first_order
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
-from volseg.device.pretended import find_current_stream, is_gpu, is_recording, make_stream, on_stream
+from volseg.device.pretended import is_gpu, is_recording
+from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams, gather_into
 from volseg.device.triton_tiles import takes
 from volseg.parallel.buckets import flatten, split_like

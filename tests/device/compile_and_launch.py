@@ -1,0 +1,102 @@
+"""Compile the kernels of configs for some GPUs, then launch them as far as that goes without one.
+
+python tests/device/compile_and_launch.py CONFIG ... --capability 8 0 --capability 9 0
+
+A process of its own: Triton's current device is taken by `take_capability`, for good. The launch is Triton's own
+(``JITFunction.run`` with real tensors and the numbers as they are), up to the driver, whose calls do nothing here.
+Prints, as JSON, how many kernels there were, and those that were not compiled or not found.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.config.loading import load_config
+from volseg.device.compiling import Compiling, Specialization, take_capability
+from volseg.device.triton_kernels import KernelCall, hearing_calls
+from volseg.experiment.data_facts import find_facts
+from volseg.experiment.forecasting import describe_training
+from volseg.forecast.candidate import Candidate
+from volseg.forecast.gpu_kinds import find_kind
+from volseg.parallel.candidates.running import follow_candidate
+
+KINDS = {(8, 0): "A100 80GB", (9, 0): "H200"}
+
+
+def main() -> None:
+    """Compile, launch, and print what was found."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("configs", nargs="+", type=Path)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--capability", nargs=2, type=int, action="append", required=True)
+    chosen = parser.parse_args()
+    capabilities = [(major, minor) for major, minor in chosen.capability]
+    heard = {each: follow_all(chosen.configs, chosen.set, each) for each in capabilities}
+    problems = []
+    for capability in capabilities:
+        wanted = {found.key: found for found in map(Specialization.of, heard[capability])}
+        with Compiling(capability, 1) as compiling:
+            for each in wanted.values():
+                compiling.ask_for(each)
+            problems += [each.problem for each in compiling.compiled if each.problem]
+    before = list_cache()
+    for capability in capabilities:
+        launch_all(heard[capability], capability)
+    anew = sorted(list_cache() - before)
+    told = {"kernels": len(before), "names": sorted({call.kernel.home[1] for call in heard[capabilities[0]]})}
+    sys.stdout.write(json.dumps({**told, "problems": problems, "compiled_anew": anew}))
+
+
+def follow_all(configs: list[Path], overrides: list[str], capability: tuple[int, int]) -> list[KernelCall]:
+    """Return every kernel that a step of the configs asks for."""
+    calls: list[KernelCall] = []
+    for path in configs:
+        config = load_config(path, overrides)
+        work = describe_training(config, torch.bfloat16, find_facts(config, 1, 3)).work
+        with hearing_calls(calls.append):
+            follow_candidate(work, Candidate(kernels="fast"), find_kind(KINDS[capability]))
+    return calls
+
+
+def launch_all(calls: list[KernelCall], capability: tuple[int, int]) -> None:
+    """Launch kernels by Triton's own function, on tensors that begin where those of the step do."""
+    from triton.runtime import driver
+
+    take_capability(capability)
+    properties = {"max_shared_mem": 2**20, "multiprocessor_count": 132}
+    driver.active.launcher_cls = lambda source, metadata: lambda *arguments: None
+    driver.active.utils = SimpleNamespace(
+        load_binary=lambda *arguments: (0, 0, 0, 0, 1024),
+        unload_module=lambda module: None,
+        get_device_properties=lambda device: properties,
+    )
+    for call in calls:
+        function: Any = call.kernel.compiled
+        function.device_caches.clear()  # of another capability
+        options = {name: make_real(value) for name, value in call.options.items()}
+        function[(1,)](*map(make_real, call.arguments), **options)
+
+
+def make_real(value: Any) -> Any:
+    """Return a tensor with an address in place of one without; numbers as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    begin = value.storage_offset() % (16 // value.element_size())
+    return torch.empty(64, dtype=value.dtype)[begin:]
+
+
+def list_cache() -> set[str]:
+    """Return what Triton's cache holds."""
+    from triton import knobs
+
+    return {path.name for path in Path(knobs.cache.dir).iterdir()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Kernels that are compiled before they run, without a GPU: in processes of their own, by the real compiler."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels import INTERPRETED
+from volseg.device.compiling import Compiling, Specialization, can_compile
+from volseg.device.triton_kernels import INSTALLED, KernelCall
+from volseg.errors import ParallelError
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(
+    str(path) for path in (ROOT / "configs").rglob("*.yaml") if path.stem not in ("quickstart", "task04_cpu")
+)
+SMALL = ["--set", "network.filters=[16, 32, 32]", "--set", "patch.size=[8, 16, 16]", "--set", "patch.batch=1"]
+
+with_compiler = pytest.mark.skipif(not INSTALLED, reason="needs Triton: make test-kernels installs it")
+
+
+def compile_and_launch(cache: Path, *arguments: str) -> dict[str, object]:
+    """Run `compile_and_launch.py`, where Triton compiles, whatever this process does with it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.device.compile_and_launch", *arguments],
+        env={**environment, "TRITON_CACHE_DIR": str(cache)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found: dict[str, object] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.kernels
+@with_compiler
+def test_what_was_compiled_beforehand_is_what_a_launch_finds(tmp_path):
+    found = compile_and_launch(tmp_path, str(ROOT / "configs/task04_unet.yaml"), *SMALL, "--capability", "9", "0")
+    assert found["problems"] == []
+    assert found["compiled_anew"] == []
+    assert found["kernels"] > 15
+    assert {"_moments_kernel", "_input_kernel", "_combine_kernel", "_forward_kernel"} <= {*found["names"]}
+
+
+@pytest.mark.slow
+@pytest.mark.kernels
+@with_compiler
+@pytest.mark.parametrize("capability", [("8", "0"), ("9", "0")], ids="sm_{0[0]}{0[1]}".format)
+def test_the_kernels_of_all_configs_compile(tmp_path, capability):
+    found = compile_and_launch(tmp_path, *CONFIGS, "--capability", *capability)
+    assert found["problems"] == []
+    assert found["compiled_anew"] == []
+
+
+@pytest.mark.skipif(INSTALLED and not INTERPRETED, reason="Triton compiles here")
+def test_without_a_compiler_nobody_can_compile():
+    assert not can_compile()
+    with pytest.raises(ParallelError, match="kernels are compiled by Triton, which is not installed here"):
+        Compiling((9, 0), 1)
+
+
+class Parameter:
+    def __init__(self, name, is_constexpr=False):
+        self.name, self.is_constexpr = name, is_constexpr
+
+
+class Jitted:
+    params = (Parameter("x"), Parameter("V"), Parameter("eps"), Parameter("BV", is_constexpr=True))
+
+
+class OfKernel:
+    home = ("module", "_kernel")
+    compiled = Jitted()
+
+
+def key_of(tensor, number, eps=1e-5, block=64, warps=4):
+    call = KernelCall(OfKernel(), (tensor, number), {"eps": eps, "BV": block, "num_warps": warps})
+    return Specialization.of(call).key
+
+
+def test_calls_that_run_one_binary_are_one_specialization():
+    half, whole = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
+    assert key_of(half, 32) == key_of(half[8:], 4096, eps=0.1) == key_of(half, -16)
+    assert key_of(half, 7) == key_of(half[16:], 33)
+    different = [
+        key_of(half, 32),
+        key_of(whole, 32),
+        key_of(half[1:], 32),  # 2 bytes behind a multiple of 16
+        key_of(half, 1),
+        key_of(half, 7),
+        key_of(half, 2**40),
+        key_of(half, 2**40 + 1),
+        key_of(half, None),
+        key_of(half, 32, block=128),
+        key_of(half, 32, warps=8),
+    ]
+    assert len(set(different)) == len(different)

@@ -1,0 +1,100 @@
+"""Patches that grow in the course of a training."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from volseg.errors import ConfigError
+from volseg.experiment import train
+from volseg.workflow import Hook, load_checkpoint
+
+GROWTH = ("patch.growth=[{until: 0.4, size: [8, 8, 8]}, {until: 0.7, size: [8, 16, 12]}]", "training.epochs=4")
+SIZES = [(8, 8, 8), (8, 8, 8), (8, 16, 12), (16, 16, 16)]
+
+
+class Watch(Hook):
+    """Note the size of each batch; press Ctrl-C after one of them."""
+
+    def __init__(self, stop_at=None):
+        self.seen, self.released, self.stop_at = [], [], stop_at
+
+    def on_training_begin(self, training):
+        release = training.step.release
+        training.step.release = lambda: (self.released.append(training.epoch), release())
+
+    def on_batch_end(self, training, fields):
+        self.seen.append((training.epoch, tuple(fields["image"].shape[2:])))
+        if (training.epoch, training.position) == self.stop_at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def grown(task, tmp_path_factory):
+    """Return a training whose patches grow twice, what it saw, and the config that made it."""
+    from tests.experiment.conftest import write_config  # not the fixture: it is made anew for each test
+    from volseg.experiment import load_config
+
+    folder = tmp_path_factory.mktemp("grown")
+    watch = Watch()
+    return train(load_config(write_config(task, folder), GROWTH), hooks=[watch]), watch
+
+
+def test_each_epoch_has_the_size_of_its_part_of_the_training(grown):
+    outcome, watch = grown
+    assert watch.seen == [(epoch, size) for epoch, size in enumerate(SIZES) for _ in range(3)]
+    assert len(outcome.history) == 4
+
+
+def test_what_was_recorded_of_a_size_is_freed_with_it(grown):
+    _, watch = grown
+    assert watch.released == [2, 3, 4]  # where the size changes, and at the end
+
+
+@pytest.mark.parametrize("stop_at", [(1, 3), (2, 1)])
+def test_a_training_that_goes_on_in_the_middle_of_its_growth_ends_in_the_same_bits(
+    grown, configured, tmp_path, stop_at
+):
+    whole, _ = grown
+    config = configured(*GROWTH, f"output={tmp_path / 'again'}")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, hooks=[Watch(stop_at)])
+    assert load_checkpoint(config.folder / "checkpoints" / "latest.pt").progress == stop_at
+    again = train(config, resume=True)
+    one, other = (load_checkpoint(run.folder.checkpoints / "latest.pt") for run in (whole, again))
+    for name, value in one.model.items():
+        assert torch.equal(value, other.model[name]), name
+    for name, value in one.average["average"].items():
+        assert torch.equal(value, other.average["average"][name]), name
+    assert [record.losses for record in again.history] == [record.losses for record in whole.history]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["patch.growth=[{until: 0.5, size: [8, 8, 32]}]"], "no side larger than in the next, up to patch.size"),
+        (
+            ["patch.growth=[{until: 0.5, size: [8, 8, 8]}, {until: 0.5, size: [8, 8, 16]}]"],
+            "each until later than the one before",
+        ),
+        (["patch.growth=[{until: 1.0, size: [8, 8, 8]}]"], "less than 1"),
+        (["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.strategy=spatial"], "settled who computes what"),
+        (["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.pipeline=2"], "settled who computes what"),
+    ],
+)
+def test_growth_that_cannot_be_meant_is_refused(configured, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        configured(*overrides)
+
+
+def test_no_epoch_is_validated_where_none_is_to_be(configured):
+    outcome = train(configured("training.validate_every=null"))
+    assert [record.score for record in outcome.history] == [None, None]
+    assert outcome.validated is not None
+    assert not (outcome.folder.checkpoints / "best.pt").exists()
+
+
+def test_patience_needs_validations(configured):
+    with pytest.raises(ConfigError, match=r"training\.patience counts validations on the way"):
+        configured("training.validate_every=null", "training.patience=3")

@@ -1,0 +1,59 @@
+"""The benchmark of the largest volumes, tried on a CPU with a pretended limit; its search has tests of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
+
+from largest_volumes import UNIT, list_searches, list_tries, name_search, run_round, summarise
+from plan_accuracy_rows import measure
+
+SCRIPT = Path(__file__).parents[2] / "workflows" / "benchmarks" / "largest_volumes.py"
+TINY = {**list_searches()[0], "net": "tiny", "kernels": "torch", "precision": "fp32", "patch": [UNIT] * 3}
+VOXELS = 3 * UNIT**3
+"""The pretended limit: three units of a side."""
+
+
+def test_searches_have_different_names():
+    names = [name_search(row) for row in list_searches()]
+    assert len(set(names)) == len(names)
+    assert names[0] == "dynunet Nx160x160 b1 bf16 fast"
+
+
+def test_a_search_goes_on_where_it_was(tmp_path):
+    """Each round as an own call that reads what the one before has written; the tries really train, in this process."""
+    rows, asked = [{**TINY, "forecast_side": 64}], []
+    while tries := list(list_tries(rows, VOXELS)):
+        run_round(tries, rows, lambda waiting: (row | measure(row, [], None) for row in waiting))
+        (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+        rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+        asked.append(rows[0]["tries"][-1])
+    assert [(found["side"], found["fits"]) for found in asked] == [(64, False), (48, True)]
+    assert asked[1]["seconds"] > 0
+    told = summarise(rows[0])
+    assert (told["largest_forecast"], told["largest_that_trained"], told["first_that_did_not"]) == (64, 48, 64)
+    assert told["trained_over_forecast"] == 0.75
+
+
+def test_what_fails_by_something_else_ends_its_search_only():
+    rows = [{**TINY, "forecast_side": 32}, {**TINY, "forecast_side": 32}]
+    tries = list(list_tries(rows, VOXELS))
+    run_round(tries, rows, lambda waiting: iter([waiting[0] | {"failed": "a process failed"}]))
+    assert [row["search"] for row in list_tries(rows, VOXELS)] == [1]
+    assert summarise(rows[0])["failed"]
+
+
+@pytest.mark.slow  # a process for each try, which imports everything
+def test_the_program_searches_in_processes(tmp_path):
+    rows, result = tmp_path / "rows.json", tmp_path / "result.json"
+    rows.write_text(json.dumps([{**TINY, "forecast_side": 48}]), encoding="utf-8")
+    command = [sys.executable, str(SCRIPT), "--rows", str(rows), "--result", str(result), "--device", "cpu"]
+    command += ["--pretended-voxels", str(VOXELS), "--ahead", "1", "--seconds", "300", "--limit", "200"]
+    subprocess.run(command, check=True)
+    (told,) = json.loads(result.read_text(encoding="utf-8"))["summary"]
+    assert told["is_over"]
+    assert (told["largest_that_trained"], told["first_that_did_not"]) == (48, 64)

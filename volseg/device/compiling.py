@@ -1,0 +1,234 @@
+"""Kernels compiled before they are run, without the GPU that they are for: into Triton's own cache.
+
+Triton compiles a kernel when it is first run, one after the other, in the middle of the first training step. What it
+compiles depends on the types of the arguments, on numbers that are 1 or multiples of 16, on addresses that are, and on
+what the kernel is told by name: a *specialization*. A step that is followed on a pretended GPU asks for all of them
+(``hearing_calls``), and processes compile them meanwhile::
+
+    with Compiling((9, 0), processes=2) as compiling, hearing_calls(compiling.ask):
+        follow(step, gpu=gpu)
+    compiling.compiled
+
+Each process takes a GPU of that capability for Triton's current device and calls ``JITFunction.warmup``: what it looks
+up and keeps on disk is by construction what a launch on such a GPU looks up. Where the cache lies is Triton's matter
+(``TRITON_CACHE_DIR``).
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from volseg.device.triton_kernels import INSTALLED, KernelCall, TritonKernel
+from volseg.errors import ParallelError
+
+__all__ = ["Compiled", "Compiling", "Specialization", "can_compile", "take_capability"]
+
+ALIGNED = 16
+"""Bytes and numbers whose multiples Triton compiles a kernel of their own for."""
+
+LARGEST = 2**31 - 1
+"""Of a 32-bit number."""
+
+
+class Address:
+    """Stands for a tensor where only its type and where it begins matter."""
+
+    def __init__(self, dtype: torch.dtype, offset: int) -> None:
+        self.dtype, self.offset = dtype, offset
+
+    def __repr__(self) -> str:
+        return f"Address({self.dtype}, {self.offset})"
+
+    def data_ptr(self) -> int:
+        """Return where it begins, to a multiple of 16 bytes."""
+        return self.offset
+
+    @staticmethod
+    def ptr_range() -> int:
+        """Return 0, as Triton's own stand-in does: only other vendors' backends ask."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Specialization:
+    """What of a call a kernel is compiled for; calls that are alike in it run the same binary."""
+
+    home: tuple[str, str]
+    """Module and name of the kernel."""
+    arguments: tuple[Any, ...]
+    """One of each kind of number or address."""
+    options: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, call: KernelCall) -> "Specialization":
+        """Return that of a call."""
+        function: Any = call.kernel.compiled
+        fixed = {parameter.name for parameter in function.params if parameter.is_constexpr}
+        names = [parameter.name for parameter in function.params]
+        plain = {name for name in names if name not in fixed}
+        arguments = [
+            value if name in fixed else _find_kind(value)
+            for name, value in zip(names, call.arguments, strict=False)  # the others are given by name
+        ]
+        options = {name: _find_kind(value) if name in plain else value for name, value in call.options.items()}
+        return cls(call.kernel.home, tuple(arguments), tuple(sorted(options.items())))
+
+    @property
+    def key(self) -> str:
+        """What tells it from others."""
+        return repr((self.home, self.arguments, self.options))
+
+
+def _find_kind(value: Any) -> Any:
+    """Return a value for which Triton compiles what it compiles for this one."""
+    if isinstance(value, Tensor):
+        return Address(value.dtype, int(value.storage_offset()) * value.element_size() % ALIGNED)
+    if isinstance(value, bool) or value is None or value == 1:
+        return value
+    if isinstance(value, int):
+        own = ALIGNED if value % ALIGNED == 0 else 3
+        return own if -LARGEST <= value <= LARGEST else own + 2**40
+    return 0.5 if isinstance(value, float) else value
+
+
+def can_compile() -> bool:
+    """Say whether Triton is there, and compiles: its interpreter does not."""
+    return INSTALLED and hasattr(import_module("triton.runtime.jit"), "JITFunction") and not _is_interpreting()
+
+
+def _is_interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What became of a specialization."""
+
+    name: str
+    seconds: float
+    """Until it was compiled, or found in the cache."""
+    problem: str = ""
+    """Why it could not be compiled."""
+
+
+class Compiling:
+    """Processes that compile kernels.
+
+    Parameters
+    ----------
+    capability : (int, int)
+        Compute capability of the GPUs that will run them.
+    processes : int
+        How many. They are copies of this process, which must not have begun to use CUDA.
+    launches : bool
+        Whether this machine has such GPUs. What starts a kernel is then compiled as well, where Triton (before 3.7)
+        has the C compiler make it for each signature: it needs the driver's library.
+
+    Raises
+    ------
+    ParallelError
+        If Triton is not there.
+    """
+
+    def __init__(self, capability: tuple[int, int], processes: int, *, launches: bool = False) -> None:
+        if not can_compile():
+            raise ParallelError(
+                "kernels are compiled by Triton, which is not installed here (pip install triton) or only interprets "
+                "(TRITON_INTERPRET)"
+            )
+        self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin_compiler, (capability, launches))
+        self._asked: dict[str, Future[Compiled]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self._pool.shutdown(cancel_futures=fault[0] is not None)
+
+    def ask(self, call: KernelCall) -> None:
+        """Compile what a call needs, if nobody has asked for it before."""
+        self.ask_for(Specialization.of(call))
+
+    def ask_for(self, wanted: Specialization) -> None:
+        """Compile a specialization, if nobody has asked for it before."""
+        if wanted.key not in self._asked:
+            self._asked[wanted.key] = self._pool.submit(_compile, wanted)
+
+    @property
+    def compiled(self) -> list[Compiled]:
+        """What all that was asked for came to, once the last is done."""
+        return list(_collect(self._asked.values()))
+
+
+def _collect(futures: Iterable[Future[Compiled]]) -> Iterable[Compiled]:
+    for future in futures:
+        try:
+            yield future.result()
+        except BrokenProcessPool as fault:
+            yield Compiled("", 0.0, f"a process that compiled kernels was killed ({fault})")
+
+
+_launcher: Any = None
+"""Of this process, one that compiles: what makes the function that starts a kernel, where it does."""
+
+
+def _begin_compiler(capability: tuple[int, int], launches: bool) -> None:
+    """Let this process, a copy, compile."""
+    global _launcher
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks hears it, and ends this one
+    torch.set_num_threads(1)
+    _launcher = take_capability(capability, launches=launches)
+
+
+def take_capability(capability: tuple[int, int], *, launches: bool = False) -> Any:
+    """Let Triton take a GPU of this compute capability for the current device of this process, for good.
+
+    Parameters
+    ----------
+    capability, launches
+        See `Compiling`.
+
+    Returns
+    -------
+    callable or None
+        Makes what starts a kernel, if that is compiled too.
+    """
+    from triton.backends.compiler import GPUTarget  # Triton may not be installed
+    from triton.runtime import driver
+
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    own: Any = SimpleNamespace(launcher_cls=None)
+    if launches:
+        from triton.backends.nvidia.driver import CudaDriver  # of this machine: needs the driver's library
+
+        own = CudaDriver()
+    own.get_current_target = lambda: target
+    own.get_current_device = lambda: 0
+    own.get_current_stream = lambda device: device
+    driver.set_active(own)
+    return own.launcher_cls
+
+
+def _compile(wanted: Specialization) -> Compiled:
+    module, name = wanted.home
+    kernel: TritonKernel = getattr(import_module(module), name)
+    begin = time.perf_counter()
+    try:
+        function: Any = kernel.compiled
+        binary = function.warmup(*wanted.arguments, grid=(1,), **dict(wanted.options))
+        if _launcher is not None:
+            _launcher(binary.src, binary.metadata)
+    except Exception as fault:  # whatever the compiler says: who runs the kernel will hear it again
+        return Compiled(kernel.name, time.perf_counter() - begin, f"{type(fault).__name__}: {fault}")
+    return Compiled(kernel.name, time.perf_counter() - begin)

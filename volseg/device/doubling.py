@@ -1,0 +1,202 @@
+# ruff: noqa: N803  (upper case: what Triton is compiled for)
+# mypy: disable-error-code="no-untyped-def"
+"""Twice as many voxels along D, H and W, interpolated or repeated: ``F.interpolate(scale_factor=2)`` on one slab.
+
+torch's kernels want contiguous volumes, and autocast's rule has them work in float32. These read and write in either
+layout and in the volume's own type: like a norm they count in float32 and round once. There are no atomics: each voxel
+of a gradient gathers what it gave.
+
+A slab may be a part of the volume along D: an output plane reads the planes next to it, and torch's edge is that of the
+volume.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from volseg.device.layout import layout_of
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import choose_tile, describe_tile, select_device, takes
+
+__all__ = ["DoubledPart", "double", "double_plainly", "gather_gradient", "takes"]
+
+
+@dataclass(frozen=True, slots=True)
+class DoubledPart:
+    """Which planes of a volume a slab holds, and which planes of the result are computed from it."""
+
+    planes: int
+    """Of the whole volume."""
+    first: int
+    """Of the volume, which is the slab's first."""
+    outputs: tuple[int, int]
+    """From the first to before the last."""
+
+
+@triton.jit
+def _read_source(o, size, LINEAR: tl.constexpr):
+    """Return the two planes that the output planes ``o`` lie between, and the weight of the second."""
+    if LINEAR:
+        low = (o + 1) // 2 - 1
+        high = tl.minimum(low + 1, size - 1)
+        low = tl.maximum(low, 0)
+        weight = tl.where(o % 2 == 0, 0.75, 0.25)
+    else:
+        low = o // 2
+        high = low
+        weight = 0.0 * o
+    return low, high, weight
+
+
+@triton.jit
+def _weigh_output(i, k, size, LINEAR: tl.constexpr):
+    """Return the ``k``-th output plane that the planes ``i`` are read for, and by which weight."""
+    if LINEAR:
+        o = 2 * i - 1 + k
+        weight = tl.where((k == 1) | (k == 2), 0.75, 0.25)
+        # At the volume's edges both planes are one.
+        weight += tl.where((o == 0) | (o == 2 * size - 1), 0.25, 0.0)
+    else:
+        o = 2 * i + k
+        weight = 1.0 + 0.0 * i
+    return o, weight
+
+
+@kernel()
+def _double_kernel(
+    x, out, C, V, D, H, W, first, start, xb, xc, xd, xh, xw, ob, oc, od, oh, ow,
+    LINEAR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    b = tl.program_id(2).to(tl.int64)
+    mask = (v[:, None] < V) & (c[None, :] < C)
+    w = v % (2 * W)
+    h = v // (2 * W) % (2 * H)
+    d = v // (2 * W) // (2 * H)
+    dlow, dhigh, dpart = _read_source(d + start, D, LINEAR)
+    hlow, hhigh, hpart = _read_source(h, H, LINEAR)
+    wlow, whigh, wpart = _read_source(w, W, LINEAR)
+    total = tl.zeros((BV, BC), tl.float32)
+    corners: tl.constexpr = 2 if LINEAR else 1
+    channels = c[None, :].to(tl.int64) * xc + b * xb
+    for i in tl.static_range(corners):
+        dn = (dlow if i == 0 else dhigh) - first
+        dw = (1.0 - dpart) if i == 0 else dpart
+        for j in tl.static_range(corners):
+            hn = hlow if j == 0 else hhigh
+            hw = dw * ((1.0 - hpart) if j == 0 else hpart)
+            for k in tl.static_range(corners):
+                wn = wlow if k == 0 else whigh
+                weight = hw * ((1.0 - wpart) if k == 0 else wpart)
+                place = dn.to(tl.int64) * xd + hn.to(tl.int64) * xh + wn.to(tl.int64) * xw
+                value = tl.load(x + place[:, None] + channels, mask=mask, other=0.0).to(tl.float32)
+                total += weight[:, None] * value
+    place = d.to(tl.int64) * od + h.to(tl.int64) * oh + w.to(tl.int64) * ow
+    place = place[:, None] + c[None, :].to(tl.int64) * oc + b * ob
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@kernel()
+def _gather_kernel(
+    g, out, C, V, D, H, W, first, start, stop, gb, gc, gd, gh, gw, ob, oc, od, oh, ow,
+    LINEAR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    b = tl.program_id(2).to(tl.int64)
+    mask = (v[:, None] < V) & (c[None, :] < C)
+    w = v % W
+    h = v // W % H
+    d = v // W // H
+    total = tl.zeros((BV, BC), tl.float32)
+    reach: tl.constexpr = 4 if LINEAR else 2
+    channels = c[None, :].to(tl.int64) * gc + b * gb
+    for i in range(reach):
+        do, dw = _weigh_output(d + first, i, D, LINEAR)
+        from_d = (do >= start) & (do < stop)
+        for j in range(reach):
+            ho, hw = _weigh_output(h, j, H, LINEAR)
+            from_h = from_d & (ho >= 0) & (ho < 2 * H)
+            for k in tl.static_range(reach):
+                wo, ww = _weigh_output(w, k, W, LINEAR)
+                there = mask & (from_h & (wo >= 0) & (wo < 2 * W))[:, None]
+                place = (do - start).to(tl.int64) * gd + ho.to(tl.int64) * gh + wo.to(tl.int64) * gw
+                value = tl.load(g + place[:, None] + channels, mask=there, other=0.0).to(tl.float32)
+                total += (dw * hw * ww)[:, None] * value
+    place = d.to(tl.int64) * od + h.to(tl.int64) * oh + w.to(tl.int64) * ow
+    place = place[:, None] + c[None, :].to(tl.int64) * oc + b * ob
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+
+
+def double(slab: Tensor, part: DoubledPart, linear: bool) -> Tensor:
+    """Return the planes ``part.outputs`` of the volume that has twice the size.
+
+    Parameters
+    ----------
+    slab
+        ``(B, C, D, H, W)``, on a GPU; a part of the volume along D with the planes that its outputs read.
+    part
+        Which.
+    linear
+        Whether voxels are interpolated, without aligned corners; else repeated.
+    """
+    batch, channels, _, *within = slab.shape
+    start, stop = part.outputs
+    shape = batch, channels, stop - start, *(2 * size for size in within)
+    out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=layout_of(slab))
+    tile = choose_tile(out)
+    voxels = out.shape[2:].numel()
+    grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(channels, tile[1]), batch)
+    with select_device(slab):
+        _double_kernel[grid](
+            slab, out, channels, voxels, part.planes, *within, part.first, start, *slab.stride(), *out.stride(),
+            **describe_tile(tile, LINEAR=linear),
+        )  # fmt: skip
+    return out
+
+
+def gather_gradient(gradient: Tensor, shape: Sequence[int], part: DoubledPart, linear: bool) -> Tensor:
+    """Return the gradient of ``double`` to its slab.
+
+    Parameters
+    ----------
+    gradient
+        Of the result.
+    shape
+        Of the slab.
+    part, linear
+        See ``double``.
+    """
+    batch, channels, _, *within = shape
+    layout = layout_of(gradient)
+    out = torch.empty(tuple(shape), dtype=gradient.dtype, device=gradient.device, memory_format=layout)
+    tile = choose_tile(out)
+    voxels = out.shape[2:].numel()
+    grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(channels, tile[1]), batch)
+    with select_device(gradient):
+        _gather_kernel[grid](
+            gradient, out, channels, voxels, part.planes, *within, part.first, *part.outputs,
+            *gradient.stride(), *out.stride(), **describe_tile(tile, LINEAR=linear),
+        )  # fmt: skip
+    return out
+
+
+def double_plainly(slab: Tensor, part: DoubledPart, linear: bool) -> Tensor:
+    """Return what ``double`` returns, in plain torch: it defines what the kernels compute.
+
+    Parameters
+    ----------
+    slab, part, linear
+        See ``double``.
+    """
+    wide = slab.float() if slab.dtype in (torch.float16, torch.bfloat16) else slab
+    # The rest of the volume is as good as any: no plane that is asked for reads it.
+    behind = part.planes - part.first - slab.shape[2]
+    whole = F.pad(wide, (0, 0, 0, 0, part.first, behind))
+    mode = "trilinear" if linear else "nearest"
+    doubled = F.interpolate(whole, scale_factor=2, mode=mode)
+    return doubled[:, :, slice(*part.outputs)].to(slab.dtype)

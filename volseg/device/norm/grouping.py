@@ -1,0 +1,78 @@
+"""Which (sample, channel) pairs of a norm share statistics, and in which order a kernel takes them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from volseg.device.triton_kernels import triton
+
+__all__ = ["ALONE", "Grouping", "PairBlocks"]
+
+LANES = 8
+"""Groups that a program joins side by side."""
+
+MOST_LANES = 64
+"""Channels of one group that a program joins side by side."""
+
+TILE = 1024
+"""Statistics of parts that a program reads at a time."""
+
+
+class PairBlocks(NamedTuple):
+    """How programs take the pairs: each a few groups at a time, or all pairs of one group.
+
+    Groups lie side by side in memory over a batch (``across`` False): a program takes some, one sample after the other.
+    A group of channels lies in one piece: a program takes one, some channels after the others (``across`` True).
+    """
+
+    groups: int
+    members: int
+    """Pairs of a group."""
+    across: bool
+    block: int
+    """Pairs that are taken at a time."""
+
+    @property
+    def blocks(self) -> int:
+        """How many programs there are."""
+        return self.groups if self.across else int(triton.cdiv(self.groups, self.block))
+
+    @property
+    def steps(self) -> int:
+        """How often each takes pairs."""
+        return int(triton.cdiv(self.members, self.block)) if self.across else self.members
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """All samples of a channel share their statistics (batch norm), or ``groups`` of channels of a sample do."""
+
+    over_batch: bool = False
+    groups: int | None = None
+
+    def is_alone(self, batch: int, channels: int) -> bool:
+        """Say whether each pair is its own group."""
+        return batch == 1 if self.over_batch else self.groups in (None, channels)
+
+    def average(self, pairs: Tensor) -> Tensor:
+        """Replace each entry of ``(B, C)`` by the mean of its group."""
+        if self.over_batch:
+            return pairs.mean(0, keepdim=True).expand_as(pairs)
+        if self.groups is None:
+            return pairs
+        split = pairs.unflatten(1, (self.groups, -1))
+        return split.mean(-1, keepdim=True).expand_as(split).flatten(1)
+
+    def find_lanes(self, batch: int, channels: int) -> PairBlocks:
+        """Return how programs take the pairs of so many samples and channels."""
+        if self.is_alone(batch, channels):
+            return PairBlocks(batch * channels, 1, False, LANES)
+        if self.over_batch:
+            return PairBlocks(channels, batch, False, LANES)
+        assert self.groups is not None
+        members = channels // self.groups
+        return PairBlocks(batch * self.groups, members, True, min(MOST_LANES, triton.next_power_of_2(members)))
+
+
+ALONE = Grouping()

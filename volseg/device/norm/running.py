@@ -1,0 +1,40 @@
+"""The running statistics of a norm over the batch, and how a step moves them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Running"]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A batch norm's buffers, ``(C,)``, and how far a step moves them towards the batch's statistics."""
+
+    mean: Tensor
+    variance: Tensor
+    momentum: float
+
+    def fits_kernel(self) -> bool:
+        """Say whether a kernel that counts in float32 moves them as torch does."""
+        return all(buffer.dtype == torch.float32 and buffer.is_contiguous() for buffer in (self.mean, self.variance))
+
+    def update(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:
+        """Move them.
+
+        Parameters
+        ----------
+        mean, variance
+            Of the batch, ``(C,)``; the variance is biased.
+        count
+            Voxels of a channel, over all samples; a tensor where replicas have some. The running variance is unbiased:
+            ``count / (count - 1)`` times.
+        """
+        self.mean.lerp_(mean.to(self.mean), self.momentum)
+        variance = variance.to(self.variance)
+        self.variance.lerp_(variance, self.momentum)
+        if isinstance(count, Tensor):
+            self.variance.addcdiv_(variance, count - 1, value=self.momentum)
+        else:
+            self.variance.add_(variance, alpha=self.momentum / (count - 1))

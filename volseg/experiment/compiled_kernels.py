@@ -1,0 +1,252 @@
+"""The kernels of a training, compiled before it needs them: by a copy of its process, while that reads the cases.
+
+The copy follows the training step on a GPU like the one that is there (`following`) and has every kernel that the step
+asks for compiled (`volseg.device.compiling`) into Triton's cache, where the step finds it. What was compiled is noted
+beside the kernels: a training like this one starts no copy again. Nothing depends on it: what was not compiled, Triton
+compiles when it is run.
+"""
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+import volseg
+from volseg.config.schema import ExperimentConfig
+from volseg.device.compiling import Compiling, can_compile
+from volseg.device.gpus import uses_gpus
+from volseg.device.pretended import GpuLike
+from volseg.device.triton_kernels import hearing_calls
+from volseg.errors import VolsegError
+from volseg.experiment.data_facts import DataFacts, find_facts
+from volseg.experiment.forecasting import at_size, describe_training
+from volseg.experiment.kernels import explain_slowness
+from volseg.files import replacing
+from volseg.forecast.candidate import Candidate
+from volseg.parallel.candidates.beside import ask_copy
+from volseg.parallel.candidates.running import follow_candidate
+from volseg.parallel.devices import count_gpus, has_process_group, is_launched
+from volseg.parallel.fast_kernels import CAPABILITY
+from volseg.parallel.progress import report_progress
+from volseg.version import __version__
+from volseg.workflow.precision import choose_dtype
+
+__all__ = ["CompiledKernels", "CompilingBeside", "compile_kernels"]
+
+logger = logging.getLogger(__name__)
+
+LONGEST_SECONDS = 120.0
+"""That a training waits for its kernels; then it compiles what it needs itself."""
+
+OTHER = {"name", "output", "seed", "device", "data", "split", "logging", "evaluation", "hooks", "metrics"}
+"""Sections of a config on which no kernel of the step depends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledKernels:
+    """What was compiled for a training."""
+
+    kernels: int = 0
+    """Kernels, each for one kind of arguments."""
+    seconds: float = 0.0
+    """From beginning to end."""
+    problem: str = ""
+    """Why some, or all, were not compiled."""
+
+
+def compile_kernels(
+    config: ExperimentConfig,
+    gpu: GpuLike,
+    *,
+    processes: int | None = None,
+    launches: bool = False,
+    facts: DataFacts | None = None,
+) -> CompiledKernels:
+    """Compile what the training step of a config runs on one GPU, into Triton's cache; needs no GPU.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Of the training.
+    gpu : GpuLike
+        What it is to run on.
+    processes : int, optional
+        That compile; one per core by default.
+    launches : bool
+        See `Compiling`.
+    facts : DataFacts, optional
+        Of its data set, where they are known already.
+
+    Raises
+    ------
+    ConfigError, DataError
+        If the config cannot be run.
+    ParallelError
+        If the training cannot be followed, or Triton is not installed.
+    """
+    begin = time.perf_counter()
+    dtype = choose_dtype(config.training.precision, gpu.capability)
+    is_fast = config.training.kernels == "fast" or (
+        config.training.kernels == "auto" and explain_slowness(config, dtype) is None and gpu.capability >= CAPABILITY
+    )
+    described = describe_training(config, dtype, find_facts(config) if facts is None else facts)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    candidate = Candidate(kernels="fast" if is_fast else "torch")
+    with Compiling(gpu.capability, processes or cores, launches=launches) as compiling, hearing_calls(compiling.ask):
+        for size in config.patch.sizes:
+            follow_candidate(at_size(described, size).work, candidate, gpu)
+        compiled = compiling.compiled
+    problems = [f"{each.name}: {each.problem}" for each in compiled if each.problem]
+    return CompiledKernels(
+        kernels=len(compiled) - len(problems), seconds=time.perf_counter() - begin, problem="; ".join(problems[:1])
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """What a kind of GPU is asked for, as the driver says it."""
+
+    name: str
+    processors: int
+    memory: int
+    capability: tuple[int, int]
+
+
+def _ask_gpu() -> _Gpu:
+    found = torch.cuda.get_device_properties(0)
+    return _Gpu(found.name, found.multi_processor_count, found.total_memory, (found.major, found.minor))
+
+
+class CompilingBeside:
+    """A copy of this process that compiles what a training will run.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Of the training.
+    """
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._answer: CompiledKernels | None = None
+        if not _can_begin(config) or (note := _find_note(config)).exists():
+            return
+        context = multiprocessing.get_context("fork")
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_compile_in_copy, args=(config, note, sender), name="kernels")
+        with warnings.catch_warnings():
+            # Python warns of threads, which a copy lacks; those are of libraries, and a copy that uses one thread needs
+            # none of them.
+            warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
+            self._process.start()
+        sender.close()
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether there is something to wait for."""
+        return self._process is not None and self._answer is None
+
+    def wait(self, seconds: float = LONGEST_SECONDS) -> CompiledKernels | None:
+        """Return what was compiled, once all is; None where nothing had to be."""
+        end = time.monotonic() + seconds
+        while self.is_compiling:
+            report_progress("compiling kernels")
+            if self._receiver.poll(0.2):
+                with suppress(EOFError):
+                    self._answer = CompiledKernels(**self._receiver.recv())
+                self._answer = self._answer or CompiledKernels(problem="the process that compiled them was killed")
+            elif time.monotonic() > end:
+                self._answer = CompiledKernels(problem=f"they took longer than {seconds:.0f} s")
+        self.close()
+        if self._answer is not None and self._answer.problem:
+            logger.info("kernels were not compiled beforehand: %s", self._answer.problem)
+        return self._answer
+
+    def close(self) -> None:
+        """End the copy and all that compile for it, if they still run."""
+        if self._process is None:
+            return
+        if self._process.is_alive() and self._process.pid is not None:
+            with suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
+        self._receiver.close()
+        self._process = None
+
+
+def _can_begin(config: ExperimentConfig) -> bool:
+    """Tell whether a copy of this process can compile for this training: CUDA does not survive a fork."""
+    return (
+        config.device != "cpu"
+        and can_compile()
+        and config.parallel.model_strategy == "none"
+        and (config.parallel.data or 1) == 1
+        and "fork" in multiprocessing.get_all_start_methods()
+        and not (uses_gpus() or has_process_group() or is_launched())
+        and count_gpus() > 0
+    )
+
+
+def _find_note(config: ExperimentConfig) -> Path:
+    """Return the file that says that the kernels of such a training are in the cache."""
+    from triton import __version__ as triton_version  # Triton may not be installed
+    from triton import knobs
+
+    told = {
+        "config": config.model_dump(mode="json", exclude=OTHER),
+        "versions": [__version__, torch.__version__, triton_version, _digest_sources()],
+        "gpus": sorted(_read_gpus()),
+    }
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return Path(knobs.cache.dir) / f"volseg_{digest[:32]}.json"
+
+
+def _digest_sources() -> str:
+    """Return what changes with this package's sources, which an editable installation does without a new version."""
+    sources = sorted(Path(volseg.__file__).parent.rglob("*.py"))
+    told = [(str(source), source.stat().st_mtime_ns) for source in sources]
+    return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+def _read_gpus() -> list[str]:
+    """Return the names of this machine's GPUs as its driver tells them in files, without CUDA; none where it does not.
+
+    Homes, and caches in them, may be shared by machines with other GPUs.
+    """
+    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    lines = (line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines())
+    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
+
+
+def _compile_in_copy(config: ExperimentConfig, note: Path, sender: Connection) -> None:
+    """Be the copy: compile, note it, and say so."""
+    os.setsid()  # those that compile end with it, and a terminal's Ctrl-C is for the training
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    logging.getLogger("volseg").setLevel(logging.ERROR)
+    try:
+        gpu = ask_copy(_ask_gpu)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd would begin a thread for each that is visible
+        compiled = compile_kernels(config, gpu, launches=True)
+        if not compiled.problem:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(note) as file:
+                file.write_text(
+                    json.dumps({"name": config.name, "gpu": gpu.name, **asdict(compiled)}), encoding="utf-8"
+                )
+    except VolsegError as fault:
+        compiled = CompiledKernels(problem=str(fault).partition("\n")[0])
+    except Exception as fault:  # whatever a network of the user's own runs into; its training will tell
+        compiled = CompiledKernels(problem=f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0]}")
+    sender.send(asdict(compiled))

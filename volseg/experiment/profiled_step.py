@@ -1,0 +1,271 @@
+"""Run a config's training for some steps, and have torch's profiler watch the last of them.
+
+The training is the real one: its loop, network, losses, optimizer, augmentation and strategy. Its cases are random
+voxels, since a step takes as long on any: nothing is read, so where the data are does not matter.
+"""
+
+import gzip
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from volseg.config.schema import ExperimentConfig
+from volseg.data.augmented import EpochBatches
+from volseg.data.cases import Batch, Case, Task
+from volseg.data.labels import num_indices
+from volseg.data.preparing import PreparedCases
+from volseg.experiment.building import build_training
+from volseg.experiment.data_facts import DataFacts
+from volseg.experiment.placed_network import build_model, choose_device
+from volseg.experiment.reading import choose_reading
+from volseg.experiment.settling import settle_mesh
+from volseg.experiment.training_mesh import TrainingMesh
+from volseg.models import FitGrid
+from volseg.parallel import ModelParallel
+from volseg.parallel.data_parallel import DataParallel
+from volseg.profiling.kernels import AUGMENTATION, MARK, OUTSIDE
+from volseg.profiling.places import PlaceWatch
+from volseg.profiling.work import PlacedRuns
+from volseg.workflow.hooks import Hook
+from volseg.workflow.randomness import seed_everything
+from volseg.workflow.training import Training
+
+__all__ = ["BuiltTraining", "WatchedSteps", "build_profiled", "find_network", "watch_steps"]
+
+WARM_UP = 5
+"""Steps before any is timed: three run as they are, the fourth is recorded, the fifth is the first replay."""
+
+NOTED = 1
+"""Steps behind those that are watched, whose operators are noted."""
+
+NUM_CASES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltTraining:
+    """What runs."""
+
+    config: ExperimentConfig
+    """As it was settled: its network planned, its mesh decided."""
+    task: Task
+    model: nn.Module
+    batches: EpochBatches
+    mesh: TrainingMesh
+    device: torch.device
+
+
+@dataclass(kw_only=True)
+class WatchedSteps:
+    """What was seen of some steps."""
+
+    seconds: float = 0.0
+    """Of one, while nobody watched."""
+    watched_seconds: float = 0.0
+    """Of one, while the profiler did."""
+    batch_seconds: float = 0.0
+    """Of it, how long the training waited for its batch."""
+    events: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    """Of the trace."""
+    file: bytes = b""
+    """The trace, as it is written: gzip."""
+    is_recorded: bool = False
+    not_recorded: str | None = None
+    precision: str = ""
+    shape: tuple[int, ...] = ()
+
+
+def find_network(module: nn.Module) -> nn.Module | None:
+    """Return the network that a module runs, with its own modules' names, if it is what a training calls."""
+    while isinstance(module, ModelParallel | DataParallel):
+        module = module.module
+    return module if isinstance(module, FitGrid) else None
+
+
+def build_profiled(config: ExperimentConfig, facts: DataFacts, steps: int) -> BuiltTraining:
+    """Return the training that a config describes, on random cases.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        With its network as it is planned for the spacing.
+    facts : DataFacts
+        Of its data set.
+    steps : int
+        That are watched: an epoch is as long as that takes.
+    """
+    device = choose_device(config)
+    length = (WARM_UP + 2 * steps + NOTED) * config.training.accumulate
+    training = config.training.model_copy(update={"epochs": 1, "iterations": length})
+    config = config.model_copy(update={"training": training})
+    config, mesh = settle_mesh(config, facts.task, device)
+    seed_everything(config.seed)
+    model = build_model(config, facts.task, device, mesh=mesh)
+    reading = choose_reading(config, mesh, facts.spacing)
+    prepared = PreparedCases(training=_make_cases(config, facts.task) if mesh.reads else ())
+    batches = reading.make_batches(prepared, facts.task, model, device)
+    return BuiltTraining(config=config, task=facts.task, model=model, batches=batches, mesh=mesh, device=device)
+
+
+def _make_cases(config: ExperimentConfig, task: Task) -> list[Case]:
+    """Return cases of random voxels, as large as a patch."""
+    generator = torch.Generator().manual_seed(config.seed)
+    sides = config.patch.size
+    return [
+        {
+            "case": f"random {number}",
+            "image": torch.randn(task.num_channels, *sides, generator=generator),
+            "label": torch.randint(num_indices(task), (1, *sides), generator=generator).to(torch.uint8),
+        }
+        for number in range(NUM_CASES)
+    ]
+
+
+def watch_steps(
+    built: BuiltTraining, steps: int, *, watch: PlaceWatch | None = None, runs: PlacedRuns | None = None,
+    record: bool = True,
+) -> WatchedSteps:  # fmt: skip
+    """Train for some steps; return what was seen of them.
+
+    Parameters
+    ----------
+    built : BuiltTraining
+        What trains.
+    steps : int
+        That are timed without the profiler, and then as many with it.
+    watch : PlaceWatch, optional
+        Puts the layers into the trace. It ends a recording: see ``record``.
+    runs : PlacedRuns, optional
+        Notes the operators of one more step.
+    record : bool
+        Whether the step may be recorded.
+    """
+    settings = built.config.training
+    devices = {parameter.device for parameter in built.model.parameters()}
+    hook = _Watching(devices, steps, settings.accumulate, watch, runs)
+    training = build_training(
+        built.config.model_copy(
+            update={"training": settings.model_copy(update={"record": settings.record and record})}
+        ),
+        built.model,
+        _Batches(built.batches),
+        validation=None,
+        hooks=[hook],
+        task=built.task,
+    )
+    training.run()
+    return hook.seen
+
+
+class _Batches:
+    """The batches of a training, each made in a range of the trace."""
+
+    def __init__(self, batches: EpochBatches) -> None:
+        self._batches = batches
+        self.batch_size = getattr(batches, "batch_size", None)
+        self.seconds = 0.0
+        """That the training has waited for them."""
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Make them."""
+        made = self._batches.epoch(number, start=start)
+        while True:
+            begin = time.perf_counter()
+            with record_function(f"{MARK}{AUGMENTATION}"):
+                batch = next(made, None)
+            self.seconds += time.perf_counter() - begin
+            if batch is None:
+                return
+            yield batch
+
+
+class _Watching(Hook):
+    """Times steps, then lets the profiler watch as many, then notes the operators of one more."""
+
+    def __init__(
+        self, devices: set[torch.device], steps: int, accumulate: int, watch: PlaceWatch | None, runs: PlacedRuns | None
+    ) -> None:
+        self._devices, self._steps, self._accumulate = devices, steps, accumulate
+        self._watch, self._runs = watch, runs
+        self._marks = ExitStack()
+        self._around = ExitStack()
+        self._profiler: profile | None = None
+        self._begin = self._waited = 0.0
+        self.seen = WatchedSteps()
+
+    def on_batch_begin(self, training: Training, batch: Mapping[str, Any]) -> None:
+        """Mark the step that a batch begins."""
+        if training.position % self._accumulate == 0 and self._profiler is not None:
+            number = training.position // self._accumulate - WARM_UP - self._steps
+            self._marks.enter_context(record_function(f"{MARK}{OUTSIDE} {number}"))
+        if self._watch is not None:
+            self._watch.begin_step()
+        self.seen.shape = tuple(batch["image"].shape)
+
+    def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:  # noqa: ARG002 (a hook's signature)
+        """Go on to what is next, where the batch was the last of a step."""
+        if training.position % self._accumulate:
+            return
+        self._marks.close()
+        done = training.position // self._accumulate
+        batches = training.batches
+        assert isinstance(batches, _Batches)
+        if done == WARM_UP:
+            self._wait()
+            self._begin, self._waited = time.perf_counter(), batches.seconds
+        elif done == WARM_UP + self._steps:
+            self._wait()
+            self.seen.seconds = (time.perf_counter() - self._begin) / self._steps
+            self.seen.batch_seconds = (batches.seconds - self._waited) / self._steps
+            self._start(training)
+            self._begin = time.perf_counter()
+        elif done == WARM_UP + 2 * self._steps:
+            self._wait()
+            self.seen.watched_seconds = (time.perf_counter() - self._begin) / self._steps
+            self._stop()
+
+    def on_training_end(self, training: Training) -> None:  # noqa: ARG002 (a hook's signature)
+        """Leave nothing behind, whatever happened."""
+        self._marks.close()
+        self._around.close()
+
+    def _start(self, training: Training) -> None:
+        recorded = training.step.recorded
+        self.seen.is_recorded = recorded is not None and recorded.num_recorded > 0
+        self.seen.not_recorded = None if recorded is None else recorded.refused
+        self.seen.precision = str(training.precision.dtype).removeprefix("torch.")
+        on_gpu = any(device.type == "cuda" for device in self._devices)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        if self._watch is not None:
+            self._around.enter_context(self._watch.watching())
+        self._profiler = self._around.enter_context(profile(activities=activities))
+
+    def _stop(self) -> None:
+        assert self._profiler is not None
+        self._around.close()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(file))
+            text = file.read_bytes()
+        self._profiler = None
+        self.seen.events = json.loads(text)["traceEvents"]
+        self.seen.file = gzip.compress(text)
+        if self._runs is not None and self._watch is not None:
+            self._around.enter_context(self._watch.watching())
+            self._around.enter_context(self._runs.noting())
+
+    def _wait(self) -> None:
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)

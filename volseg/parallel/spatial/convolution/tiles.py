@@ -1,0 +1,284 @@
+"""Convolution of this process's slabs tile by tile: an input that has a recipe never lies there whole.
+
+A tile is some planes of the output and as many of the input's gradient. Its part of the input is written from the
+recipe when it is needed, forward and backward, with the planes around it that the kernel reaches::
+
+    input            | zeros or halo |    slab, of which a tile and what it reaches is written    | zeros or halo |
+    output           |               | tile | tile | tile | tile | tile | tile | tile | tile | tile |             |
+
+So of a level's way up neither the join, nor what is normalised and activated, nor the gradient of a join comes into
+being. What remains is what norms keep (a convolution's output) and the gradients that autograd hands on. Norms are as
+they are: their statistics and sums are of whole slabs, which lie there anyway.
+
+A tile's planes of the output, and of the input's gradient, are the sums that they are in a whole slab. The gradient of
+the weight is added up over tiles in float32 at least. Slabs of several shards first exchange the few planes at their
+borders, which are written apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.convolution import choice
+from volseg.device.convolution.settings import Settings
+from volseg.device.first_order import first_order
+from volseg.device.layout import DIM, layout_of
+from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
+from volseg.parallel.spatial.lazy.recipes import Copy
+from volseg.parallel.spatial.lazy.sums import add_in_float32
+from volseg.parallel.spatial.pending import Recipe, Write
+from volseg.parallel.spatial.plan.shards import spans
+from volseg.parallel.spatial.transport.halo import Halo, start_filling
+from volseg.parallel.spatial.volume import ShardedVolume
+
+__all__ = ["convolve_by_tiles"]
+
+
+def convolve_by_tiles(
+    volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan
+) -> ShardedVolume | None:
+    """Convolve the slabs of this process; None where they must be written whole, since they have no recipe."""
+    context = volume.context
+    if not volume.dtype.is_floating_point:
+        return None
+    recipe = volume.pending.spare(volume)
+    if recipe is None:
+        return None
+    kind, dtype = volume.device.type, volume.dtype
+    weights = context.spread(weight)
+    biases = [] if bias is None else context.spread(bias)
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        weights = [context.cast(copy, dtype) for copy in weights]
+        biases = [context.cast(copy, dtype) for copy in biases]
+    columns = [volume._slabs]
+    if volume.pending.parts is not None:
+        columns, volume.is_bypassed = volume.pending.parts, True
+    work = _Work(plan, recipe, [slab.shape for slab in volume._slabs], volume.dtype, dtype, len(biases))
+    results = _ConvolveByTiles.apply(work, *weights, *biases, *chain.from_iterable(columns))
+    volume.pending.release(volume)
+    shape = list(results[0].shape)
+    shape[volume.dims[0]] = plan.outputs
+    return ShardedVolume(results, volume.dims, shape, context)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is convolved, besides what autograd knows."""
+
+    plan: ConvolutionPlan
+    recipe: Recipe
+    shapes: Sequence[torch.Size]
+    """Of the slabs."""
+    kept_in: torch.dtype
+    """Of the slabs, which is that of their gradients."""
+    dtype: torch.dtype
+    """To compute in."""
+    num_biases: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Surrounded:
+    """A slab that can be written from its recipe, between what is around it."""
+
+    shape: torch.Size
+    kept_in: torch.dtype
+    dtype: torch.dtype
+    layout: torch.memory_format
+    write: Write
+    row: Sequence[Tensor]
+    borders: Sequence[Tensor]
+    """The planes in front and behind, from the neighbours; none where there are zeros."""
+
+    def cut(self, start: int, stop: int) -> Tensor:
+        """Write some planes, counted from the slab's first one."""
+        shape = [*self.shape[:DIM], stop - start, *self.shape[DIM + 1 :]]
+        device = self.row[0].device
+        out = torch.empty(shape, dtype=self.kept_in, device=device, memory_format=self.layout)
+        planes = self.shape[DIM]
+        first, last = max(start, 0), min(stop, planes)
+        self._fill(out.narrow(DIM, 0, first - start), 0, start)
+        self.write(self.row, out.narrow(DIM, first - start, last - first), first)
+        self._fill(out.narrow(DIM, last - start, stop - last), 1, 0)
+        return out.to(self.dtype)
+
+    def view(self, start: int, stop: int) -> Tensor:
+        """Return planes of a slab that lies there: where nothing is around them, themselves."""
+        inside = start >= 0 and stop <= self.shape[DIM]
+        return self.row[0].narrow(DIM, start, stop - start) if inside else self.cut(start, stop)
+
+    def _fill(self, out: Tensor, side: int, start: int) -> None:
+        """Write planes from the given one of those in front, counted from the last of them, or of those behind."""
+        if not out.shape[DIM]:
+            return
+        if self.borders:
+            border = self.borders[side]
+            out.copy_(border.narrow(DIM, border.shape[DIM] + start if start else 0, out.shape[DIM]))
+        else:
+            out.zero_()
+
+
+class _ConvolveByTiles(torch.autograd.Function):
+    """Gets a weight for each slab, then a bias where there is one, then the slabs of each volume that is joined."""
+
+    @staticmethod
+    def forward(ctx: Any, work: _Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        count, rows = len(work.shapes), work.recipe.rows
+        weights, biases = tensors[:count], tensors[count : count + work.num_biases]
+        ctx.channels = [part.shape[1] for part in tensors[count + work.num_biases :: count]]
+        ctx.plan, ctx.write, ctx.shapes = work.plan, work.recipe.write, work.shapes
+        ctx.dtypes, ctx.num_biases, ctx.sizes = (work.kept_in, work.dtype), work.num_biases, [len(row) for row in rows]
+        slabs = _surround(ctx, rows, [() for _ in rows])
+        borders = _exchange(slabs, work.plan.halos)
+        ctx.save_for_backward(
+            *weights, *chain.from_iterable([*own, *row] for own, row in zip(borders, rows, strict=True))
+        )
+        slabs = [replace(slab, borders=own) for slab, own in zip(slabs, borders, strict=True)]
+        each = zip(slabs, weights, biases or [None] * count, strict=True)
+        return tuple(_convolve(*own, work.plan) for own in each)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        plan, count = ctx.plan, len(gradients)
+        saved = ctx.saved_tensors  # once: a checkpoint computes them again for whoever asks
+        weights, kept = saved[:count], saved[count:]
+        first = 1 + count + ctx.num_biases
+        needs_weight, needs_bias = ctx.needs_input_grad[1], any(ctx.needs_input_grad[1 + count : first])
+        needs_input = any(ctx.needs_input_grad[first:])
+        pairs = zip(gradients, weights, strict=True)
+        laid = [choice.lay_out_gradient(*pair, plan.settings, plan.channels_last) for pair in pairs]
+        around = [_Surrounded(own.shape, own.dtype, own.dtype, layout_of(own), Copy(), [own], ()) for own in laid]
+        if needs_input:
+            borders = _exchange(around, plan.halos)
+            around = [replace(own, borders=planes) for own, planes in zip(around, borders, strict=True)]
+        needed = needs_input, needs_weight, needs_bias and ctx.num_biases > 0
+        found = [_differentiate(ctx, *own, needed) for own in zip(around, _split_kept(ctx, kept), weights, strict=True)]
+        inputs = chain.from_iterable(zip(*(own[0] for own in found), strict=True))
+        wanted = [value if asked else None for asked, value in zip(ctx.needs_input_grad[first:], inputs, strict=True)]
+        biases = [own[2] for own in found] if ctx.num_biases else []
+        return None, *(own[1] for own in found), *biases, *wanted
+
+
+def _surround(ctx: Any, rows: Sequence[Sequence[Tensor]], borders: Sequence[Sequence[Tensor]]) -> list[_Surrounded]:
+    """Return the slabs that are written from these tensors."""
+    layout = torch.channels_last_3d if ctx.plan.channels_last else torch.contiguous_format
+    each = zip(ctx.shapes, rows, borders, strict=True)
+    kept_in, dtype = ctx.dtypes
+    return [_Surrounded(shape, kept_in, dtype, layout, ctx.write, row, own) for shape, row, own in each]
+
+
+def _split_kept(ctx: Any, kept: Sequence[Tensor]) -> list[_Surrounded]:
+    """Return the slabs as they were in the forward pass."""
+    num_borders = 2 if ctx.plan.halos else 0
+    rows, borders, start = [], [], 0
+    for size in ctx.sizes:
+        borders.append(kept[start : start + num_borders])
+        start += num_borders
+        rows.append(kept[start : start + size])
+        start += size
+    return _surround(ctx, rows, borders)
+
+
+def _exchange(slabs: Sequence[_Surrounded], halos: Sequence[Halo]) -> list[Sequence[Tensor]]:
+    """Fetch the planes in front of each slab and behind it: what neighbours need of a slab is written apart.
+
+    The buffers that are exchanged are those of slabs without their inner planes.
+    """
+    if not halos:
+        return [() for _ in slabs]
+    buffers = []
+    for slab, halo in zip(slabs, halos, strict=True):
+        width, _ = halo.own
+        front, back = slab.cut(0, width), slab.cut(slab.shape[DIM] - width, slab.shape[DIM])
+        shape = [*front.shape[:DIM], 4 * width, *front.shape[DIM + 1 :]]
+        buffer = torch.empty(shape, dtype=front.dtype, device=front.device, memory_format=slab.layout)
+        buffer.narrow(DIM, width, width).copy_(front)
+        buffer.narrow(DIM, 2 * width, width).copy_(back)
+        buffers.append(buffer)
+    start_filling(buffers, halos)()
+    found = zip(buffers, halos, strict=True)
+    return [[planes.clone() for planes in halo.view_around(buffer)] for buffer, halo in found]
+
+
+def _find_pad(plan: ConvolutionPlan) -> int:
+    """Return the planes in front of a slab that its first output plane reaches."""
+    return plan.halos[0].own[0] if plan.halos else plan.settings.padding[0]
+
+
+def _pad_by(settings: Settings, planes: int) -> Settings:
+    """Return the settings with so many planes of zeros at both ends: a tile comes with the planes around it."""
+    return replace(settings, padding=(planes, *settings.padding[1:]))
+
+
+def _convolve(slab: _Surrounded, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Tensor:
+    """Return the convolution of a slab."""
+    pad, whole = _find_pad(plan), None
+    for start, stop in spans(slab.shape[DIM], plan.tiles):
+        settings = _pad_by(plan.settings, 0)
+        part = choice.convolve(slab.cut(start - pad, stop + pad), weight, bias, settings, plan.channels_last)
+        if whole is None:
+            shape = [*part.shape[:DIM], slab.shape[DIM], *part.shape[DIM + 1 :]]
+            whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=layout_of(part))
+        whole.narrow(DIM, start, stop - start).copy_(part)
+        del part  # before the next tile is written
+    assert whole is not None
+    return whole
+
+
+def _differentiate(
+    ctx: Any, gradient: _Surrounded, slab: _Surrounded, weight: Tensor, needed: tuple[bool, bool, bool]
+) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]:
+    """Return the gradients of the volumes that are joined in a slab, of the weight and of the bias."""
+    plan, needs_input = ctx.plan, needed[0]
+    bias_sizes = [weight.shape[0]] if needed[2] else None
+    sums: list[Tensor | None] = [None, None]
+    parts: list[Tensor | None] = [None] * len(ctx.channels)
+    if needs_input:
+        shapes = [[slab.shape[0], channels, *slab.shape[DIM:]] for channels in ctx.channels]
+        device = gradient.row[0].device
+        parts = [torch.empty(s, dtype=slab.kept_in, device=device, memory_format=slab.layout) for s in shapes]
+    for start, stop in spans(slab.shape[DIM], plan.tiles):
+        of_input, *found = _differentiate_tile(plan, (start, stop), gradient, slab, weight, bias_sizes, needed)
+        sums = [add_in_float32(total, part) for total, part in zip(sums, found, strict=True)]
+        if of_input is not None:
+            _hand_out(of_input, parts, start)
+        del of_input, found  # before the next tile is written
+    of_weight, of_bias = (None if total is None else total.to(weight.dtype) for total in sums)
+    return parts, of_weight, of_bias
+
+
+def _hand_out(tile: Tensor, parts: Sequence[Tensor | None], start: int) -> None:
+    """Copy the gradients of joined channels to those of the volumes that are joined."""
+    channels = [part.shape[1] for part in parts if part is not None]
+    for part, split in zip(parts, tile.split(channels, 1), strict=True):
+        assert part is not None
+        part.narrow(DIM, start, tile.shape[DIM]).copy_(split)
+
+
+def _differentiate_tile(
+    plan: ConvolutionPlan,
+    tile: tuple[int, int],
+    gradient: _Surrounded,
+    slab: _Surrounded,
+    weight: Tensor,
+    bias_sizes: list[int] | None,
+    needed: tuple[bool, bool, bool],
+) -> Sequence[Tensor | None]:
+    """Return the gradients of the input's planes in a tile, and the parts of its output in those of weight and bias."""
+    (start, stop), pad, last = tile, _find_pad(plan), plan.channels_last
+    own = gradient.row[0].narrow(DIM, start, stop - start)
+    given = slab.cut(start - pad, stop + pad)
+    # One pass may compute all of it where a voxel reaches no other plane.
+    asked = needed[0] and not pad, *needed[1:]
+    found = list(choice.differentiate(own, given, weight, bias_sizes, _pad_by(plan.settings, 0), last, asked))
+    if needed[0] and pad:
+        like = given.narrow(DIM, 0, stop - start)
+        around = gradient.view(start - pad, stop + pad)
+        wide = _pad_by(plan.settings, 2 * pad)
+        found[0] = choice.differentiate(around, like, weight, None, wide, last, (True, False, False))[0]
+    return found

@@ -1,0 +1,237 @@
+"""A transposed convolution that waits: where memory matters most, whoever reads its result writes it tile by tile.
+
+It is one whose kernel is as wide as its stride, as nearly all are that lead a level up: each plane of the input has
+planes of the output of its own. A join behind it keeps the coarse input instead of the result, which is eight times as
+many voxels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.convolution.settings import Settings
+from volseg.device.first_order import first_order
+from volseg.device.layout import DIM, copy_into
+from volseg.parallel.spatial.lazy.recipes import recipe_of_kept
+from volseg.parallel.spatial.lazy.sums import add_in_float32
+from volseg.parallel.spatial.pending import Moment, Outline, Recipe, Unchanged, Waiting, Write, outline_slab
+from volseg.parallel.spatial.plan.shards import spans
+from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.volume import ShardedVolume, defer
+
+__all__ = ["TransposedSettings", "convolve_later"]
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedSettings:
+    """How a transposed convolution is computed in tiles.
+
+    Attributes
+    ----------
+    settings
+        Of the convolution: its stride is its kernel, without padding.
+    channels
+        Of the result.
+    tiles
+        Number of tiles of the input's planes that the backward pass takes.
+    layout
+        Of all slabs.
+    """
+
+    settings: Settings
+    channels: int
+    tiles: int
+    layout: torch.memory_format
+
+    def find_shape(self, shape: Sequence[int]) -> list[int]:
+        """Return the shape of the result of an input of this shape."""
+        sides = [side * stride for side, stride in zip(shape[DIM:], self.settings.stride, strict=True)]
+        return [shape[0], self.channels, *sides]
+
+    def find_input_shape(self, planes: int, like: Tensor, channels: int) -> list[int]:
+        """Return the shape of so many planes of the input, for planes of a result like ``like``."""
+        sides = [side // stride for side, stride in zip(like.shape[DIM + 1 :], self.settings.stride[1:], strict=True)]
+        return [like.shape[0], channels, planes, *sides]
+
+
+def convolve_later(
+    volume: ShardedVolume, weights: Sequence[Tensor], biases: Sequence[Tensor], how: TransposedSettings
+) -> ShardedVolume:
+    """Return a transposed convolution that waits.
+
+    Parameters
+    ----------
+    volume
+        The input; each shard's planes of the result are those of its slab.
+    weights, biases
+        For each slab, of the volume's dtype; no biases where there is none.
+    how
+        See ``TransposedSettings``.
+    """
+    recipe = volume.pending.spare(volume) or recipe_of_kept(volume.slabs)
+    waiting = WaitingTransposed(volume, recipe, weights, biases, how)
+    return defer(waiting, volume.dims, how.find_shape(volume.shape), volume.context)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """Transposed convolution of what ``write`` writes: from the weight, the bias if there is one, and its tensors."""
+
+    write: Write
+    has_bias: bool
+    how: TransposedSettings
+
+    def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
+        """Compute planes of the result, as many of the input at a time as a tile has."""
+        weight, *row = tensors
+        bias = row.pop(0) if self.has_bias else None
+        stride, count = self.how.settings.stride[0], out.shape[DIM]
+        first, last = start // stride, -(-(start + count) // stride)
+        for begin, end in spans(last - first, min(self.how.tiles, last - first)):
+            given = write_planes(self.write, row, weight, out, first + begin, first + end, self.how)
+            part = torch.ops.aten.convolution(given, weight, bias, *self.how.settings.arguments)
+            # The first plane and the last one that are asked for may lie within an input plane's.
+            at = (first + begin) * stride
+            low, high = max(at, start), min(at + part.shape[DIM], start + count)
+            copy_into(part.narrow(DIM, low - at, high - low), out.narrow(DIM, low - start, high - low))
+
+
+def write_planes(
+    write: Write, row: Sequence[Tensor], weight: Tensor, like: Tensor, first: int, last: int, how: TransposedSettings
+) -> Tensor:
+    """Write planes of the input of a transposed convolution, whose result is like ``like``."""
+    shape = how.find_input_shape(last - first, like, weight.shape[0])
+    given = torch.empty(shape, dtype=weight.dtype, device=weight.device, memory_format=how.layout)
+    write(row, given, first)
+    return given
+
+
+class WaitingTransposed(Waiting):
+    """A transposed convolution that waits for the next operator.
+
+    Parameters
+    ----------
+    volume
+        The input.
+    recipe
+        How to write it.
+    weights, biases, how
+        See ``convolve_later``.
+    """
+
+    room = 0
+
+    def __init__(
+        self,
+        volume: ShardedVolume,
+        recipe: Recipe,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        how: TransposedSettings,
+    ) -> None:
+        self.stand_ins = list(volume._slabs)
+        self.source, self.how, self.weights, self.biases = recipe, how, weights, biases
+        self.moment = Moment()
+        parameters = [[*own] for own in zip(weights, biases, strict=True)] if biases else [[own] for own in weights]
+        rows = tuple((*own, *row) for own, row in zip(parameters, recipe.rows, strict=True))
+        self.recipe = Recipe(rows, Transpose(recipe.write, bool(biases), how))
+        self.unchanged = Unchanged([*self.stand_ins, *self.recipe.tensors])
+
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Compute it."""
+        del halos  # there is no room for them
+
+        def fill() -> list[Tensor]:
+            outs = self._allocate()
+            for row, out in zip(self.recipe.rows, outs, strict=True):
+                self.recipe.write(row, out, 0)
+            return outs
+
+        return self._run(fill), self.recipe, None
+
+    def outline(self) -> Outline | None:
+        """Note it for the backward pass."""
+
+        def fill() -> list[Tensor]:
+            places = zip(self.stand_ins, self.weights, strict=True)
+            return [outline_slab(self.how.find_shape(slab.shape), w.dtype, w.device) for slab, w in places]
+
+        return Outline(self._run(fill), self.recipe, self.how.layout)
+
+    def _allocate(self) -> list[Tensor]:
+        layout = self.how.layout
+        return [
+            torch.empty(self.how.find_shape(slab.shape), dtype=weight.dtype, device=weight.device, memory_format=layout)
+            for slab, weight in zip(self.stand_ins, self.weights, strict=True)
+        ]
+
+    def _run(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+        work = _Work(fill, self.source, self.how, len(self.biases))
+        with self.moment.restored():
+            return list(_Transposed.apply(work, *self.weights, *self.biases, *self.stand_ins))
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    fill: Callable[[], list[Tensor]]
+    source: Recipe
+    how: TransposedSettings
+    num_biases: int
+
+
+class _Transposed(torch.autograd.Function):
+    """Gets a weight for each slab, then a bias where there is one, then the input's slabs."""
+
+    @staticmethod
+    def forward(ctx: Any, work: _Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        rows = work.source.rows
+        ctx.write, ctx.how, ctx.num_biases, ctx.sizes = (
+            work.source.write,
+            work.how,
+            work.num_biases,
+            list(map(len, rows)),
+        )
+        ctx.save_for_backward(*tensors[: len(rows)], *chain.from_iterable(rows))
+        return tuple(work.fill())
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        count = len(gradients)
+        saved = ctx.saved_tensors  # once: a checkpoint computes them again for whoever asks
+        first = 1 + count + ctx.num_biases
+        asked = [any(ctx.needs_input_grad[start:stop]) for start, stop in ((first, None), (1, 2), (1 + count, first))]
+        start, found = count, []
+        for gradient, weight, size in zip(gradients, saved[:count], ctx.sizes, strict=True):
+            found.append(_differentiate(ctx, gradient, weight, saved[start : start + size], asked))
+            start += size
+        inputs, weights, biases = zip(*found, strict=True)
+        return None, *weights, *(biases if ctx.num_biases else ()), *inputs
+
+
+def _differentiate(
+    ctx: Any, gradient: Tensor, weight: Tensor, row: Sequence[Tensor], asked: list[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of a slab, of the weight and of the bias; those of parameters are added up over tiles."""
+    how, stride = ctx.how, ctx.how.settings.stride[0]
+    bias_sizes = [how.channels] if asked[2] else None
+    planes = gradient.shape[DIM] // stride
+    whole: Tensor | None = None
+    sums: list[Tensor | None] = [None, None]
+    for start, stop in spans(planes, min(how.tiles, planes)):
+        given = write_planes(ctx.write, row, weight, gradient, start, stop, how)
+        own = gradient.narrow(DIM, start * stride, (stop - start) * stride)
+        arguments = how.settings.arguments
+        of_input, *rest = torch.ops.aten.convolution_backward(own, given, weight, bias_sizes, *arguments, asked)
+        if of_input is not None:
+            if whole is None:
+                shape = how.find_input_shape(planes, gradient, weight.shape[0])
+                whole = torch.empty(shape, dtype=weight.dtype, device=weight.device, memory_format=how.layout)
+            whole.narrow(DIM, start, stop - start).copy_(of_input)
+        sums = [add_in_float32(total, part) for total, part in zip(sums, rest, strict=True)]
+    of_weight, of_bias = (None if total is None else total.to(weight.dtype) for total in sums)
+    return whole, of_weight, of_bias

@@ -1,0 +1,24 @@
+"""Gradients whose sums over the voxels are known to be zero.
+
+A norm takes the mean away, so that a number added to all voxels of a channel in front of it changes nothing: the
+gradient of a convolution's bias there is zero, and what torch adds up over the volume is round-off. The norm's backward
+pass says so of the gradient that it returns, and the convolution's need not read it once more.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from volseg.device.torch_internals import get_version
+
+__all__ = ["note_vanishing", "vanishes"]
+
+
+def note_vanishing(gradient: Any) -> None:
+    """Say of a gradient, as it is now, that it sums to zero over the voxels of all samples, in each channel."""
+    gradient._vanishes = get_version(gradient)
+
+
+def vanishes(gradient: Tensor) -> bool:
+    """Say whether that is known: not of a sum with another gradient, new or made in place."""
+    return getattr(gradient, "_vanishes", None) == get_version(gradient)

@@ -1,0 +1,148 @@
+"""For which layer, and in which direction, a step computes now.
+
+Forward, hooks that all modules call say which module runs. Backward, autograd's node says it: nodes are numbered in the
+order in which forward made them, so the number of one lies between those at which a module began and ended::
+
+    numbers     0 ... 7 | 8 ... 11 | 12 ... 20 | 21 ...
+    modules      stem   |  down.0  |  down.1   | (loss)
+
+A layer is the innermost module that runs. A norm that waits until its result is read counts for the module that reads
+it, since there its kernel runs.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from volseg.device.torch_internals import (
+    find_backward_node,
+    find_backward_pass,
+    find_next_node_number,
+    find_node_number,
+)
+from volseg.profiling.kernels import LOSS, MARK, OPTIMIZER, OUTSIDE, StepPlace
+
+__all__ = ["PlaceWatch"]
+
+
+class PlaceWatch:
+    """Says where a step is, from `watching` on.
+
+    Parameters
+    ----------
+    find_network
+        Returns the plain network that a module runs, whose modules' names are told; None of one that runs none.
+    annotates
+        Whether to put ranges into what torch's profiler writes.
+    """
+
+    def __init__(self, find_network: Callable[[nn.Module], nn.Module | None], *, annotates: bool = False) -> None:
+        self._find_network = find_network
+        self._annotates = annotates
+        self._names: dict[nn.Module, str] = {}
+        self._roots: set[nn.Module] = set()
+        self._parameters: dict[int, str] = {}
+        self._running: list[tuple[nn.Module, str, Any]] = []
+        self._turns: dict[int, tuple[list[int], list[str]]] = {}
+        """By thread: numbers of nodes from which on another layer makes them, and which."""
+        self._layer_outside = OUTSIDE
+        self._was_backward = False
+        self.classes: dict[str, str] = {}
+        """Of each layer, the class of its module."""
+
+    @contextmanager
+    def watching(self) -> Iterator["PlaceWatch"]:
+        """Watch the modules of this process in here."""
+        handles = [
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def find_place(self) -> StepPlace:
+        """Return where the step is now, on the thread that asks."""
+        if find_backward_pass() != -1:
+            self._was_backward = True
+            if self._running:
+                return StepPlace(self._running[-1][1], "recompute")
+            node = find_backward_node()
+            return OUTSIDE_BACKWARD if node is None else StepPlace(self._find_layer(node), "backward")
+        if self._running:
+            return StepPlace(self._running[-1][1], "forward")
+        if self._was_backward:
+            return StepPlace(OPTIMIZER, "optimizer")
+        return StepPlace(self._layer_outside, "forward" if self._layer_outside == LOSS else "other")
+
+    def begin_step(self) -> None:
+        """Say that a step begins: what comes before the network's forward pass belongs to no layer."""
+        self._was_backward, self._layer_outside = False, OUTSIDE
+
+    def name_layer(self, number: int) -> str:
+        """Return the layer that made an autograd's node of a number.
+
+        Numbers of several threads may be the same: the thread that runs forward is asked first.
+        """
+        for numbers, layers in self._turns.values():
+            if numbers and numbers[0] <= number:
+                return layers[bisect_right(numbers, number) - 1]
+        return OUTSIDE
+
+    def _find_layer(self, node: Any) -> str:
+        variable = getattr(node, "variable", None)  # of a node that adds to a parameter's gradient, which has no number
+        if variable is not None:
+            return self._parameters.get(id(variable), OUTSIDE)
+        return self.name_layer(find_node_number(node))
+
+    def _begin(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 (a hook's signature)
+        network = None if module in self._names else self._find_network(module)
+        if network is not None:
+            self._learn(module, network)
+        name = self._names.get(module)
+        if name is None:
+            return
+        if module in self._roots and not self._running:
+            self.begin_step()
+        mark = None
+        if self._annotates:
+            mark = torch.profiler.record_function(f"{MARK}{name}")
+            mark.__enter__()
+        self._running.append((module, name, mark))
+        self._turn(name)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002 (a hook's signature)
+        if not self._running or self._running[-1][0] is not module:
+            return
+        *_, mark = self._running.pop()
+        if mark is not None:
+            mark.__exit__(None, None, None)
+        if not self._running:
+            self._layer_outside = LOSS
+        self._turn(self._running[-1][1] if self._running else LOSS)
+
+    def _learn(self, module: nn.Module, network: nn.Module) -> None:
+        self._roots.add(module)
+        self._names[module] = OUTSIDE
+        for name, part in network.named_modules():
+            self._names.setdefault(part, name or OUTSIDE)
+            self.classes.setdefault(name or OUTSIDE, type(part).__name__)
+        for name, parameter in network.named_parameters():
+            self._parameters[id(parameter)] = name.rpartition(".")[0] or OUTSIDE
+
+    def _turn(self, layer: str) -> None:
+        """Note that nodes are made by another layer from here on."""
+        numbers, layers = self._turns.setdefault(get_ident(), ([], []))
+        numbers.append(find_next_node_number())
+        layers.append(layer)
+
+
+OUTSIDE_BACKWARD = StepPlace(OUTSIDE, "backward")

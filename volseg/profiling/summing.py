@@ -1,0 +1,176 @@
+"""Kernels that ran, and the work that was to be done, as a table by layer and direction: pure arithmetic."""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from volseg.profiling.intervals import count_overlap, measure
+from volseg.profiling.kernels import PlacedWork, StepPlace, TimedKernel, find_kind
+from volseg.profiling.report import DevicePeaks, DeviceTimes, KindRow, LayerRow
+
+__all__ = ["as_kernels", "find_device_times", "sum_kinds", "sum_layers"]
+
+
+def as_kernels(work: Iterable[PlacedWork]) -> list[TimedKernel]:
+    """Return followed work as kernels one behind the other, each as long as it is forecast."""
+    found, ends = [], defaultdict[int, float](float)
+    for each in work:
+        begin, seconds = ends[each.device], each.forecast or 0.0
+        ends[each.device] = begin + seconds
+        found.append(
+            TimedKernel(name=each.name, place=each.place, start=begin, seconds=seconds, device=each.device)
+        )  # fmt: skip
+    return found
+
+
+def find_device_times(kernels: Iterable[TimedKernel], *, device: int, step: float, steps: int = 1) -> DeviceTimes:
+    """Return how long a device computes, sends and waits in a step.
+
+    Parameters
+    ----------
+    kernels
+        All that ran on it while it was watched.
+    device
+        Its number.
+    step
+        Seconds of one step that nobody watched; kernels that took longer together make it longer.
+    steps
+        How many were watched.
+    """
+    own = [kernel for kernel in kernels if kernel.device == device]
+    computing = [(kernel.start, kernel.end) for kernel in own if not _sends(kernel)]
+    sending = [(kernel.start, kernel.end) for kernel in own if _sends(kernel)]
+    behind = count_overlap(computing, sending)
+    exposed = measure(sending) - behind
+    seconds = measure(computing) / steps
+    step = max(step, seconds + exposed / steps)
+    communicating = sum(end - begin for begin, end in sending) / steps
+    return DeviceTimes(
+        device=device,
+        computing=seconds,
+        communicating=communicating,
+        hidden=max(0.0, communicating - exposed / steps),
+        exposed=max(0.0, exposed / steps),
+        waiting=max(0.0, step - seconds - exposed / steps),
+        step=step,
+    )
+
+
+def _sends(kernel: TimedKernel) -> bool:
+    return kernel.place.direction == "communication"
+
+
+def sum_layers(
+    kernels: Sequence[TimedKernel],
+    work: Sequence[PlacedWork],
+    *,
+    step: float,
+    steps: int = 1,
+    peaks: DevicePeaks | None = None,
+    classes: Mapping[str, str] | None = None,
+) -> list[LayerRow]:
+    """Return a row for each layer and direction on each device, the longest first.
+
+    Parameters
+    ----------
+    kernels
+        All that ran in ``steps`` steps.
+    work
+        What one step had to do.
+    step
+        Seconds of one step, of which shares are told.
+    steps
+        How many were watched.
+    peaks
+        What the device can do at best; None where nobody knows.
+    classes
+        Of the layers' modules, by name.
+    """
+    summed = _sum(kernels, work, lambda each: (each.place, each.device), lambda each: (each.place, each.device), steps)
+    rows = [
+        LayerRow(
+            layer=place.layer,
+            module=(classes or {}).get(place.layer, ""),
+            direction=place.direction,  # type: ignore[arg-type]
+            device=device,
+            **_describe(values, step, peaks),
+            byte_bound=values["byte_bound"] if peaks else None,
+            flop_bound=values["flop_bound"] if peaks else None,
+            forecast=values["forecast"],
+        )
+        for (place, device), values in summed.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.seconds, row.layer, row.direction))
+
+
+def sum_kinds(
+    kernels: Sequence[TimedKernel],
+    work: Sequence[PlacedWork],
+    *,
+    step: float,
+    steps: int = 1,
+    peaks: DevicePeaks | None = None,
+) -> list[KindRow]:
+    """Return a row for each kind of kernel, the longest first; the parameters are those of `sum_layers`."""
+    known = _learn_kinds(work)
+
+    def name_kind(kernel: TimedKernel) -> str:
+        if _sends(kernel):
+            return "communication"
+        special = {"(loss)": "loss", "(optimizer)": "optimizer", "(augmentation)": "augmentation"}
+        return special.get(kernel.place.layer) or find_kind(kernel.name, known[kernel.place])
+
+    summed = _sum(kernels, work, name_kind, lambda each: each.kind, steps)
+    rows = [KindRow(kind=kind, **_describe(values, step, peaks)) for kind, values in summed.items()]
+    return sorted(rows, key=lambda row: (-row.seconds, row.kind))
+
+
+def _learn_kinds(work: Iterable[PlacedWork]) -> Mapping[StepPlace, dict[str, str]]:
+    """Return the kinds of kernels of our own by the names of their functions, of which several modules have some."""
+    known: dict[StepPlace, dict[str, str]] = defaultdict(dict)
+    for each in work:
+        if not each.name.startswith("aten."):
+            known[each.place][each.name.rpartition(".")[2]] = each.kind
+    return known
+
+
+def _sum(
+    kernels: Iterable[TimedKernel],
+    work: Iterable[PlacedWork],
+    key_of_kernel: Callable[[TimedKernel], Any],
+    key_of_work: Callable[[PlacedWork], Any],
+    steps: int,
+) -> dict[Any, dict[str, Any]]:
+    """Return sums of one step by key; of work whose kernels were not seen nothing is told."""
+    found: dict[Hashable, dict[str, Any]] = {}
+    for kernel in kernels:
+        values = found.setdefault(key_of_kernel(kernel), dict.fromkeys(SUMMED) | {"calls": 0.0, "seconds": 0.0})
+        values["calls"] += 1 / steps
+        values["seconds"] += kernel.seconds / steps
+    for each in work:
+        values = found.get(key_of_work(each), {})
+        for name in SUMMED if values else ():
+            if (value := getattr(each, name)) is not None:
+                values[name] = (values[name] or 0) + value
+    return found
+
+
+SUMMED = ("flops", "bytes_moved", "byte_bound", "flop_bound", "bound", "forecast")
+
+
+def _describe(values: Mapping[str, Any], step: float, peaks: DevicePeaks | None) -> dict[str, Any]:
+    """Return what rows of layers and of kinds have in common."""
+    seconds, bound = values["seconds"], values["bound"] if peaks else None
+    flops, moved = values["flops"], values["bytes_moved"]
+    is_known = peaks is not None and flops is not None and seconds > 0
+    return {
+        "calls": values["calls"],
+        "seconds": seconds,
+        "share": seconds / step if step > 0 else 0.0,
+        "flops": flops,
+        "bytes_moved": moved,
+        "bound": bound,
+        "times_bound": seconds / bound if bound else None,
+        "bandwidth_share": moved / seconds / peaks.bytes_per_second if is_known and peaks else None,
+        "flop_share": flops / seconds / peaks.flops_per_second if is_known and peaks else None,
+    }

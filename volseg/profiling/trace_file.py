@@ -1,0 +1,278 @@
+"""What torch's profiler wrote of a step (Chrome's trace format), read: each kernel with the layer that it ran for.
+
+A kernel of a GPU is known by a number (``correlation``) to the call that started it. That call lies, on its thread, in
+ranges: of a module that runs forward, of a node of autograd's that runs backward, of the step. The innermost says where
+it belongs::
+
+    main      | (step) 0 -----------------------------------------------------------|
+              |   stem ------|  down.0 -----|    loss           Optimizer.step ---|
+    autograd                                  | node 11 --| node 10 --| node 7 --|
+    launches      a    b        c    d          e            f   g       h          i
+    GPU            a b        c   d               e  f g  h                           i
+
+On a CPU operators stand for kernels: the outermost of torch's.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from volseg.errors import VolsegError
+from volseg.profiling.kernels import AUGMENTATION, LOSS, MARK, OPTIMIZER, OUTSIDE, StepPlace, TimedKernel, travels
+from volseg.profiling.matching import SeenKernel, match
+
+__all__ = ["ReadKernel", "read_trace", "replace_replayed"]
+
+MICROSECOND = 1e-6
+OF_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+BACKWARD = "autograd::engine::evaluate_function"
+OPTIMIZING = "Optimizer."
+NUMBER = "Sequence number"
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadKernel:
+    """A kernel in a trace."""
+
+    timed: TimedKernel
+    grid: tuple[int, ...] = ()
+    step: int | None = None
+    """Number of the step that started it; None of what is started between steps."""
+    is_replayed: bool = False
+    """Whether it was started with a whole recording, so that its place says no more than that of the recording."""
+
+    @property
+    def seen(self) -> SeenKernel:
+        """What it is matched by."""
+        return SeenKernel(
+            name=self.timed.name, grid=self.grid, device=self.timed.device, seconds=self.timed.seconds
+        )  # fmt: skip
+
+
+def read_trace(events: Iterable[Event], name_layer: Callable[[int], str]) -> list[ReadKernel]:
+    """Return the kernels of a trace, in order of their begin; the operators where no GPU has worked.
+
+    Parameters
+    ----------
+    events
+        ``traceEvents`` of the file.
+    name_layer
+        Returns the layer that made an autograd's node of a number; see ``PlaceWatch``.
+
+    Raises
+    ------
+    VolsegError
+        If no step is marked in it, or nothing ran.
+    """
+    whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    # Moments since the machine was started: of so large numbers little is left where two are subtracted.
+    origin = min((event["ts"] for event in whole), default=0.0)
+    whole = [{**event, "ts": event["ts"] - origin} for event in whole]
+    steps = _find_steps(whole)
+    if not steps:
+        raise VolsegError(f"the trace holds no range named {MARK}{OUTSIDE} N, so no step is known in it")
+    kernels = [event for event in whole if event.get("cat") in OF_GPU]
+    threads = _Threads(whole, steps, name_layer)
+    found = _read_gpu(kernels, whole, threads) if kernels else threads.list_operators()
+    if not found:
+        raise VolsegError(f"the trace holds {len(whole)} ranges, and neither a kernel nor an operator among them")
+    return sorted(found, key=lambda kernel: kernel.timed.start)
+
+
+def replace_replayed(kernels: Sequence[ReadKernel], eager: Sequence[ReadKernel]) -> tuple[list[ReadKernel], float]:
+    """Return kernels with the places of the same kernels of an eager step, and the part of their time that has some.
+
+    Parameters
+    ----------
+    kernels
+        Of steps that are replayed, or in whose trace no layer is marked.
+    eager
+        Of a step that is not.
+    """
+    reference = [(kernel.seen, kernel.timed.place) for kernel in eager if _is_of_step(kernel)]
+    by_step: dict[int, list[ReadKernel]] = defaultdict(list)
+    found = []
+    for kernel in kernels:
+        if _is_of_step(kernel):
+            assert kernel.step is not None
+            by_step[kernel.step].append(kernel)
+        else:
+            found.append(kernel)
+    matched = total = 0.0
+    for own in by_step.values():
+        places, part = match([kernel.seen for kernel in own], reference)
+        seconds = sum(kernel.timed.seconds for kernel in own)
+        matched, total = matched + part * seconds, total + seconds
+        found += [
+            replace(kernel, timed=replace(kernel.timed, place=_travelling(kernel.timed.name, place, alone=True)))
+            for kernel, place in zip(own, places, strict=True)
+        ]
+    return sorted(found, key=lambda kernel: kernel.timed.start), matched / total if total else 1.0
+
+
+def _is_of_step(kernel: ReadKernel) -> bool:
+    return kernel.step is not None and kernel.timed.place.direction != "augmentation"
+
+
+def _travelling(name: str, place: StepPlace, *, alone: bool) -> StepPlace:
+    return StepPlace(place.layer, "communication") if travels(name, alone=alone) else place
+
+
+def _find_steps(events: Iterable[Event]) -> list[tuple[float, float, int]]:
+    """Return begin, end and number of each step."""
+    begin = f"{MARK}{OUTSIDE} "
+    return sorted(
+        (event["ts"], event["ts"] + event["dur"], int(event["name"].removeprefix(begin)))
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith(begin)
+    )
+
+
+def _read_gpu(kernels: Sequence[Event], events: Iterable[Event], threads: "_Threads") -> list[ReadKernel]:
+    launches = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
+    }
+    found, alone = [], not any(travels(event["name"]) for event in kernels)
+    for event in kernels:
+        args = event.get("args", {})
+        launch = launches.get(args.get("correlation"))
+        place, step = StepPlace(OUTSIDE, "other"), None
+        if launch is not None:
+            place, step = threads.find_place(launch["tid"], launch["ts"])
+        found.append(
+            ReadKernel(
+                timed=TimedKernel(
+                    name=event["name"],
+                    place=_travelling(event["name"], place, alone=alone),
+                    start=event["ts"] * MICROSECOND,
+                    seconds=event["dur"] * MICROSECOND,
+                    device=int(args.get("device", 0)),
+                    stream=int(args.get("stream", 0)),
+                ),
+                grid=tuple(args.get("grid", ())),
+                step=step,
+                is_replayed=launch is not None and "GraphLaunch" in launch["name"],
+            )
+        )
+    return found
+
+
+class _Threads:
+    """Which ranges a moment of a thread lies in."""
+
+    def __init__(
+        self, events: Iterable[Event], steps: Sequence[tuple[float, float, int]], name_layer: Callable[[int], str]
+    ) -> None:
+        self._steps = steps
+        self._name_layer = name_layer
+        self._by_thread: dict[Any, list[Event]] = defaultdict(list)
+        self._begins_forward, self._begins_backward, self._ends_backward = [], [], []
+        for event in events:
+            if event.get("cat") not in ("user_annotation", "cpu_op"):
+                continue
+            self._by_thread[event["tid"]].append(event)
+            if event["name"].startswith(BACKWARD):
+                self._begins_backward.append(event["ts"])
+                self._ends_backward.append(event["ts"] + event["dur"])
+            elif event["name"].startswith(MARK) and not event["name"].startswith(f"{MARK}("):
+                self._begins_forward.append(event["ts"])
+        for own in self._by_thread.values():
+            own.sort(key=lambda event: (event["ts"], -event["dur"]))
+        self._begins = {thread: [event["ts"] for event in own] for thread, own in self._by_thread.items()}
+        self._around = {thread: _find_around(own) for thread, own in self._by_thread.items()}
+
+    def find_place(self, thread: Any, moment: float) -> tuple[StepPlace, int | None]:
+        """Return the place of what is started then, and the step."""
+        number = bisect_right(self._begins.get(thread, []), moment) - 1
+        return self._judge(thread, self._list_ranges(thread, number, moment), moment)
+
+    def list_operators(self) -> list[ReadKernel]:
+        """Return the outermost of torch's operators as kernels of the CPU."""
+        found = []
+        for thread, own in self._by_thread.items():
+            for number, event in enumerate(own):
+                ranges = self._list_ranges(thread, number, event["ts"])
+                if not _is_operator(event) or any(_is_operator(other) for other in ranges if other is not event):
+                    continue
+                place, step = self._judge(thread, ranges, event["ts"])
+                timed = TimedKernel(
+                    name=event["name"],
+                    place=_travelling(event["name"], place, alone=True),
+                    start=event["ts"] * MICROSECOND,
+                    seconds=event["dur"] * MICROSECOND,
+                )
+                found.append(ReadKernel(timed=timed, step=step))
+        return found
+
+    def _list_ranges(self, thread: Any, number: int, moment: float) -> list[Event]:
+        """Return the ranges around a moment, the innermost first; ``number`` is the last one that begins before it."""
+        found, own, around = [], self._by_thread[thread], self._around.get(thread, [])
+        while number >= 0:
+            event = own[number]
+            if event["ts"] + event["dur"] >= moment:
+                found.append(event)
+            number = around[number]
+        return found
+
+    def _judge(self, thread: Any, ranges: Sequence[Event], moment: float) -> tuple[StepPlace, int | None]:
+        step = next((number for begin, end, number in self._steps if begin <= moment <= end), None)
+        backward = next((event for event in ranges if event["name"].startswith(BACKWARD)), None)
+        mark = next((event for event in ranges if event["name"].startswith(MARK)), None)
+        layer = "" if mark is None else mark["name"].removeprefix(MARK)
+        if mark is not None and not layer.startswith(f"{OUTSIDE} "):  # which is the step itself
+            if layer == AUGMENTATION:
+                return StepPlace(AUGMENTATION, "augmentation"), step
+            within = backward is not None and ranges.index(mark) < ranges.index(backward)
+            return StepPlace(layer, "recompute" if within else "forward"), step
+        if backward is not None:
+            return StepPlace(self._name_node(thread, backward), "backward"), step
+        if any(event["name"].startswith(OPTIMIZING) for event in ranges):
+            return StepPlace(OPTIMIZER, "optimizer"), step
+        return self._judge_by_time(moment, step), step
+
+    def _name_node(self, thread: Any, event: Event) -> str:
+        """Return the layer of a node; one that adds to a gradient has no number, and follows that which computed it."""
+        own = self._by_thread[thread]
+        number = bisect_right(self._begins[thread], event["ts"]) - 1
+        while number >= 0:
+            sequence = own[number].get("args", {}).get(NUMBER)
+            if own[number]["name"].startswith(BACKWARD) and isinstance(sequence, int) and 0 <= sequence < 2**62:
+                return self._name_layer(sequence)
+            number -= 1
+        return OUTSIDE
+
+    def _judge_by_time(self, moment: float, step: int | None) -> StepPlace:
+        """Return the place of what no range tells: before the network, the loss, or what comes after backward."""
+        if step is None:
+            return StepPlace(OUTSIDE, "other")
+        begin, end, _ = next(each for each in self._steps if each[2] == step)
+        forward = [each for each in self._begins_forward if begin <= each <= end]
+        backward = [each for each in self._begins_backward if begin <= each <= end]
+        if backward and moment >= min(backward):
+            is_over = moment >= max(each for each in self._ends_backward if begin <= each <= end)
+            return StepPlace(OPTIMIZER, "optimizer") if is_over else StepPlace(OUTSIDE, "backward")
+        return StepPlace(LOSS, "forward") if forward and moment >= min(forward) else StepPlace(OUTSIDE, "other")
+
+
+def _find_around(events: Sequence[Event]) -> list[int]:
+    """Return for each range of a thread the number of the one around it, or -1."""
+    found, open_ranges = [], list[int]()
+    for number, event in enumerate(events):
+        while open_ranges and events[open_ranges[-1]]["ts"] + events[open_ranges[-1]]["dur"] <= event["ts"]:
+            open_ranges.pop()
+        found.append(open_ranges[-1] if open_ranges else -1)
+        open_ranges.append(number)
+    return found
+
+
+def _is_operator(event: Event) -> bool:
+    """Say whether a range is an operator of torch, and no node of autograd's around one."""
+    name = event["name"]
+    return event.get("cat") == "cpu_op" and "::" in name and not name.startswith(("autograd::", "torch::autograd"))

@@ -1,0 +1,140 @@
+"""What a step has to compute and to move for each layer, and how long a device needs for that at best."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from volseg.device.torch_internals import TorchDispatchMode
+from volseg.forecast.gpu_kinds import GpuKind
+from volseg.forecast.kernel_class import HALF, classify
+from volseg.forecast.kernel_work import describe_kernel, list_tensors
+from volseg.forecast.links import Links
+from volseg.forecast.timing import select_step
+from volseg.forecast.trace import KernelRun, Sent, StepTrace
+from volseg.profiling.kernels import LOSS, OPTIMIZER, OUTSIDE, PlacedWork, StepPlace, find_kind, travels
+from volseg.profiling.places import PlaceWatch
+
+__all__ = ["PlacedRuns", "list_work", "place_work"]
+
+
+class PlacedRuns:
+    """Kernels that were asked for, each with its place; a kernel is known by which object it is.
+
+    Parameters
+    ----------
+    watch
+        Says where the step is.
+    """
+
+    def __init__(self, watch: PlaceWatch) -> None:
+        self._watch = watch
+        self._found: dict[int, tuple[KernelRun, StepPlace]] = {}
+
+    def note(self, run: KernelRun) -> None:
+        """Put down that a kernel is asked for now."""
+        self._found[id(run)] = run, self._watch.find_place()
+
+    def find(self, run: KernelRun) -> StepPlace:
+        """Return the place of a kernel that was noted."""
+        return self._found[id(run)][1]
+
+    def items(self) -> list[tuple[KernelRun, StepPlace]]:
+        """Return all of them in order."""
+        return list(self._found.values())
+
+    @contextmanager
+    def noting(self) -> Iterator["PlacedRuns"]:
+        """Note the operators that really run in here: torch's, on any device."""
+        with _PlacingOperators(self):
+            yield self
+
+
+class _PlacingOperators(TorchDispatchMode):
+    def __init__(self, runs: PlacedRuns) -> None:
+        super().__init__()
+        self._runs = runs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        tensors = list_tensors((args, kwargs))
+        if tensors or list_tensors(out):
+            run = describe_kernel(func, args, kwargs, tensors, out, 0)
+            if run is not None:
+                self._runs.note(run)
+        return out
+
+
+def place_work(run: KernelRun, place: StepPlace, gpu: GpuKind | None = None, device: int = 0) -> PlacedWork:
+    """Return what a kernel has to do, and what a GPU needs for it at best.
+
+    Parameters
+    ----------
+    run
+        The kernel.
+    place
+        For what.
+    gpu
+        Which GPU; None of a device of unknown speed.
+    device
+        Its number.
+    """
+    classes = classify(run)
+    moved = [kernel.least_bytes or kernel.bytes_moved for kernel in classes]
+    flops = sum(kernel.flops for kernel in classes)
+    kind = {LOSS: "loss", OPTIMIZER: "optimizer"}.get(place.layer) or find_kind(run.name)
+    kind = "communication" if place.direction == "communication" else kind
+    if gpu is None:
+        return PlacedWork(name=run.name, place=place, kind=kind, flops=flops, bytes_moved=sum(moved), device=device)
+    peaks = gpu.peaks
+    by_bytes = [count / peaks.bandwidth for count in moved]
+    by_flops = [kernel.flops / (peaks.half if kernel.dtype == HALF else peaks.full) for kernel in classes]
+    return PlacedWork(
+        name=run.name,
+        place=place,
+        kind=kind,
+        flops=flops,
+        bytes_moved=sum(moved),
+        byte_bound=sum(by_bytes),
+        flop_bound=sum(by_flops),
+        bound=sum(map(max, by_bytes, by_flops)),
+        forecast=gpu.seconds(run),
+        device=device,
+    )
+
+
+def list_work(trace: StepTrace, runs: PlacedRuns, gpu: GpuKind, links: Links) -> list[PlacedWork]:
+    """Return what a followed step has to do, its messages among it.
+
+    Parameters
+    ----------
+    trace
+        What one device was asked for.
+    runs
+        Where its kernels belong.
+    gpu, links
+        Of which kind the devices are, and what connects them.
+    """
+    found, place = [], StepPlace(OUTSIDE, "other")
+    events = select_step(trace.events)
+    alone = not any(isinstance(event, Sent) for event in events)
+    for event in events:
+        if isinstance(event, KernelRun):
+            place = runs.find(event)
+            sends = travels(event.name, alone=alone)
+            own = StepPlace(place.layer, "communication") if sends else place
+            found.append(place_work(event, own, gpu, trace.device))
+        elif isinstance(event, Sent):
+            # It belongs to the layer whose kernel was asked for before it.
+            found.append(
+                PlacedWork(
+                    name=event.kind,
+                    place=StepPlace(place.layer, "communication"),
+                    kind="communication",
+                    flops=0,
+                    bytes_moved=event.size,
+                    forecast=links.seconds(event),
+                    device=trace.device,
+                )
+            )
+    return found

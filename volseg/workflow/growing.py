@@ -1,0 +1,33 @@
+"""What becomes of recorded steps where patches grow."""
+
+from typing import Protocol
+
+from volseg.workflow.hooks import Hook
+from volseg.workflow.training import Training
+
+__all__ = ["ForgetOldSizes"]
+
+
+class Growing(Protocol):
+    """Batches that have another size from some epoch on."""
+
+    def changes_at(self, epoch: int) -> bool:
+        """Say whether the patches of an epoch have another size than those of the one before."""
+
+
+class ForgetOldSizes(Hook):
+    """Free the recording of a step on patches of a size that will not come again, with the memory that it holds.
+
+    Parameters
+    ----------
+    batches : Growing
+        Of the training.
+    """
+
+    def __init__(self, batches: Growing) -> None:
+        self._batches = batches
+
+    def on_epoch_begin(self, training: Training) -> None:
+        """Free it where the size changes."""
+        if self._batches.changes_at(training.epoch):
+            training.step.release()

@@ -1,0 +1,191 @@
+"""The largest volume that really trains in each way, found by bisection from what is forecast to be the largest.
+
+    python workflows/benchmarks/largest_volumes.py --forecast > rows.json
+    python workflows/benchmarks/largest_volumes.py --rows rows.json --result volumes.json --seconds 50
+
+The first needs no GPU and takes minutes; the second takes GPUs. A volume grows along its first side. Each try trains
+three steps or more in a process of its own (`plan_accuracy.py`), which may reserve as much of a GPU as ``--memory``
+leaves beside CUDA and its libraries; who is out of memory did not train. Searches go on side by side, each with one try
+at a time: from the forecast up until one does not train, or down until one does, in growing strides, and then by
+halves. The JSON is rewritten after every round, and ``--rows volumes.json`` goes on with it.
+
+Without a GPU ``--device cpu --pretended-voxels N`` tries the script itself: what has more voxels is out of memory.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from plan_accuracy import ENVIRONMENT, Pool, write
+from spatial_largest import next_side
+
+Row = dict[str, Any]
+
+UNIT = 16
+"""Planes by which volumes grow: what every network of the list divides a side by."""
+
+FIRST = 384
+"""Planes at which the search of the forecast begins."""
+
+GIB = 2**30
+
+
+def main() -> None:
+    """Forecast, or search on GPUs, and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--forecast", action="store_true", help="print the searches with what is forecast of them")
+    parser.add_argument("--rows", type=Path, help="JSON: searches as --forecast printed them, or an earlier result")
+    parser.add_argument("--result", type=Path, help="JSON to write")
+    parser.add_argument("--memory", type=float, default=16, metavar="GIB", help="of each GPU that is planned for")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORDS", help="searches whose name has these")
+    parser.add_argument("--seconds", type=float, default=50, help="after which no try is begun")
+    parser.add_argument("--limit", type=float, default=40, help="seconds for one try")
+    parser.add_argument("--gpus", type=int, help="default all that are visible")
+    parser.add_argument("--ahead", type=int, default=4, help="processes that wait for their turn")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--pretended-voxels", type=int, help="with --device cpu: more are out of memory")
+    chosen = parser.parse_args()
+    rows = json.loads(chosen.rows.read_text(encoding="utf-8")) if chosen.rows else list_searches()
+    rows = rows["rows"] if isinstance(rows, dict) else rows
+    rows = [row for row in rows if all(words in name_search(row) for words in chosen.only)]
+    if chosen.forecast:
+        print(json.dumps([row | foretell(row, int(chosen.memory * GIB)) for row in rows], indent=1))
+    elif chosen.result is None:
+        parser.error("name the file for the result by --result")
+    else:
+        measure_all(rows, chosen)
+
+
+def list_searches() -> list[Row]:
+    """Return what to search: networks by ways to run them, one plane of `UNIT` deep."""
+    plain = {"batch": 1, "precision": "bf16", "layout": "contiguous", "ema": None, "history": False}
+    way = {"spatial": 1, "pipeline": 1, "split_size": None, "checkpoint": None, "kernels": "fast", "recorded": False}
+    row = {**plain, **way}
+    dynunet, vnet = (
+        {**row, "net": net, "patch": [UNIT, side, side]} for net, side in (("dynunet", 160), ("vnet", 128))
+    )
+    segresnet, unet = ({**row, "net": net, "patch": [UNIT, 160, 160]} for net in ("segresnet", "unet"))
+    return [
+        dynunet,
+        {**vnet, "kernels": "torch"},
+        {**segresnet, "checkpoint": "all"},
+        {**dynunet, "recorded": True},
+        {**dynunet, "checkpoint": "all"},
+        {**dynunet, "spatial": 2},
+        {**vnet, "recorded": True},
+        unet,
+        {**segresnet, "spatial": 2, "checkpoint": "all"},
+        {**vnet, "kernels": "torch", "pipeline": 2, "split_size": 1, "batch": 2},
+    ]
+
+
+def name_search(row: Row) -> str:
+    """Return a search as one word per choice: the name of its rows without their first side."""
+    # It imports torch and volseg.
+    from plan_accuracy_rows import name_row
+
+    return str(name_row(row)).replace(f" {row['patch'][0]}x", " Nx", 1)
+
+
+def at_side(row: Row, side: int) -> Row:
+    """Return the configuration whose first side has so many planes."""
+    resized = {**row, "patch": [side, *row["patch"][1:]]}
+    return {key: value for key, value in resized.items() if key not in ("tries", "name", "forecast_side")}
+
+
+def foretell(row: Row, gpu_bytes: int) -> Row:
+    """Return the first side of the largest that is forecast to train, and what torch may reserve of a GPU then."""
+    # It imports torch and volseg.
+    from plan_accuracy_compared import forecast_row
+
+    outside, tries = 0, []
+    while (side := next_side(tries, FIRST, UNIT)) is not None:
+        memory = (found := forecast_row(at_side(row, side), gpu_bytes=gpu_bytes)).memory
+        if memory is None:
+            raise SystemExit(f"{name_search(row)} is not followed: {found.refused}")
+        outside = max(outside, memory.outside)
+        tries.append({"side": side, "fits": memory.total <= gpu_bytes})
+    return {"forecast_side": find_largest(tries), "limit_bytes": gpu_bytes - outside}
+
+
+def find_largest(tries: Sequence[Row]) -> int:
+    """Return the largest side that trained; 0 where none has."""
+    return max((found["side"] for found in tries if found["fits"]), default=0)
+
+
+def measure_all(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
+    """Go on with all searches, a try of each at a time, until they end or the time is up."""
+    # In a process of its own: who asks torch about GPUs takes memory of the first.
+    asked = subprocess.run([sys.executable, "-c", ENVIRONMENT], stdout=subprocess.PIPE, encoding="utf-8", check=True)
+    report: Row = {"command": shlex.join(["python", *sys.argv]), "environment": json.loads(asked.stdout)}
+    report["rows"] = rows
+    until = time.monotonic() + chosen.seconds
+    chosen.histories = None
+    with tempfile.TemporaryDirectory() as scratch:
+        pool = Pool(chosen, Path(scratch), chosen.ahead)
+        try:
+            while time.monotonic() < until:
+                tries = list(list_tries(rows, chosen.pretended_voxels))
+                if not tries:
+                    break
+                run_round(tries, rows, lambda waiting: pool.measure(waiting, until))
+                write(report | {"summary": list(map(summarise, rows))}, chosen.result)
+        finally:
+            pool.end()
+    report["summary"] = list(map(summarise, rows))
+    write(report, chosen.result)
+    print(json.dumps(report["summary"], indent=1))
+
+
+def list_tries(rows: Sequence[Row], pretended_voxels: int | None) -> Iterator[Row]:
+    """Yield the next try of each search that goes on, with the search's number."""
+    for number, row in enumerate(rows):
+        side = None if has_failed(row) else next_side(row.get("tries", ()), row["forecast_side"] or UNIT, UNIT)
+        if side is not None:
+            yield at_side(row, side) | {"pretended_voxels": pretended_voxels, "search": number}
+
+
+def has_failed(row: Row) -> bool:
+    """Say whether a try ended by something else than a lack of memory."""
+    return any("failed" in found for found in row.get("tries", ()))
+
+
+def run_round(tries: Sequence[Row], rows: Sequence[Row], measure: Callable[[Sequence[Row]], Iterator[Row]]) -> None:
+    """Run a try of each search, and put down what became of it."""
+    # It imports torch and volseg.
+    from plan_accuracy_rows import name_row
+
+    for found in measure([{"name": name_row(row), **row} for row in tries]):
+        told = {key: found[key] for key in ("failed", "out_of_memory", "wall_s", "seconds") if key in found}
+        for kind in ("max_memory_reserved", "max_memory_allocated"):
+            told |= {kind: max(found[kind])} if found.get(kind) else {}
+        told |= {"statistics": found["memory_stats_at_end"]} if found.get("memory_stats_at_end") else {}
+        fits = not {"failed", "out_of_memory"} & told.keys()
+        rows[found["search"]].setdefault("tries", []).append({"side": found["patch"][0], "fits": fits, **told})
+        print(f"{found['name']}: {'trained' if fits else 'did not train'}", flush=True)
+
+
+def summarise(row: Row) -> Row:
+    """Return what a search came to."""
+    tries, forecast = row.get("tries", ()), row["forecast_side"]
+    largest = find_largest(tries)
+    found = {
+        "name": name_search(row),
+        "largest_forecast": forecast,
+        "largest_that_trained": largest,
+        "first_that_did_not": min((one["side"] for one in tries if not one["fits"]), default=None),
+        "trained_over_forecast": largest / forecast if forecast else None,
+        "is_over": has_failed(row) or next_side(tries, forecast or UNIT, UNIT) is None,
+    }
+    return found | ({"failed": True} if has_failed(row) else {})
+
+
+if __name__ == "__main__":
+    main()

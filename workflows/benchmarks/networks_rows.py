@@ -1,0 +1,279 @@
+"""The rows of ``networks.py``, and what the processes of one do: build a step, wait for their turns, time it.
+
+A process speaks in lines of JSON: told what to measure it answers ``{"ready": ...}``, told ``turn`` it runs some steps
+and answers ``{"ms": ...}``. Whatever goes wrong is an answer too: ``{"error": ...}``.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+import torch
+from monai.losses import DiceCELoss
+from networks_listed import CLASSES, build, find_logits
+from torch import Tensor, nn
+
+from volseg.device.torch_internals import tree_map
+from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
+from volseg.parallel import FastKernels, ModelParallel
+from volseg.parallel.batches import from_slab, slab_shape
+from volseg.parallel.recorded_step import RecordedStep
+from volseg.parallel.verification.comparison import default_objective, eager_step, find_differences, observe
+
+__all__ = ["BY_DEFAULT", "ROWS", "MeasuredStep", "Row", "check_exactness", "work"]
+
+Row = dict[str, Any]
+
+DEFAULT, OVERHEAD, TRIALS = "default", "reduce-overhead", "max-autotune-no-cudagraphs"
+
+ROWS: dict[str, Row] = {
+    "plain": {"kind": "plain"},
+    "plain, channels last": {"kind": "plain", "channels_last": True},
+    "compiled": {"kind": "plain", "compile": DEFAULT},
+    "compiled, channels last": {"kind": "plain", "compile": DEFAULT, "channels_last": True},
+    "compiled, reduce-overhead": {"kind": "plain", "compile": OVERHEAD},
+    "compiled, reduce-overhead, channels last": {"kind": "plain", "compile": OVERHEAD, "channels_last": True},
+    "compiled with the loss, channels last": {
+        "kind": "plain", "compile": DEFAULT, "channels_last": True, "with_loss": True,
+    },
+    "compiled, max-autotune": {"kind": "plain", "compile": TRIALS},
+    "compiled, max-autotune, channels last": {"kind": "plain", "compile": TRIALS, "channels_last": True},
+    "ours": {"kind": "ours"},
+    "ours, recorded": {"kind": "ours", "record": True},
+    "exactness": {"kind": "exactness"},
+    "ours on each GPU alone": {"kind": "ours", "record": True, "gpus": 2},
+    "ours on 2 GPUs": {"kind": "slabs", "record": True, "gpus": 2},
+}  # fmt: skip
+"""By name. Those of one GPU are compared with one another, and those of two GPUs with one another."""
+
+BY_DEFAULT = tuple(name for name in ROWS if "max-autotune" not in name)
+
+WARM_UP = 5
+"""Steps before any that is timed: kernels are compiled, chosen and recorded in them."""
+
+WINDOW_S = 0.4
+"""So long a turn lasts, but for at least three steps."""
+
+
+def work() -> None:
+    """Do what the lines of the standard input say, until it ends."""
+    warnings.simplefilter("ignore")
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever libraries print is no answer
+    status = 0
+    try:
+        serve(json.loads(sys.stdin.readline()), answers)
+    except BaseException as fault:  # whatever it is, it is the result of this row
+        _answer(answers, {"error": f"{type(fault).__name__}: {fault}"[:2000], "trace": traceback.format_exc()[-3000:]})
+        status = 1
+    # Not the interpreter's own end: NCCL waits there for recordings that are still alive.
+    os._exit(status)
+
+
+def _answer(answers: TextIO, told: Row) -> None:
+    answers.write(json.dumps(told) + "\n")
+    answers.flush()
+
+
+def serve(row: Row, answers: TextIO) -> None:
+    """Build a row's step, and run it whenever it is its turn."""
+    device = find_device(row)
+    if row["kind"] == "exactness":
+        _answer(answers, {"ready": check_exactness(row, device)})
+        return
+    step = MeasuredStep(row, device)
+    _answer(answers, {"ready": step.warm_up()})
+    for line in sys.stdin:
+        if line.strip() != "turn":
+            break
+        _answer(answers, {"ms": step.time()})
+
+
+def find_device(row: Row) -> torch.device:
+    """Return the device of this process, which its row names."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = row["kind"] != "exactness"
+    if row.get("gpus", 1) > 1:
+        number = row["number"]
+        os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(row["gpus"])}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(row["port"])}
+    if row["device"] == "cpu":
+        torch.set_num_threads(1)
+        return torch.device("cpu")
+    device = torch.device("cuda", row["number"] if row.get("gpus", 1) > 1 else row["gpu"])
+    torch.cuda.set_device(device)
+    return device
+
+
+class MeasuredStep:
+    """Forward, loss, backward and SGD in bfloat16 on one volume that stays the same, as a row says.
+
+    Parameters
+    ----------
+    row : dict
+        As ``ROWS`` has it, with ``network``, ``sides`` of one GPU, ``small``.
+    device : torch.device
+        Of this process.
+    """
+
+    def __init__(self, row: Row, device: torch.device) -> None:
+        self.row, self.device = row, device
+        self.is_gpu = device.type == "cuda"
+        processes = row.get("gpus", 1)
+        whole = (1, 1, row["sides"][0] * (processes if row["kind"] == "slabs" else 1), *row["sides"][1:])
+        net = build(row["network"], whole[2:], small=row["small"]).to(device).train()
+        self.model = self._place(net)
+        self.run: Callable[..., Tensor] = self._make_step()
+        generator = torch.Generator(device).manual_seed(1)
+        own = slab_shape(self.model, whole) if row["kind"] == "slabs" else whole  # type: ignore[arg-type]
+        self.image: Any = torch.randn(own, device=device, generator=generator)
+        self.label: Any = torch.randint(0, CLASSES, own, device=device, dtype=torch.uint8, generator=generator)
+        if row["kind"] == "slabs":
+            parts = (self.image, self.label)
+            self.image, self.label = (from_slab(self.model, part, whole) for part in parts)  # type: ignore[arg-type]
+        elif row.get("channels_last"):
+            self.image = self.image.contiguous(memory_format=torch.channels_last_3d)
+        if processes > 1 and not torch.distributed.is_initialized():
+            torch.distributed.init_process_group(device_id=device if self.is_gpu else None)
+        self.records = bool(row.get("record")) and self.is_gpu  # there is nothing to record on a CPU
+        if self.records:
+            self.run = RecordedStep(self.model, self.run)  # type: ignore[arg-type]
+        self.steps = 3
+
+    def _place(self, net: nn.Module) -> nn.Module:
+        if self.row["kind"] == "ours":
+            return FastKernels(net, self.device)
+        if self.row["kind"] == "slabs":
+            return ModelParallel(net, strategy="spatial")
+        if self.row.get("channels_last"):
+            net.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+        return net
+
+    def _make_step(self) -> Callable[[Any, Any], Tensor]:
+        optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9, nesterov=True)
+        monai_loss, plain = DiceCELoss(softmax=True, to_onehot_y=True), self.row["kind"] == "plain"
+
+        def run_forward(image: Any, label: Any) -> Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                logits = find_logits(self.model(image))
+            return monai_loss(logits.float(), label) if plain else dice_cross_entropy(logits, label, Terms())
+
+        mode = self.row.get("compile")
+        if mode is not None and self.row.get("with_loss"):
+            run_forward = torch.compile(run_forward, mode=mode)
+        elif mode is not None:
+            self.model = torch.compile(self.model, mode=mode)  # type: ignore[assignment]
+
+        def step(image: Any, label: Any) -> Tensor:
+            if mode == OVERHEAD:
+                torch.compiler.cudagraph_mark_step_begin()
+            optimizer.zero_grad(set_to_none=True)
+            loss = run_forward(image, label)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    def warm_up(self) -> Row:
+        """Run until nothing is compiled, chosen or recorded any more; return memory, the loss, and seconds of it."""
+        begin = time.perf_counter()
+        used = 0
+        for number in range(WARM_UP):
+            if self.records and number == self.run.warm_up:  # type: ignore[attr-defined]  # this call records
+                torch.cuda.reset_peak_memory_stats(self.device)
+            loss = self.run(self.image, self.label)
+        first = float(loss)
+        told: Row = {"warm_up_s": time.perf_counter() - begin, "loss": first, "recorded": self.records}
+        if self.records and self.run.refused is not None:  # type: ignore[attr-defined]
+            raise RuntimeError(f"nothing was recorded: {self.run.refused}")  # type: ignore[attr-defined]
+        if self.is_gpu:
+            used = torch.cuda.max_memory_allocated(self.device)
+            if not self.records and self.row.get("compile") != OVERHEAD:  # what choosing kernels took is no step's
+                self._give_back()
+                torch.cuda.reset_peak_memory_stats(self.device)
+                self.run(self.image, self.label)
+                used = torch.cuda.max_memory_allocated(self.device)
+            voxels = self.row["sides"][0] * self.row["sides"][1] * self.row["sides"][2]
+            reserved = torch.cuda.memory_reserved(self.device)
+            told |= {"used_bytes_per_voxel": used / voxels, "reserved_bytes_per_voxel": reserved / voxels}
+        begin = time.perf_counter()
+        self.run(self.image, self.label)
+        self._wait()
+        self.steps = max(3, min(50, int(WINDOW_S / (time.perf_counter() - begin))))
+        if not self.is_gpu:
+            self.steps = 1
+        if self.row.get("gpus", 1) > 1:  # all processes take the same number of steps
+            agreed = torch.tensor([self.steps], device=self.device)
+            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MIN)
+            self.steps = int(agreed)
+        self._give_back()
+        return told
+
+    def time(self) -> float:
+        """Return the milliseconds of a step, the mean over a turn: the device is waited for at its ends only."""
+        self.run(self.image, self.label)  # memory that was given back for the others' turns is taken again
+        self._wait()
+        begin = time.perf_counter()
+        for _ in range(self.steps):
+            self.run(self.image, self.label)
+        self._wait()
+        ms = (time.perf_counter() - begin) / self.steps * 1e3
+        self._give_back()
+        return ms
+
+    def _wait(self) -> None:
+        if self.row.get("gpus", 1) > 1:
+            torch.distributed.barrier()
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def _give_back(self) -> None:
+        """Leave the memory to the others, whose turn it is."""
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+
+def check_exactness(row: Row, device: torch.device) -> Row:
+    """Return how far ours lies from the plain network in float32, and each of them from float64.
+
+    Two steps of gradient descent: outputs, every gradient, buffers and parameters; the largest error relative to the
+    largest value of its tensor.
+    """
+    sides = tuple(row["sides"])
+    image = torch.randn(1, 1, *sides, generator=torch.Generator().manual_seed(2))
+
+    def look(kind: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+        net = build(row["network"], sides, small=row["small"]).to(device, dtype).train()
+        model = FastKernels(net, device) if kind == "ours" else net
+        seen = observe(model, [image.to(device, dtype)], eager_step(model, default_objective), steps=2, leaves=False)
+        named = [{name: value for name, value in values.items() if isinstance(value, Tensor)} for values in seen]
+        return tree_map(lambda leaf: leaf.float() if isinstance(leaf, Tensor) else leaf, named)
+
+    plain, ours = look("plain", torch.float32), look("ours", torch.float32)
+    found = {"ours_to_plain": worst(plain, ours)}
+    if row.get("to_float64", True):
+        exact = look("plain", torch.float64)
+        found |= {"plain_to_float64": worst(exact, plain), "ours_to_float64": worst(exact, ours)}
+    return found
+
+
+def worst(theirs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the largest error of the outputs, of the gradients, and of all else, in either step."""
+    found = {"outputs": 0.0, "gradients": 0.0, "others": 0.0}
+    for one, other in zip(theirs, ours, strict=True):
+        for name, error in find_differences(one, other).errors.items():
+            group = {"output": "outputs", "gradient": "gradients"}.get(name.partition(" ")[0], "others")
+            found[group] = error if error != error else max(found[group], error)
+    return found
+
+
+if __name__ == "__main__":
+    work()

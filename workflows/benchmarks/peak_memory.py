@@ -1,0 +1,178 @@
+"""What is alive where a training step takes most memory: followed on a GPU that is not there, block by block.
+
+    python workflows/benchmarks/peak_memory.py --net dynunet --shape 160 320 320 --checkpoint all
+
+prints the bytes per voxel that are used and reserved, and every block of memory that is alive at the peak: how much,
+who asked for it, in which layer, and in which part of the step. It takes seconds and no GPU. ``--json`` appends what
+was found, for a table.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from spatial import build
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from volseg.forecast.allocator import AllocatorSettings, find_memory_use
+from volseg.forecast.candidate import Candidate
+from volseg.forecast.following import FollowedStep
+from volseg.forecast.gpu_kinds import find_kind
+from volseg.forecast.trace import Allocate, Free, KernelRun, Mark, StepTrace
+from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
+from volseg.parallel.candidates.running import follow_candidate
+from volseg.parallel.candidates.work import Work
+
+CLASSES = 3
+BESIDE = ("volseg/forecast/", "volseg/device/pretended", "volseg/device/torch_internals", "peak_memory", "/torch/")
+"""Code that is on every call's way to a block of memory."""
+
+
+class Owner(NamedTuple):
+    """Who asked for a block."""
+
+    layer: str
+    place: str
+
+
+def main() -> None:
+    """Follow a step, and print what is alive at its peak."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--net", default="dynunet", choices=("dynunet", "vnet", "small"))
+    parser.add_argument("--shape", type=int, nargs=3, default=[160, 320, 320], metavar=("D", "H", "W"))
+    parser.add_argument("--checkpoint", default=None, help="all, tiled, or a number of finest levels")
+    parser.add_argument("--recorded", action="store_true", help="as one CUDA graph")
+    parser.add_argument("--gpus", type=int, default=1, help="which share the volume, a process each")
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--least", type=float, default=1.0, help="bytes per voxel of what is listed by itself")
+    parser.add_argument("--json", type=Path, help="list of results to append to")
+    chosen = parser.parse_args()
+    levels = chosen.checkpoint
+    checkpoint = int(levels) if levels is not None and levels.isdigit() else levels
+    candidate = Candidate(spatial=chosen.gpus, checkpoint=checkpoint, recorded=chosen.recorded)
+    owners: dict[int, Owner] = {}
+    with noting_owners(owners):
+        traces = follow_candidate(describe_work(chosen.net, chosen.shape), candidate, find_kind(chosen.gpu))
+    found = summarise(traces[-1], chosen, owners)
+    if chosen.json is not None:
+        before = json.loads(chosen.json.read_text(encoding="utf-8")) if chosen.json.exists() else []
+        chosen.json.write_text(json.dumps([*before, found], indent=1) + "\n", encoding="utf-8")
+
+
+def describe_work(net: str, shape: Sequence[int]) -> Work:
+    """Return the step that ``spatial.py`` measures."""
+
+    def make_batch(rows: int, device: torch.device) -> dict[str, Tensor]:
+        size = rows, 1, *shape
+        label = torch.empty(size, dtype=torch.uint8, device=device)
+        return {"image": torch.empty(size, device=device), "label": label}
+
+    def build_step(model: nn.Module, optimizer: Optimizer) -> Any:
+        def step(batch: dict[str, Any]) -> Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(batch["image"].device.type, torch.bfloat16):
+                output = model(batch["image"])
+            loss = dice_cross_entropy(output, batch["label"], Terms())
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    return Work(
+        build=partial(build, net),
+        shape=(1, 1, *shape),
+        make_batch=make_batch,
+        build_optimizer=lambda model: SGD(model.parameters(), 1e-3, momentum=0.9, nesterov=True),
+        build_step=build_step,
+        precision=torch.bfloat16,
+        name=net,
+    )
+
+
+@contextmanager
+def noting_owners(owners: dict[int, Owner]) -> Iterator[None]:
+    """Note who asks for each block, by its number."""
+    take = FollowedStep._take
+
+    def take_and_note(self: FollowedStep, key: int, *args: Any) -> None:
+        take(self, key, *args)
+        owners[self._blocks] = find_owner()
+
+    FollowedStep._take = take_and_note  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FollowedStep._take = take  # type: ignore[method-assign]
+
+
+def find_owner() -> Owner:
+    """Read the layer and the place in our code off the call stack."""
+    places: list[str] = []
+    layer = ""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module) and not layer:
+            layer = type(caller).__name__
+        if "/volseg/" in path and not any(part in path for part in BESIDE):
+            places.append(f"{Path(path).stem}.{frame.f_code.co_qualname}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return Owner(layer, " < ".join(places[:3]))
+
+
+def summarise(trace: StepTrace, chosen: argparse.Namespace, owners: dict[int, Owner]) -> dict[str, Any]:
+    """Print what is alive at the peak; return the figures."""
+    voxels = prod(chosen.shape) / chosen.gpus
+    part, used, peak = "", 0, 0
+    alive: dict[int, tuple[int, str]] = {}
+    at_peak: dict[int, tuple[int, str]] = {}
+    of_parts: Counter[str] = Counter()
+    for event in trace.events:
+        match event:
+            case Allocate(block, size):
+                alive[block] = size, part
+                used += size
+                of_parts[part] = max(of_parts[part], used)
+                if used > peak:
+                    peak, at_peak = used, dict(alive)
+            case Free(block):
+                used -= alive.pop(block)[0]
+            case Mark(name):
+                part = name
+    use = find_memory_use(trace, AllocatorSettings.find())
+    kernels = [event for event in trace.events if isinstance(event, KernelRun)]
+    seconds = sum(map(find_kind(chosen.gpu).seconds, kernels[len(kernels) // 2 :]))
+    for block, (size, when) in at_peak.items():
+        if size / voxels >= chosen.least:
+            print(f"{size / voxels:8.1f}  {when:9}  {owners[block].layer:24}  {owners[block].place}")
+    rest = sum(size for size, _ in at_peak.values() if size / voxels < chosen.least)
+    print(f"{rest / voxels:8.1f}  in smaller blocks")
+    found = {
+        "net": chosen.net,
+        "shape": chosen.shape,
+        "gpus": chosen.gpus,
+        "checkpoint": chosen.checkpoint,
+        "recorded": chosen.recorded,
+        "expandable_segments": AllocatorSettings.find().expandable_segments,
+        "used_bytes_per_voxel": round(use.used / voxels, 1),
+        "reserved_bytes_per_voxel": round(use.reserved / voxels, 1),
+        "peaks_of_parts": {name: round(size / voxels, 1) for name, size in of_parts.items()},
+        "kernels_ms": round(seconds * 1e3, 1),
+    }
+    print(json.dumps(found))
+    return found
+
+
+if __name__ == "__main__":
+    main()
