@@ -1,8 +1,12 @@
 """Run folders in which somebody, or a disk, changed a value: each report is written, and says what it leaves out."""
 
+import contextlib
 import json
 import math
 import random
+import shutil
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -92,7 +96,7 @@ def write_content(file, content):
     file.write_text(text, encoding="utf-8")
 
 
-def attack(folder, names, *, changes=8):
+def attack(folder, names, *, changes=5):
     """Write both reports and ask for the status with each of some changes of each file; return what failed."""
     draw, failed = random.Random(0), []
     for name in names:
@@ -157,6 +161,56 @@ def test_what_is_left_out_is_told_with_its_reason(run):
         assert words in page
     for heading in ("Scores", "Curves", "Config"):
         assert f"<h2>{heading}</h2>" in page
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Return a folder that is a disk of its own, of 400 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder]
+    mounted = shutil.which("mount") and subprocess.run(command, check=False, capture_output=True)
+    if not mounted or mounted.returncode:
+        pytest.skip("a disk of its own cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def say(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "volseg", *arguments], capture_output=True, encoding="utf-8", check=False
+    )
+    return done.returncode, done.stderr.strip()
+
+
+def test_a_disk_that_is_full_or_takes_nothing_is_one_sentence(small_disk, tmp_path):
+    run = make_run(small_disk / "run", cases=3, epochs=2, overlays=False)
+    page = write_report(run)
+    kept = page.read_bytes()
+    with contextlib.suppress(OSError):
+        (small_disk / "rest").write_bytes(bytes(400 * 1024))
+    status, told = say("report", str(run))
+    assert status == 1
+    assert "No space left on device; free space, or name another folder" in told
+    assert len(told.splitlines()) == 1
+    assert page.read_bytes() == kept, "the page that was there stays"
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    status, told = say("report", str(run))
+    assert status == 1
+    assert "Read-only file system; free space, or name another folder" in told
+    assert len(told.splitlines()) == 1
+    assert say("report", str(run), "-o", str(tmp_path / "page.html")) == (0, "")
+    assert say("status", str(run)) == (0, "")
+
+
+def test_a_run_that_lies_elsewhere_now_is_told_of_from_there(run, tmp_path):
+    moved = tmp_path / "another disk" / "kept"
+    shutil.copytree(run, moved)
+    shutil.rmtree(run)
+    page = write_report(moved).read_text(encoding="utf-8")
+    assert f"from {moved}" in page
+    assert f"volseg train &#x27;{moved}/config.yaml&#x27;" in page or f"volseg predict &#x27;{moved}&#x27;" in page
+    assert str(run) not in page.replace(str(moved), "")
 
 
 def change_file(file, place, value):
