@@ -1,7 +1,11 @@
 """The page that a training leaves, however it ends, and that never costs one."""
 
+import html
 import math
+import re
+import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -9,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from volseg.data import load_task
 from volseg.data.twins import make_twin
 from volseg.errors import ConfigError, NonFiniteLossError
-from volseg.experiment import train
+from volseg.experiment import load_config, train
 from volseg.monitoring.run_files import read_times
 from volseg.reporting import write_report
 from volseg.workflow.hooks import Hook
@@ -68,6 +72,22 @@ def test_an_interrupted_training_leaves_one_and_what_came_before_a_resume_counts
     assert " in 2 parts, as it was resumed" in report
     assert math.fsum(part.seconds for part in parts) > parts[-1].seconds
     assert outcome.validated is not None
+
+
+def test_a_run_that_was_moved_goes_on_where_it_lies_as_its_page_says(configured, tmp_path):
+    config = configured()
+    with pytest.raises(KeyboardInterrupt):
+        train(config, hooks=[EndAt(KeyboardInterrupt())])
+    moved = tmp_path / "moved here"
+    config.folder.rename(moved)
+    page = html.unescape(write_report(moved).read_text(encoding="utf-8"))
+    (command,) = re.findall(r"volseg train (.+?)</pre>", page)
+    file, option, place, resume = shlex.split(command)
+    assert (option, resume) == ("-o", "--resume")
+    outcome = train(load_config(Path(file), [f"output={place}"]), resume=True)
+    assert outcome.folder.path == moved
+    assert [record.epoch for record in outcome.history] == [0, 1]
+    assert not config.folder.exists()
 
 
 def test_a_training_that_failed_says_why(configured):

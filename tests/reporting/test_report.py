@@ -116,7 +116,7 @@ def test_an_unfinished_run_says_how_far_it_came_and_how_it_goes_on(run, state):
     status = RunStatus(state=state, time=BEGUN, started=BEGUN, host="h", pid=1, best=0.7123, message=message)
     write_status(run / "status.json", status)
     page = read_page(run)
-    assert spell(f"volseg train {run / 'config.yaml'} --resume") in page.texts
+    assert spell(f"volseg train {run / 'config.yaml'} -o {run} --resume") in page.texts
     assert "best mean Dice so far" in page.texts
     assert "0.7123" in page.texts
     assert state in page.text

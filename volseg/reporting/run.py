@@ -390,7 +390,8 @@ def _list_commands(record: RunRecord, state: str) -> list[tuple[str, str]]:
     board = ("See curves and slices in a browser:", f"tensorboard --logdir {quote(str(record.folder / 'tensorboard'))}")
     if state != "finished":
         return [
-            ("Go on with the training:", f"volseg train {config} --resume"),
+            # With its place: the config names the one at which it was begun, from which the folder may have been moved.
+            ("Go on with the training:", f"volseg train {config} -o {folder} --resume"),
             board,
             ("Write this page anew:", f"volseg report {folder}"),
         ]
