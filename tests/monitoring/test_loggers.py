@@ -165,6 +165,15 @@ def test_a_logger_that_cannot_begin_ends_the_training_before_its_first_batch():
     assert failing.events == last.events == []
 
 
+def test_one_logger_is_enough_and_what_is_none_is_refused_at_once():
+    heard = Heard()
+    TrainingLog(heard).on_training_begin(FinishedTraining())
+    assert heard.events[0][0] == "begin"
+    for wrong in ("tensorboard", TensorBoard, 3):
+        with pytest.raises(ConfigError, match=r"TrainingLog takes volseg\.monitoring\.loggers\.Logger, got "):
+            TrainingLog([wrong])
+
+
 def test_scalars_that_cannot_be_told_are_said_once_and_the_others_come(caplog):
     def broken():
         return {"gpu/0/idle_share": 1 / 0}

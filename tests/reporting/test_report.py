@@ -187,6 +187,19 @@ def test_a_cross_validation_has_a_page_of_its_own(tmp_path):
     assert "cross_validation.json is not there" in page.text
 
 
+def test_commands_name_the_files_of_components_of_ones_own(run):
+    source = {"file": "/home/me/my net.py", "sha256": "0"}
+    told = [{"kind": kind, "name": "mine", "from": source} for kind in ("network", "loss")]
+    told.append({"kind": "hook", "name": "theirs", "from": {"package": "theirs", "version": "1"}})
+    (run / "components.json").write_text(json.dumps(told), encoding="utf-8")
+    page = read_page(run)
+    assert spell(f"volseg predict {run} IMAGES... -o predictions --components '/home/me/my net.py'") in page.texts
+    (run / "components.json").write_text('{"a": 1}', encoding="utf-8")
+    page = read_page(run)
+    assert spell(f"volseg predict {run} IMAGES... -o predictions") in page.texts
+    assert "components.json cannot be read" in page.text
+
+
 def test_another_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"is no run folder and no cross-validation: it has neither config\.yaml nor"):
         write_report(tmp_path)

@@ -21,7 +21,7 @@ def export(
             metavar="RUN|CV", autocompletion=complete_run, help="Folder of `volseg train` or `volseg cross-validate`."
         ),
     ],
-    old_output: Annotated[Path | None, typer.Argument(hidden=True)] = None,
+    old_output: Annotated[Path | None, typer.Argument(metavar="[OUT]", hidden=True)] = None,
     output: Annotated[
         Path | None,
         typer.Option(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from volseg.errors import ConfigError
 from volseg.monitoring.loggers import LoggedRun, Logger
 from volseg.monitoring.memory import GIB, DeviceMemory, GpuMeter
 from volseg.monitoring.pictures import draw_example
@@ -29,7 +30,7 @@ class TrainingLog(Hook):
 
     Parameters
     ----------
-    loggers : sequence of Logger
+    loggers : Logger or sequence of Logger
         Told in this order.
     run : LoggedRun, optional
         What they are told first; where numbers begin is taken from the training.
@@ -48,7 +49,7 @@ class TrainingLog(Hook):
 
     def __init__(
         self,
-        loggers: Sequence[Logger],
+        loggers: Logger | Sequence[Logger],
         run: LoggedRun | None = None,
         *,
         texts: Mapping[str, str] | None = None,
@@ -57,7 +58,10 @@ class TrainingLog(Hook):
         channel: int = 0,
         ends: bool = True,
     ) -> None:
-        self._loggers = list(loggers)
+        self._loggers = [loggers] if isinstance(loggers, Logger) else list(loggers)
+        for one in self._loggers:
+            if not isinstance(one, Logger):
+                raise ConfigError(f"TrainingLog takes volseg.monitoring.loggers.Logger, got {one!r}; derive its class")
         self._run = run or LoggedRun(name="training")
         self._texts = dict(texts or {})
         self._sources = [more]

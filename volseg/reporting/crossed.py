@@ -30,7 +30,7 @@ from volseg.reporting.content import (
 from volseg.reporting.judged import tell_scores
 from volseg.reporting.published import tabulate_published
 from volseg.reporting.reading import RunRecord, Scores, read_json, read_run, read_scores
-from volseg.reporting.run import add_spans, find_state, show_cases, tell_environment
+from volseg.reporting.run import add_spans, find_state, name_components, show_cases, tell_environment
 from volseg.reporting.words import format_duration, format_value, list_sections, tell_when
 from volseg.version import __version__
 
@@ -261,9 +261,10 @@ def _tell_config(config: Mapping[str, Any], first: RunRecord | None) -> list[Blo
 
 def _list_commands(record: CrossedRecord) -> list[tuple[str, str]]:
     folder = quote(str(record.folder))
+    own = name_components(next((fold.components for fold in record.folds.values()), ()))
     return [
-        ("Predict images by all folds together:", f"volseg predict {folder} IMAGES... -o predictions"),
-        ("Measure which postprocessing helps:", f"volseg postprocess {folder}"),
+        ("Predict images by all folds together:", f"volseg predict {folder} IMAGES... -o predictions{own}"),
+        ("Measure which postprocessing helps:", f"volseg postprocess {folder}{own}"),
         ("See the curves of all folds in a browser:", f"tensorboard --logdir {folder}"),
         ("Write this page anew:", f"volseg report {folder}"),
     ]

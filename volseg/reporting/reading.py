@@ -27,7 +27,18 @@ from volseg.monitoring.run_files import (
     read_times,
 )
 
-__all__ = ["OVERLAYS", "TOLD", "ReportedCase", "RunRecord", "Scores", "Told", "read_json", "read_run", "read_scores"]
+__all__ = [
+    "OVERLAYS",
+    "TOLD",
+    "ReportedCase",
+    "RunRecord",
+    "Scores",
+    "Told",
+    "list_component_files",
+    "read_json",
+    "read_run",
+    "read_scores",
+]
 
 TOLD = "told.json"
 """What a training has to say that stands in none of its other files: cases left out, remarks, published results."""
@@ -95,6 +106,7 @@ class Told:
 
 MAPPING = TypeAdapter(dict[str, Any])
 _TOLD = TypeAdapter(Told)
+_COMPONENTS = TypeAdapter(list[dict[str, Any]])
 _SPLIT = TypeAdapter(list[dict[str, list[str]]])
 
 
@@ -116,6 +128,8 @@ class RunRecord:
     told: Told
     scores: Scores | None
     overlays: Mapping[str, Path]
+    components: Sequence[str] = ()
+    """Files of Python with components of the user's own, which each command needs again."""
     missing: list[str] = field(default_factory=list)
     """Sentences on what could not be shown, and why."""
 
@@ -172,6 +186,7 @@ def read_run(folder: str | Path) -> RunRecord:
         or Told(),
         scores=scores,
         overlays=overlays,
+        components=list_component_files(folder, missing),
         missing=missing,
     )
 
@@ -292,6 +307,15 @@ def _read_config(text: str, missing: list[str]) -> Mapping[str, Any]:
         missing.append(f"config.yaml cannot be read ({str(fault).partition(chr(10))[0]}).")
         return {}
     return config
+
+
+def list_component_files(folder: Path, missing: list[str]) -> list[str]:
+    """Return the files of Python from which a run has components of its own; ``missing`` is that of `read_json`."""
+    file, what = folder / "components.json", "which components of one's own there are"
+    content = read_json(file, missing, what, kind=_COMPONENTS, optional=True) or ()
+    sources = [one.get("from") for one in content]
+    files = [source.get("file") for source in sources if isinstance(source, dict)]
+    return list(dict.fromkeys(file for file in files if isinstance(file, str)))
 
 
 def _read_split(file: Path, missing: list[str]) -> dict[str, Sequence[str]]:

@@ -34,7 +34,7 @@ from volseg.reporting.reading import RunRecord, Scores
 from volseg.reporting.words import format_duration, format_value, list_sections, tell_when
 from volseg.version import __version__
 
-__all__ = ["add_spans", "describe_run", "find_state", "show_cases", "tell_environment"]
+__all__ = ["add_spans", "describe_run", "find_state", "name_components", "show_cases", "tell_environment"]
 
 GIB = 2**30
 
@@ -386,25 +386,30 @@ def _tell_config(record: RunRecord) -> list[Block]:
 
 def _list_commands(record: RunRecord, state: str) -> list[tuple[str, str]]:
     folder, config = quote(str(record.folder)), quote(str(record.folder / "config.yaml"))
-    folds = quote(f"{record.folder}_folds")
+    folds, own = quote(f"{record.folder}_folds"), name_components(record.components)
     board = ("See curves and slices in a browser:", f"tensorboard --logdir {quote(str(record.folder / 'tensorboard'))}")
     if state != "finished":
         return [
             # With its place: the config names the one at which it was begun, from which the folder may have been moved.
-            ("Go on with the training:", f"volseg train {config} -o {folder} --resume"),
+            ("Go on with the training:", f"volseg train {config} -o {folder}{own} --resume"),
             board,
             ("Write this page anew:", f"volseg report {folder}"),
         ]
     return [
-        ("Predict images:", f"volseg predict {folder} IMAGES... -o predictions"),
+        ("Predict images:", f"volseg predict {folder} IMAGES... -o predictions{own}"),
         board,
-        ("Measure which postprocessing helps:", f"volseg postprocess {folder}"),
+        ("Measure which postprocessing helps:", f"volseg postprocess {folder}{own}"),
         (
             "Train every fold of this config:",
-            f"volseg cross-validate {config} --output {folds}",
+            f"volseg cross-validate {config} --output {folds}{own}",
         ),
         ("Write this page anew:", f"volseg report {folder}"),
     ]
+
+
+def name_components(files: Sequence[str]) -> str:
+    """Return the options by which a command is given components of one's own."""
+    return "".join(f" --components {quote(file)}" for file in files)
 
 
 def _join(*values: object) -> str:
