@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from volseg.device import pretended, triton_tiles
+from volseg.device import pretended, streams, triton_tiles
 from volseg.device.norm import passes
 from volseg.device.triton_kernels import INSTALLED
 from volseg.errors import ParallelError
@@ -55,17 +55,17 @@ def test_streams_are_numbered_and_nest() -> None:
     device = pretended.name_pretended(0)
 
     def find_number() -> int:
-        number: int = pretended.find_current_stream(device).number
+        number: int = streams.find_current_stream(device).number
         return number
 
     with pretended.pretending(Gpu()):
-        side = pretended.make_stream(device)
-        side.wait_stream(pretended.find_current_stream(device))
-        with pretended.on_stream(side):
+        side = streams.make_stream(device)
+        side.wait_stream(streams.find_current_stream(device))
+        with streams.on_stream(side):
             assert find_number() == 1
         assert find_number() == 0
         assert side.record_event().query()
-        assert pretended.make_event().query()
+        assert streams.make_event().query()
         assert not pretended.is_recording(device)
         with pretended.pretend_recording("step"):
             assert pretended.is_recording(device)
