@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from volseg.config.base import ComponentConfig, ConfigModel, validated
 from volseg.config.json_schema import (
@@ -136,6 +139,43 @@ def test_what_volseg_refuses_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         validated(ExperimentConfig, values, "test")
     assert refusals(values)
+
+
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-3, 3),
+        st.sampled_from([2**31, 2**40, -1.5, 0.25, 1.5, 1e9]),
+        st.sampled_from(["", "auto", "none", "all", "T2", "1", "spatial", "a b"]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.sampled_from(["name", "a"]), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@given(key=st.sampled_from(list_keys(SCHEMA)), value=VALUES)
+def test_schema_and_config_say_the_same_of_any_value(key: str, value: Any) -> None:
+    values = sound()
+    *path, last = key.split(".")
+    section = values
+    for name in path:
+        section = section.setdefault(name, {})
+    section[last] = value
+    faults: list[str] = []
+    try:
+        # A text or a truth value may be taken for a number, and is one then.
+        values = ExperimentConfig.model_validate(values).model_dump(mode="json")
+    except ValidationError as refused:
+        faults = [error["type"] for error in refused.errors()]
+    if {*faults} - {"value_error", "assertion_error"}:
+        assert refusals(values)
+    elif not faults:
+        assert refusals(values) == []
+    # What goes wrong between keys, and what a validator of ours says, no schema can tell.
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

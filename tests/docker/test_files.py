@@ -14,6 +14,7 @@ import pytest
 import torch
 import typer
 import yaml
+from documented import read_blocks
 
 from volseg.cli import app
 
@@ -140,6 +141,114 @@ def test_compose_trains_without_privileges_and_waits_for_the_checkpoint():
     assert (gpus["driver"], gpus["count"], gpus["capabilities"]) == ("nvidia", "all", ["gpu"])
     with pytest.raises(KeyError, match="DATA: the folder of your data set"):
         compose()
+
+
+def one_of(*, required=(), **properties):
+    """Return a schema of a mapping that has no other keys."""
+    return {"type": "object", "properties": properties, "additionalProperties": False, "required": list(required)}
+
+
+TEXT, TEXTS, DURATION = (
+    {"type": "string"},
+    {"type": "array", "items": {"type": "string"}},
+    {"type": "string", "pattern": r"^(\d+(us|ms|s|m|h))+$"},
+)
+DEVICE = one_of(driver=TEXT, count={"enum": ["all"]}, capabilities={**TEXTS, "minItems": 1}, required=["capabilities"])
+SERVICE = one_of(
+    image=TEXT,
+    build=one_of(context=TEXT, dockerfile=TEXT, args={"type": "object"}),
+    user=TEXT,
+    read_only={"type": "boolean"},
+    tmpfs=TEXTS,
+    cap_drop=TEXTS,
+    security_opt=TEXTS,
+    entrypoint=TEXTS,
+    command=TEXTS,
+    environment={"type": "object", "additionalProperties": TEXT},
+    volumes={"type": "array", "items": {"type": "string", "pattern": r"^[^:]+:/[^:]*(:(ro|rw))?$"}},
+    shm_size={"type": "string", "pattern": r"^\d+(b|k|kb|m|mb|g|gb)$"},
+    stop_grace_period=DURATION,
+    restart={"type": "string", "pattern": r"^(no|always|unless-stopped|on-failure(:\d+)?)$"},
+    ports={"type": "array", "items": {"type": "string", "pattern": r"^([\d.]+:)?\d+:\d+$"}},
+    healthcheck=one_of(
+        test={"type": "array", "items": [{"enum": ["CMD", "CMD-SHELL", "NONE"]}], "additionalItems": TEXT},
+        interval=DURATION,
+        timeout=DURATION,
+        start_period=DURATION,
+        retries={"type": "integer"},
+    ),
+    deploy=one_of(resources=one_of(reservations=one_of(devices={"type": "array", "items": DEVICE}))),
+    required=["image"],
+)
+"""What of the Compose Specification is used here, by its pages on services, build and deployment."""
+
+
+def refusals_of_compose(services):
+    jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema, of the extra dev")
+    checker = jsonschema.Draft7Validator(SERVICE)
+    return [error.message for service in services.values() for error in checker.iter_errors(service)]
+
+
+def test_compose_has_the_keys_and_values_of_the_specification():
+    assert refusals_of_compose(compose(DATA="/somewhere")) == []
+    whole = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))
+    assert {key for key in whole if not key.startswith("x-")} == {"name", "services", "volumes"}
+    named = {volume.split(":")[0] for service in compose(DATA="/d")["train"]["volumes"] for volume in [service]}
+    assert {name for name in named if not name.startswith(("/", "."))} == set(whole["volumes"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stop_grace_perod": "120s"},
+        {"stop_grace_period": "120 s"},
+        {"restart": "on-failure=3"},
+        {"deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia"}]}}}},
+        {"healthcheck": {"test": ["python", "-c", "pass"]}},
+        {"command": "train task04_unet", "ports": ["6006"]},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_compose_would_refuse_is_found(change):
+    train = {**compose(DATA="/somewhere")["train"], **change}
+    assert refusals_of_compose({"train": train})
+
+
+P3 = [block.text for block in read_blocks(DOCKER / "p3.md")]
+
+
+def test_the_commands_for_aws_are_shell():
+    """Nobody ran them here: without an account only their syntax can be told, and what they say to volseg."""
+    assert len(P3) >= 10
+    for text in P3:
+        told = subprocess.run(["bash", "-n"], input=text, capture_output=True, encoding="utf-8", check=False)
+        assert (told.returncode, told.stderr) == (0, ""), text
+
+
+def test_what_the_page_for_aws_says_to_the_image_is_understood():
+    said = [line.split("volseg:p3 ", 1)[1].split() for text in P3 for line in text.splitlines() if "volseg:p3 " in line]
+    said = [words for words in said if words[0] not in (".", "|")]
+    command = typer.main.get_command(app)
+    verbs = []
+    for verb, *arguments in said:
+        group = command.get_command(None, verb)
+        if hasattr(group, "commands"):
+            verb, *arguments = arguments
+            group = group.get_command(None, verb)
+        group.make_context(verb, list(arguments))
+        verbs.append(verb)
+    assert verbs == ["doctor", "fetch"]
+
+
+def test_what_the_page_for_aws_sets_is_what_compose_reads():
+    (settings,) = [text for text in P3 if text.startswith("VARIANT=")]
+    told = dict(line.split("=", 1) for line in settings.splitlines())
+    used = {name for name, _, _ in VARIABLE.findall((DOCKER / "compose.yaml").read_text(encoding="utf-8"))}
+    assert set(told) == used
+    assert refusals_of_compose(compose(**told)) == []
+    asked = compose(**told)["train"]
+    assert "--gpus=4" in asked["command"]
+    assert "--set=training.spot=aws" in asked["command"]
 
 
 def test_tensorboard_is_reached_from_this_machine_only():

@@ -58,6 +58,10 @@ def test_evaluate_writes_table_json_and_csv(folders):
     assert isinstance(again.exception, ConfigError)
     assert "summary.json exists already" in str(again.exception)
     assert evaluate("--predictions", predictions, "--labels", labels.parent, "--overwrite").exit_code == 0
+    elsewhere = labels.parent / "scores"
+    printed = evaluate("--predictions", predictions, "--labels", labels, "-o", elsewhere, "--json")
+    assert json.loads(printed.stdout) == json.loads((elsewhere / "summary.json").read_text(encoding="utf-8"))
+    assert (elsewhere / "cases.csv").is_file()
 
 
 def test_bad_cases_are_named_and_the_others_scored(folders):

@@ -118,15 +118,20 @@ def test_data_check_names_all_bad_cases(task, tmp_path):
 
 def test_data_check_counts_remarks_when_strict_and_writes_json_and_a_corrected_copy(task, tmp_path):
     told, mended = tmp_path / "check.json", tmp_path / "mended"
-    command = ["data", "check", str(task), "--json", str(told), "--fix", str(mended)]
+    command = ["data", "check", str(task), "-o", str(told), "--fix", str(mended)]
     found = CliRunner().invoke(app, command, catch_exceptions=False)
     assert found.exit_code == 0
     assert json.loads(told.read_text(encoding="utf-8"))["findings"][0]["kind"] == "orientation"
     assert f"{mended} holds the corrected copy: 0 case(s) mended, 0 left out" in found.output
     assert CliRunner().invoke(app, ["data", "check", str(mended), "--strict"]).exit_code == 1
-    refused = CliRunner().invoke(app, command).exception
+    written = CliRunner().invoke(app, command).exception
+    assert isinstance(written, ConfigError)
+    assert "check.json exists already" in str(written)
+    refused = CliRunner().invoke(app, [*command, "--overwrite"]).exception
     assert isinstance(refused, DataError)
     assert "is there and not empty" in str(refused)
+    printed = CliRunner().invoke(app, ["data", "check", str(task), "--json"])
+    assert json.loads(printed.stdout) == json.loads(told.read_text(encoding="utf-8"))
 
 
 def test_verify_prints_a_table_or_json(config_file):

@@ -20,9 +20,9 @@ from volseg.errors import ConfigError, DataError, NonFiniteLossError
 from volseg.evaluation.intervals import mean_intervals
 from volseg.evaluation.summary import read_summary, write_summary
 from volseg.experiment import RunFolder, cross_validate, fold_processes, train
-from volseg.experiment.cross_validation_report import cross_validation_report
 from volseg.experiment.fold_processes import choose_gpus, train_in_processes
 from volseg.experiment.folds import plan_folds
+from volseg.reporting import write_brief
 from volseg.workflow import load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("ready_python")
@@ -85,7 +85,7 @@ def test_every_case_is_predicted_once_and_gathered(quick, task, tmp_path):
     assert all(fold["seconds"] > fold["seconds_training"] > 0 for fold in written["folds"])
     assert written["config"]["training"]["iterations"] == 2
     assert written["environment"]["libraries"]["torch"] == torch.__version__
-    assert (folder / "report.md").read_text(encoding="utf-8") == cross_validation_report(crossed)
+    assert (folder / "report.md").read_text(encoding="utf-8") == write_brief(folder)
 
 
 def test_a_fold_is_the_run_that_train_makes(quick, tmp_path):
@@ -272,7 +272,7 @@ def test_published_results_stand_beside_ones_own(quick, task, tmp_path):
     root = tmp_path / "Task04_Hippocampus"
     shutil.copytree(task, root)
     crossed = cross_validate(quick(f"data.root={root}"), folds=[0])
-    report = cross_validation_report(crossed)
+    report = (crossed.folder / "report.md").read_text(encoding="utf-8")
     (row,) = [line for line in report.splitlines() if "nnU-Net 3d_fullres" in line]
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
     source = "Project-MONAI/tutorials, modules/dynunet_pipeline/README.md"

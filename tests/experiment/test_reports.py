@@ -1,12 +1,19 @@
 """The page that a training leaves, however it ends, and that never costs one."""
 
+import html
 import math
+import re
+import shlex
 import shutil
+from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from volseg.data import load_task
+from volseg.data.twins import make_twin
 from volseg.errors import ConfigError, NonFiniteLossError
-from volseg.experiment import train
+from volseg.experiment import load_config, train
 from volseg.monitoring.run_files import read_times
 from volseg.reporting import write_report
 from volseg.workflow.hooks import Hook
@@ -67,6 +74,22 @@ def test_an_interrupted_training_leaves_one_and_what_came_before_a_resume_counts
     assert outcome.validated is not None
 
 
+def test_a_run_that_was_moved_goes_on_where_it_lies_as_its_page_says(configured, tmp_path):
+    config = configured()
+    with pytest.raises(KeyboardInterrupt):
+        train(config, hooks=[EndAt(KeyboardInterrupt())])
+    moved = tmp_path / "moved here"
+    config.folder.rename(moved)
+    page = html.unescape(write_report(moved).read_text(encoding="utf-8"))
+    (command,) = re.findall(r"volseg train (.+?)</pre>", page)
+    file, option, place, resume = shlex.split(command)
+    assert (option, resume) == ("-o", "--resume")
+    outcome = train(load_config(Path(file), [f"output={place}"]), resume=True)
+    assert outcome.folder.path == moved
+    assert [record.epoch for record in outcome.history] == [0, 1]
+    assert not config.folder.exists()
+
+
 def test_a_training_that_failed_says_why(configured):
     config = configured()
     with pytest.raises(NonFiniteLossError):
@@ -93,6 +116,32 @@ def test_a_report_that_cannot_be_written_costs_no_training(configured, caplog):
         assert told.count(what) == 1
     page = write_report(config.folder, config.folder.parent / "elsewhere.html").read_text(encoding="utf-8")
     assert "No pictures of cases" in page
+
+
+def test_pictures_show_the_channel_that_the_config_names(configured, tmp_path):
+    folder = make_twin(tmp_path / "twin", "Task05_Prostate", num_cases=5, num_test=0)
+    task = load_task(folder)
+    assert task.modalities == ("T2", "ADC")
+    one = ["training.epochs=1", "training.iterations=1", "training.validate_every=1", f"data.root={folder}"]
+    drawn = {}
+    for channel in ("0", "ADC"):
+        config = configured(*one, f"logging.channel={channel}", f"output={tmp_path / channel}")
+        train(config)
+        events = EventAccumulator(str(tmp_path / channel / "tensorboard"), size_guidance={"images": 0}).Reload()
+        overlays = sorted((tmp_path / channel / "validation" / "overlays").iterdir())
+        shown = [events.Images(tag)[0].encoded_image_string for tag in sorted(events.Tags()["images"])]
+        drawn[channel] = [*shown, *(file.read_bytes() for file in overlays)]
+    # The two networks are the same: what differs is what is seen behind their lines.
+    assert len(drawn["0"]) == len(drawn["ADC"]) >= 2
+    assert all(one != other for one, other in zip(*drawn.values(), strict=True))
+    for wrong in ("2", "PD", "-1", "t2"):
+        if wrong == "-1":
+            with pytest.raises(ConfigError, match=r"logging\.channel"):
+                configured(f"logging.channel={wrong}")
+            continue
+        with pytest.raises(ConfigError, match=r"by number or name, got .*; there are 0 \(T2\), 1 \(ADC\)"):
+            train(configured(*one, f"logging.channel={wrong}", f"output={tmp_path / 'refused'}"))
+    assert not (tmp_path / "refused").exists()
 
 
 def test_a_cross_validation_leaves_a_page(cross_validated):

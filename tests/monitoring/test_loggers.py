@@ -131,13 +131,62 @@ def test_a_logger_that_fails_is_said_once_and_ends_no_training(caplog):
     assert told == ["no more is logged by a logger (RuntimeError: the server is gone); the training goes on"]
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_logger_that_fails_is_ended_once_as_it_may_hold_a_servers_run(caplog, ends):
+    class Failing(Heard):
+        def scalars(self, values, step):
+            raise RuntimeError("the server is gone")
+
+        def end(self, scores):
+            super().end(scores)
+            if not ends:
+                raise OSError("still gone")
+
+        def __str__(self):
+            return "a logger"
+
+    failing = Failing()
+    log_two_epochs(failing)
+    assert failing.events == [("begin", "a", 0, 10), ("end", {})]
+    more = "" if ends else ", nor could it be ended: OSError: still gone"
+    told = f"no more is logged by a logger (RuntimeError: the server is gone{more}); the training goes on"
+    assert caplog.messages == [told]
+
+
 def test_a_logger_that_cannot_begin_ends_the_training_before_its_first_batch():
-    class Failing(Logger):
+    class Failing(Heard):
         def begin(self, run):
             raise ConfigError("no such server")
 
+    first, failing, last = Heard(), Failing(), Heard()
     with pytest.raises(ConfigError, match="no such server"):
-        log_two_epochs(Failing())
+        log_two_epochs(first, failing, last)
+    assert [event[0] for event in first.events] == ["begin", "end"]  # nobody else would end it
+    assert failing.events == last.events == []
+
+
+def test_one_logger_is_enough_and_what_is_none_is_refused_at_once():
+    heard = Heard()
+    TrainingLog(heard).on_training_begin(FinishedTraining())
+    assert heard.events[0][0] == "begin"
+    for wrong in ("tensorboard", TensorBoard, 3):
+        with pytest.raises(ConfigError, match=r"TrainingLog takes volseg\.monitoring\.loggers\.Logger, got "):
+            TrainingLog([wrong])
+
+
+def test_scalars_that_cannot_be_told_are_said_once_and_the_others_come(caplog):
+    def broken():
+        return {"gpu/0/idle_share": 1 / 0}
+
+    heard = Heard()
+    log = TrainingLog([heard], more=lambda: {"memory/cases_gib": 1.0})
+    log.ask(broken)
+    log.on_training_begin(FinishedTraining())
+    for epoch in range(2):
+        log.on_epoch_end(FinishedTraining(), make_record(epoch))
+    assert [event[2]["memory/cases_gib"] for event in heard.events if event[0] == "scalars"] == [1.0, 1.0]
+    assert len(caplog.messages) == 1
+    assert "broken (ZeroDivisionError: division by zero)" in caplog.text
 
 
 def test_a_process_that_does_not_lead_tells_nobody():

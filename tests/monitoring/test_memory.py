@@ -99,6 +99,16 @@ def test_one_line_and_the_record_say_how_far_the_forecast_is(caplog):
     assert asked.closed
 
 
+def test_what_was_forecast_of_each_gpu_is_told_beside_what_it_took():
+    of_each = tuple(MemoryUse(used=gib * GIB, reserved=2 * gib * GIB, outside=0, peak_in="") for gib in (4, 3))
+    asked = Asked(MemoryForecast(memory=of_each[0], devices=of_each))
+    hook = FirstSteps(Meter(), asked)
+    train(hook)
+    shown = hook.scalars()
+    assert (shown["gpu/0/forecast_gib"], shown["gpu/1/forecast_gib"]) == (8.0, 6.0)
+    assert [device["reserved"] for device in hook.as_json()["forecast_of_devices"]] == [8 * GIB, 6 * GIB]
+
+
 def test_a_forecast_that_comes_late_is_told_then(caplog):
     hook = FirstSteps(Meter(), Asked(forecast(20 * GIB), after=2))
     with caplog.at_level("INFO"):

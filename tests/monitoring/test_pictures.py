@@ -107,3 +107,12 @@ def test_an_example_is_turned_to_face_the_patient():
 def test_a_metatensor_is_drawn():
     image, label = one_cube()
     assert type(draw_slices(MetaTensor(image[None]), MetaTensor(label), spacing=(1, 1, 1))) is torch.Tensor
+
+
+def test_the_channel_that_is_asked_for_is_drawn():
+    image, label = one_cube()
+    both = torch.stack([image, torch.zeros_like(image)])
+    drawn = [draw_slices(both, label, spacing=(1, 1, 1), channel=channel) for channel in (0, 1)]
+    assert torch.equal(drawn[0], draw_slices(image, label, spacing=(1, 1, 1)))
+    assert torch.equal(drawn[1], draw_slices(torch.zeros_like(image), label, spacing=(1, 1, 1)))
+    assert not torch.equal(*drawn)

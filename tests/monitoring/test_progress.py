@@ -171,3 +171,38 @@ def test_last_words_that_nobody_can_hear_change_no_exit_status(before):
     code = f"import sys; {before}\nfrom volseg.lifetime import end_now, say_last\nsay_last('words'); end_now(7)"
     with open("/dev/full", "wb") as full:
         assert subprocess.run([sys.executable, "-c", code], stderr=full, check=False).returncode == 7
+
+
+JSON, BOTH, TURNED = ["--json-logs"], ["--json-logs", "--quiet"], ["--quiet", "--json-logs"]
+WRONG = {
+    "no such verb": ([*JSON, "trian"], 2, "No such command 'trian'"),
+    "no such option": ([*BOTH, "status", "nowhere", "--maxage", "1m"], 2, "No such option: --maxage"),
+    "nothing behind the verb": ([*TURNED, "report"], 2, "Missing argument"),
+    "a wrong value": ([*JSON, "status", "nowhere", "--max-age", "soon"], 2, "such as 10m"),
+    "a folder that is no run": ([*BOTH, "report", "nowhere"], 1, "nowhere is no run folder"),
+    "what the system refuses": ([*TURNED, "report", "RUN", "-o", "/dev/full/page.html"], 1, "/dev/full"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "status", "words"), WRONG.values(), ids=WRONG.keys())
+def test_what_goes_wrong_is_one_line_of_json_too(tmp_path, arguments, status, words):
+    (tmp_path / "config.yaml").write_text("name: a\n", encoding="utf-8")
+    placed = [str(tmp_path) if argument == "RUN" else argument for argument in arguments]
+    command = [sys.executable, "-m", "volseg", *placed]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
+    assert done.returncode == status
+    told = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["level"] for line in told] == ["ERROR"]
+    assert words in told[0]["message"]
+
+
+@pytest.mark.parametrize("logs", ["json", "quiet,json"])
+def test_a_fault_that_nobody_expected_is_one_line_of_json_with_its_traceback(logs):
+    code = "from volseg.monitoring.console import set_up_logs; set_up_logs(); import logging; logging.info('a'); 1 / 0"
+    told = {**os.environ, "VOLSEG_LOGS": logs}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", env=told, check=False)
+    assert done.returncode == 1
+    *before, last = (json.loads(line) for line in done.stderr.splitlines())
+    assert [line["message"] for line in before] == ([] if "quiet" in logs else ["a"])
+    assert last["message"] == "ZeroDivisionError: division by zero"
+    assert "<module>" in last["traceback"]

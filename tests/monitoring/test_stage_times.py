@@ -1,6 +1,7 @@
 import torch
 
 from volseg import ModelParallel, Named, Training
+from volseg.monitoring import stage_times
 from volseg.monitoring.loggers import Logger
 from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.training_log import TrainingLog
@@ -51,6 +52,15 @@ def test_a_pipeline_shows_when_each_stage_works():
     colours = {tuple(colour.tolist()) for colour in picture.flatten(1).T.unique(dim=0)}
     assert {(70, 130, 190), (215, 120, 60)} <= colours  # forward and backward
     assert heard.texts["timeline"].count("| backward |") == 4  # two stages, two micro-batches
+
+
+def test_a_timeline_that_cannot_be_drawn_ends_no_training(monkeypatch, caplog):
+    monkeypatch.setitem(stage_times.COLOURS, "forward", "no colour")
+    model = ModelParallel(make_network(), strategy=Pipeline(split_size=1, cuts=["1"]), devices=["cpu", "cpu"])
+    heard = train(model)
+    assert len(heard.values) == 2
+    assert heard.pictures == heard.texts == {}
+    assert "no timeline of the pipeline (ValueError: unknown color" in caplog.text
 
 
 def test_of_one_device_there_is_none():

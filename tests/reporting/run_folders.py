@@ -132,10 +132,10 @@ def write_history(folder, epochs, draw):
             append_history(history, line)
 
 
-def make_crossed(folder):
-    """Write a cross-validation of two folds."""
+def make_crossed(folder, **settings):
+    """Write a cross-validation of two folds; the settings are those of `make_run`."""
     for number in range(2):
-        make_run(folder / f"fold_{number}", seed=number, names=(SCRIPT,) if number == 0 else ())
+        make_run(folder / f"fold_{number}", seed=number, names=(SCRIPT,) if number == 0 else (), **settings)
     summaries = [
         json.loads((folder / f"fold_{number}/validation/summary.json").read_text("utf-8")) for number in range(2)
     ]

@@ -72,6 +72,25 @@ def test_what_came_before_a_resume_counts(run):
     assert "| in all     | 1 h 1 min" in write_brief(run)
 
 
+def test_each_gpu_has_its_forecast_where_each_has_one(run):
+    gib = 2**30
+    measured = [
+        {"device": f"cuda:{number}", "used": (3 + number) * gib, "reserved": (5 + number) * gib, "process": 0}
+        for number in range(2)
+    ]
+    of_devices = [{"used": (4 - number) * gib, "reserved": (7 - number) * gib} for number in range(2)]
+    memory = {"measured": [{"steps": 8, "devices": measured}], "forecast": of_devices[0]}
+    for told, last in ((of_devices, None), (of_devices[:1], "| the fullest"), ([], "| the fullest")):
+        (run / "memory.json").write_text(json.dumps({**memory, "forecast_of_devices": told}), encoding="utf-8")
+        rows = [line for line in write_brief(run).splitlines() if line.startswith(("| process 0", "| the fullest"))]
+        cells = [[cell.strip() for cell in row.split("|")[2:6]] for row in rows]
+        if last is None:
+            assert cells == [["3.00", "5.00", "4.00", "7.00"], ["4.00", "6.00", "3.00", "6.00"]]
+        else:
+            assert cells == [["3.00", "5.00", "", ""], ["4.00", "6.00", "", ""], ["", "", "4.00", "7.00"]]
+            assert rows[-1].startswith(last)
+
+
 def test_an_older_run_says_what_is_missing(run):
     for name in ("history.jsonl", "times.json", "status.json", "told.json", "memory.json", "environment.json"):
         (run / name).unlink()
@@ -97,7 +116,7 @@ def test_an_unfinished_run_says_how_far_it_came_and_how_it_goes_on(run, state):
     status = RunStatus(state=state, time=BEGUN, started=BEGUN, host="h", pid=1, best=0.7123, message=message)
     write_status(run / "status.json", status)
     page = read_page(run)
-    assert spell(f"volseg train {run / 'config.yaml'} --resume") in page.texts
+    assert spell(f"volseg train {run / 'config.yaml'} -o {run} --resume") in page.texts
     assert "best mean Dice so far" in page.texts
     assert "0.7123" in page.texts
     assert state in page.text
@@ -166,6 +185,19 @@ def test_a_cross_validation_has_a_page_of_its_own(tmp_path):
     page = read_page(folder)
     assert "0 of 2 folds" in page.texts
     assert "cross_validation.json is not there" in page.text
+
+
+def test_commands_name_the_files_of_components_of_ones_own(run):
+    source = {"file": "/home/me/my net.py", "sha256": "0"}
+    told = [{"kind": kind, "name": "mine", "from": source} for kind in ("network", "loss")]
+    told.append({"kind": "hook", "name": "theirs", "from": {"package": "theirs", "version": "1"}})
+    (run / "components.json").write_text(json.dumps(told), encoding="utf-8")
+    page = read_page(run)
+    assert spell(f"volseg predict {run} IMAGES... -o predictions --components '/home/me/my net.py'") in page.texts
+    (run / "components.json").write_text('{"a": 1}', encoding="utf-8")
+    page = read_page(run)
+    assert spell(f"volseg predict {run} IMAGES... -o predictions") in page.texts
+    assert "components.json cannot be read" in page.text
 
 
 def test_another_folder_is_refused(tmp_path):

@@ -46,7 +46,9 @@ def init(
 
 @configs_app.command("schema", epilog="Example: volseg schema > volseg.schema.json")
 def schema(
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: print it.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Written anew; default: print it.")
+    ] = None,
     components: Components = None,
 ) -> None:
     """Print the JSON schema of configs, by which editors complete and check them."""

@@ -1,5 +1,6 @@
 """The verbs below `volseg data`: list, info, fetch, make and check."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -94,8 +95,10 @@ def make(
 def check(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A data set in any of the layouts.")],
     output: Annotated[
-        Path | None, typer.Option("--json", "--output", "-o", metavar="FILE", help="Write all that was found as JSON.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write all that was found as JSON.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit status 1 for what should be looked at too.")] = False,
     split: Annotated[
         Path | None, typer.Option(help="Split file; default the five folds. No image may train and validate.")
@@ -113,17 +116,21 @@ def check(
     """
     from volseg import experiment  # imports torch: not for --help
     from volseg.data import check_task, load_task, mend_task, read_splits  # imports torch: not for --help
+    from volseg.files import require_new
     from volseg.monitoring.progress import count_up
 
+    if output is not None:
+        require_new(output, overwrite=overwrite)  # before every image is read
     experiment.load_components(components or ())
     task = load_task(folder, require_files=False)
     splits = None if split is None else read_splits(split, [case["case"] for case in task.training])
     with count_up(len(task.training) + len(task.test), "checking") as count:
         checked = check_task(task, splits=splits, progress=count)
-    typer.echo("\n".join(checked.lines()))
+    typer.echo(json.dumps(checked.as_dict(), indent=1) if as_json else "\n".join(checked.lines()))
     if output is not None:
         checked.write(output)
     if fix is not None:
-        typer.echo("\n".join(mend_task(checked, fix, keep_bad=keep_bad).lines()))
+        mended = mend_task(checked, fix, keep_bad=keep_bad)
+        typer.echo("\n".join(mended.lines()), err=as_json)  # JSON alone is what a program reads
     if checked.problems or (strict and checked.remarks):
         raise typer.Exit(1)

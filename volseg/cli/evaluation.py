@@ -32,12 +32,13 @@ def evaluate(
     allow_missing: Annotated[
         bool, typer.Option("--allow-missing", help="Leave cases out that nobody predicted.")
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Default summary.json among the predictions.")
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="For summary.json and cases.csv; default among the predictions."
+        ),
     ] = None,
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="Default cases.csv among the predictions.")
-    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print summary.json in place of the table.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace these files if they are there.")] = False,
 ) -> None:
     """Score label maps per case and label on their own grid. Exit status 1 if a case could not be scored."""
@@ -51,11 +52,10 @@ def evaluate(
         tolerance=tolerance,
         lesions=lesions or (),
         allow_missing=allow_missing,
-        json_file=json_file or predictions / "summary.json",
-        csv_file=csv_file or predictions / "cases.csv",
+        output=output or predictions,
         overwrite=overwrite,
     )
-    typer.echo(judging.judging_words(evaluated, metrics))
+    typer.echo(judging.judging_json(evaluated) if as_json else judging.judging_words(evaluated, metrics))
     if evaluated.faults:
         raise typer.Exit(1)
 

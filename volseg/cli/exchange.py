@@ -13,7 +13,7 @@ __all__ = ["exchange_app"]
 exchange_app = typer.Typer()
 
 
-@exchange_app.command(epilog="Example: volseg export runs/task04_unet model.zip --licence CC-BY-4.0")
+@exchange_app.command(epilog="Example: volseg export runs/task04_unet -o model.zip --licence CC-BY-4.0")
 def export(
     source: Annotated[
         Path,
@@ -21,9 +21,16 @@ def export(
             metavar="RUN|CV", autocompletion=complete_run, help="Folder of `volseg train` or `volseg cross-validate`."
         ),
     ],
+    old_output: Annotated[Path | None, typer.Argument(metavar="[OUT]", hidden=True)] = None,
     output: Annotated[
-        Path, typer.Argument(metavar="OUT", help="File to write, such as model.zip; with monai-bundle a new folder.")
-    ],
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="To write, such as model.zip; with monai-bundle a new folder.  [required]",
+        ),
+    ] = None,
     to: Annotated[
         str,
         typer.Option(
@@ -45,5 +52,10 @@ def export(
     """
     from volseg import experiment  # imports torch: not for --help
 
+    # The file stood behind RUN before it became -o, as elsewhere.
+    if (output is None) == (old_output is None):
+        raise typer.BadParameter("where is it to be written? Name one file by -o, such as -o model.zip")
+    output = output or old_output
+    assert output is not None
     experiment.load_components(components or ())
     typer.echo(experiment.export(source, output, to=to, checkpoint=checkpoint, licence=licence, overwrite=overwrite))

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
 from volseg.cli.completion import complete_key
-from volseg.monitoring.console import set_up_logs
+from volseg.monitoring.console import add_to_logs
 
 __all__ = ["Checkpoint", "Components", "JsonLogs", "NoCache", "Overrides", "Quiet", "SuggestingCommand"]
 
@@ -67,12 +67,12 @@ Checkpoint = Annotated[
 ]
 
 
-def _take(form: str) -> Callable[[bool], bool]:
+def _take(form: Literal["json", "quiet"]) -> Callable[[bool], bool]:
     """Return what sets up the logs when an option asks for it; eager options come before the verb runs."""
 
     def set_up(wanted: bool) -> bool:
         if wanted:
-            set_up_logs(form)
+            add_to_logs(form)
         return wanted
 
     return set_up

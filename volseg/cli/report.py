@@ -14,13 +14,17 @@ report_app = typer.Typer()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or that of a cross-validation.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default RUN/report.html, replaced.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default RUN/report.html, which is replaced.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the FILE if it is there.")] = False,
 ) -> None:
     """Write what a run came to as one page of HTML, also of a run that goes on, was interrupted, or failed.
 
     The file asks nothing of any other: it can be sent and opened anywhere.
     """
-    from volseg.reporting import write_report  # imports no torch, and yet more than --help needs
+    from volseg.files import require_new  # imports no torch, and yet more than --help needs
+    from volseg.reporting import write_report
 
+    if output is not None:
+        require_new(output, overwrite=overwrite)
     typer.echo(write_report(run, output))

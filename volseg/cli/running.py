@@ -21,7 +21,7 @@ from volseg.cli.root import app
 from volseg.errors import VolsegError
 from volseg.launched import OWN_LAUNCHER, Launch, find_launch
 from volseg.lifetime import count_from_beginning, end_at_exit, end_with_launcher, say_last
-from volseg.monitoring.console import are_logs_json, close_bars, set_up_logs
+from volseg.monitoring.console import add_to_logs, are_logs_json, close_bars, set_up_logs
 
 __all__ = ["main", "run_to_end"]
 
@@ -40,6 +40,9 @@ FOREIGN = (
     (r"`torch\.cuda\.amp\.\w+\(args\.\.\.\)` is deprecated", r"monai\."),
 )
 """FutureWarnings that are not shown, by message and module: each between two libraries, with its reason above."""
+
+WRONG_COMMAND: type[Exception] = typer.BadParameter.__mro__[1]
+"""Click's ``UsageError``, from wherever the installed typer has it."""
 
 WAYS_ON = {
     "train": "a training that had begun is saved, go on with it by --resume",
@@ -99,13 +102,15 @@ def main() -> None:
     if launch is not None or OWN_LAUNCHER in os.environ:
         end_with_launcher()
     set_up_logs()
+    if "--json-logs" in sys.argv[1:]:  # before the command line is read, which may be wrong
+        add_to_logs("json")
     _keep_foreign_warnings_back()
     logging.getLogger("highdicom").setLevel(logging.WARNING)  # it tells of every module of a header that it copies
     if launch is not None:
         _run_launched(launch)
     try:
         with _leaving_nothing_half_done():
-            app()
+            _run_verb()
     except VolsegError as fault:
         _say(f"volseg: {fault}", typer.colors.RED)
         sys.exit(1)
@@ -116,6 +121,19 @@ def main() -> None:
         if end.code in INTERRUPTED:
             _say(f"volseg: interrupted; {_find_way_on()}")
         raise
+
+
+def _run_verb() -> None:
+    """Run what the command line says; where logs are JSON, so is what is wrong with the command line."""
+    if not are_logs_json():
+        app()
+        return
+    try:
+        status = app(standalone_mode=False)
+    except WRONG_COMMAND as fault:
+        say_last(f"volseg: {fault.format_message()}")  # type: ignore[attr-defined]  # of every such exception
+        sys.exit(2)
+    sys.exit(status if isinstance(status, int) else 0)
 
 
 def _keep_foreign_warnings_back() -> None:
@@ -143,7 +161,7 @@ def _run_launched(launch: Launch) -> NoReturn:
     """Run the command line as one of the processes of a job, which end together and tell what happened once."""
     ending = end_at_exit()
     try:
-        app()
+        _run_verb()
         status = 0
     except SystemExit as end:
         if end.code in INTERRUPTED and launch.rank == 0:

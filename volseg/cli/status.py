@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from volseg.errors import VolsegError
+
 __all__ = ["status_app"]
 
 status_app = typer.Typer()
@@ -30,7 +32,10 @@ def status(
     """
     from volseg.monitoring.looking_in import find_runs, look_at, parse_age  # imports pydantic: not for --help
 
-    oldest = None if max_age is None else parse_age(max_age)
+    try:
+        oldest = None if max_age is None else parse_age(max_age)
+    except VolsegError as refused:  # not 1, which says that the training hangs
+        raise typer.BadParameter(str(refused)) from refused
     looks = [look_at(folder) for folder in find_runs(run)]
     faults = {} if oldest is None else {look.folder: fault for look in looks if (fault := look.find_fault(oldest))}
     if as_json:

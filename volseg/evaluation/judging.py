@@ -10,12 +10,12 @@ from volseg.errors import ConfigError
 from volseg.evaluation.comparing import compare_methods, read_method
 from volseg.evaluation.comparison_files import comparison_table, write_comparison
 from volseg.evaluation.folders import EvaluatedFolders, evaluate_folders
-from volseg.evaluation.summary import JUDGED, complete_summary, write_summary
+from volseg.evaluation.summary import JUDGED, complete_summary, format_summary, write_summary
 from volseg.evaluation.surfaces import DISTANCES
 from volseg.evaluation.tables import TABULATED, explain_scores, scores_table, write_cases
 from volseg.files import require_new
 
-__all__ = ["compare_folders", "judge_folders", "judging_words"]
+__all__ = ["compare_folders", "judge_folders", "judging_json", "judging_words"]
 
 KNOWN = {name.casefold(): name for name in (*JUDGED, *DISTANCES, *TABULATED)}
 MEASURED = {*DISTANCES, "NSD"}
@@ -25,8 +25,7 @@ def judge_folders(
     predictions: str | Path,
     labels: str | Path,
     *,
-    json_file: str | Path,
-    csv_file: str | Path,
+    output: str | Path,
     metrics: Collection[str] | None = None,
     overwrite: bool = False,
     **settings: Any,
@@ -37,12 +36,12 @@ def judge_folders(
     ----------
     predictions, labels : path
         See `evaluate_folders`.
-    json_file, csv_file : path
-        What is written.
+    output : path
+        Folder in which they are written.
     metrics : collection of str, optional
         Which are wanted, in any case of letters; distances are measured only if one of them is among these.
     overwrite : bool
-        Replace the two files.
+        Replace these files.
     **settings
         Of `evaluate_folders`.
 
@@ -51,7 +50,8 @@ def judge_folders(
     DataError, ConfigError
         See `evaluate_folders`; also for an unknown metric, NSD without a tolerance, or a file that is there.
     """
-    require_new(json_file, csv_file, overwrite=overwrite)
+    files = [Path(output) / name for name in ("summary.json", "cases.csv")]
+    require_new(*files, overwrite=overwrite)
     wanted = _find_metrics(metrics)
     evaluated = evaluate_folders(
         predictions,
@@ -61,9 +61,16 @@ def judge_folders(
         **settings,
     )
     if evaluated.summary is not None:
-        write_summary(complete_summary(evaluated.summary, evaluated.scoring, evaluated.names), json_file)
-        write_cases(evaluated.summary, evaluated.names, csv_file)
+        write_summary(complete_summary(evaluated.summary, evaluated.scoring, evaluated.names), files[0])
+        write_cases(evaluated.summary, evaluated.names, files[1])
     return evaluated
+
+
+def judging_json(evaluated: EvaluatedFolders) -> str:
+    """Return what ``summary.json`` holds; null where no case could be scored."""
+    if evaluated.summary is None:
+        return "null"
+    return format_summary(complete_summary(evaluated.summary, evaluated.scoring, evaluated.names))
 
 
 def judging_words(evaluated: EvaluatedFolders, metrics: Collection[str] | None = None) -> str:

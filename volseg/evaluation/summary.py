@@ -35,6 +35,7 @@ __all__ = [
     "complete_summary",
     "count_undefined",
     "evaluate_files",
+    "format_summary",
     "read_names",
     "read_settings",
     "read_structure",
@@ -169,10 +170,14 @@ def _find_intervals(scores: np.ndarray) -> list[list[float]]:
 def write_summary(summary: Summary, path: str | os.PathLike[str]) -> Path:
     """Write ``summary`` as JSON, in one step or not at all; what is no finite number becomes null. Return the path."""
     path = Path(path)
-    text = json.dumps(_replace_unknown(summary), indent=2, allow_nan=False)
     with replacing(path) as partial:
-        partial.write_text(text + "\n", encoding="utf-8")
+        partial.write_text(format_summary(summary) + "\n", encoding="utf-8")
     return path
+
+
+def format_summary(summary: Summary) -> str:
+    """Return ``summary`` as JSON; what is no finite number becomes null."""
+    return json.dumps(_replace_unknown(summary), indent=2, allow_nan=False)
 
 
 def read_structure(key: str) -> Structure:

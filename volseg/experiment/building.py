@@ -39,6 +39,7 @@ __all__ = [
     "build_predictor",
     "build_training",
     "check_components",
+    "choose_channel",
     "preprocessing_of",
 ]
 
@@ -88,6 +89,26 @@ def build_objective(config: ExperimentConfig, task: Task | None = None) -> Objec
         build_loss(loss.spec(), inputs=loss.inputs, output=loss.output, targets=targets) for loss in config.losses
     ]
     return Objective(losses, [loss.factor for loss in config.losses])
+
+
+def choose_channel(config: ExperimentConfig, task: Task) -> int:
+    """Return the number of the channel that pictures show.
+
+    Raises
+    ------
+    ConfigError
+        If the task's images have none of this name or number.
+    """
+    wanted, names = config.logging.channel, task.modalities
+    if isinstance(wanted, str) and names.count(wanted) == 1:
+        return names.index(wanted)
+    if isinstance(wanted, int) and wanted < len(names):
+        return wanted
+    known = ", ".join(f"{number} ({name})" for number, name in enumerate(names))
+    raise ConfigError(
+        f"logging.channel must name one channel of the images of {task.name}, by number or name, got {wanted!r}; there "
+        f"are {known}"
+    )
 
 
 def build_hooks(config: ExperimentConfig) -> list[Hook]:

@@ -23,7 +23,7 @@ from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, NonFiniteLossError, NonFinitePredictionError, ParallelError, VolsegError
 from volseg.evaluation.summary import complete_summary, write_summary
 from volseg.experiment.building import check_components
-from volseg.experiment.cross_validation_report import JSON_FILE, CrossValidated, as_json, cross_validation_report
+from volseg.experiment.cross_validation_report import CrossValidated, as_json
 from volseg.experiment.fold_processes import choose_gpus, train_in_processes
 from volseg.experiment.folds import Fold, FoldResult, plan_folds
 from volseg.experiment.launching import count_workers
@@ -33,7 +33,8 @@ from volseg.experiment.scoring import build_scoring
 from volseg.experiment.training import train
 from volseg.monitoring.environment import environment
 from volseg.parallel.devices import is_launched
-from volseg.reporting import write_report
+from volseg.reporting import write_brief, write_report
+from volseg.reporting.crossed import RESULTS
 
 __all__ = ["cross_validate"]
 
@@ -158,8 +159,8 @@ def _write(gathered: CrossValidated) -> None:
     scoring = build_scoring(gathered.config, gathered.task)
     summary = complete_summary(gathered.summary, scoring, gathered.task.structures)
     write_summary(summary, gathered.folder / "summary.json")
-    folder.write_json(JSON_FILE, as_json(gathered, environment()))
-    folder.write_text("report.md", cross_validation_report(gathered))
+    folder.write_json(RESULTS, as_json(gathered, environment()))
+    attempt("report.md was not written", lambda: folder.write_text("report.md", write_brief(gathered.folder)))
     attempt("report.html was not written", lambda: write_report(gathered.folder))
 
 
@@ -194,7 +195,7 @@ def _require_may_begin(waiting: Sequence[Fold], resume: bool) -> None:
 
 def _read_seconds(folder: Path) -> dict[int, float]:
     """Return the seconds of folds that earlier calls wrote down."""
-    path = folder / JSON_FILE
+    path = folder / RESULTS
     if not path.exists():
         return {}
     recorded = json.loads(path.read_text(encoding="utf-8"))["folds"]

@@ -1,7 +1,7 @@
-"""What a cross-validation came to: numbers per fold and label, with intervals, beside those that others published."""
+"""What a cross-validation came to: numbers per fold and label with intervals, in values for its report."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +13,10 @@ from volseg.data.cases import Task
 from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, SEED, MeanInterval, mean_intervals
 from volseg.evaluation.published import PublishedResult, published_results
 from volseg.evaluation.summary import EvaluatedCase, Summary, complete_summary, read_structure, summarise
-from volseg.evaluation.tables import explain_scores, scores_table
 from volseg.experiment.folds import FoldResult
-from volseg.experiment.scoring import build_scoring
+from volseg.reporting import NAME, write_brief
 
-__all__ = ["JSON_FILE", "CrossValidated", "LabelResult", "as_json", "cross_validation_report", "cross_validation_words"]
-
-JSON_FILE = "cross_validation.json"
+__all__ = ["CrossValidated", "LabelResult", "as_json", "cross_validation_words"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,116 +141,9 @@ def _describe_scores(crossed: CrossValidated) -> dict[str, dict[str, Any]]:
 
 
 def cross_validation_words(crossed: CrossValidated) -> str:
-    """Return what a cross-validation ends by saying."""
-    report = crossed.folder / "report.md"
-    return "\n".join(["", *_tabulate_results(crossed), "", f"All of it is in {crossed.folder}; report: {report}"])
-
-
-def cross_validation_report(crossed: CrossValidated) -> str:
-    """Return the report in Markdown."""
-    training = crossed.config.training
-    lines = [
-        f"# {crossed.config.name}: cross-validation on {crossed.task.name}",
-        "",
-        f"{crossed.config.network.name}, {training.epochs} epochs of {training.iterations} batches per fold.",
-        "",
-        *_tabulate_results(crossed),
-        "",
-        "## Scores",
-        "",
-        scores_table(crossed.summary, {str(key): name for key, name in crossed.task.structures.items()}),
-        "",
-        *explain_scores(build_scoring(crossed.config, crossed.task)),
-        "",
-        "## Folds",
-        "",
-        *_tabulate_times(crossed),
-        "",
-        f"`{JSON_FILE}` holds these numbers unrounded with config and environment, `summary.json` every case.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _tabulate_results(crossed: CrossValidated) -> list[str]:
-    """Return the tables and what has to be known to read them."""
-    percent = f"{100 * CONFIDENCE:.0f} %"
-    header = ["Dice", *(f"fold {fold.number}" for fold in crossed.folds)]
-    header += ["mean of folds", "mean of cases", "SD of cases", f"{percent} interval"]
-    rows = [
-        [
-            label.name,
-            *(f"{dice:.4f}" for dice in label.of_folds),
-            f"{label.over_folds:.4f}",
-            f"{label.over_cases.mean:.4f}",
-            f"{label.over_cases.std:.4f}",
-            f"{label.over_cases.low:.4f} to {label.over_cases.high:.4f}",
-        ]
-        for label in crossed.labels
-    ]
-    num_cases = len(crossed.summary["metric_per_case"])
-    lines = [
-        *_format_table(header, rows),
-        "",
-        f"{num_cases} cases, each predicted by the network that did not train on it, compared on its original grid. "
-        f"Interval of the mean of cases: percentile bootstrap over cases, {NUM_RESAMPLES} resamples "
-        "(Efron 1979, doi:10.1214/aos/1176344552); it says nothing about training again.",
-    ]
-    if len(crossed.folds) < crossed.num_folds:
-        done = ", ".join(str(fold.number) for fold in crossed.folds)
-        lines += ["", f"Incomplete: fold(s) {done} of {crossed.num_folds}."]
-    for message in crossed.failures.values():
-        lines += ["", "```", message, "```"]
-    return [*lines, *_tabulate_published(crossed, num_cases)]
-
-
-def _tabulate_published(crossed: CrossValidated, num_cases: int) -> list[str]:
-    if not crossed.published:
-        return []
-    labels = sorted(crossed.published[0].dice)
-    header = ["method", "evaluation", "cases", *(crossed.task.labels[label] for label in labels), "mean", "source"]
-    own_evaluation = f"{crossed.num_folds}-fold cross-validation"
-    own = ["this run", own_evaluation, str(num_cases), *(f"{label.over_folds:.4f}" for label in crossed.labels), ""]
-    rows = [own, *(_format_published(row, labels) for row in crossed.published)]
-    lines = ["", "Published (Dice; of cross-validations the mean of folds):", "", *_format_table(header, rows)]
-    other = sorted({row.num_cases for row in crossed.published if row.is_cross_validation} - {num_cases})
-    if other:
-        lines += [
-            "",
-            f"Not the same cases: the published cross-validations trained and validated on {other[0]} cases, this one "
-            f"has {num_cases}. Compare with that in mind.",
-        ]
-    if any(not row.is_cross_validation for row in crossed.published):
-        lines += ["", "A challenge test set is of other cases, without public labels; ensembles are the rule there."]
-    return lines
-
-
-def _format_published(row: PublishedResult, labels: Sequence[int]) -> list[str]:
-    # As many digits as the source has, and one more for a mean of its numbers.
-    digits = max(2, *(len(repr(dice).partition(".")[2]) for dice in row.dice.values()))
-    dice = [f"{row.dice[label]:.{digits}f}" for label in labels]
-    mean = f"{row.mean_dice:.{min(digits + 1, 4)}f}"
-    return [row.method, row.evaluation, str(row.num_cases), *dice, mean, row.source]
-
-
-def _tabulate_times(crossed: CrossValidated) -> list[str]:
-    header = ["fold", "training cases", "validation cases", "epochs", "s in all", "s of batches", "folder"]
-    rows = []
-    for fold in crossed.folds:
-        seconds = crossed.seconds.get(fold.number)
-        row = [fold.number, len(fold.split.training), len(fold.split.validation), len(fold.history)]
-        times = ["" if seconds is None else f"{seconds:.0f}", f"{fold.seconds_training:.0f}"]
-        rows.append([*map(str, row), *times, str(fold.folder.path)])
-    return _format_table(header, rows)
-
-
-def _format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    cells = [list(header), *map(list, rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    first, *rest = (
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    )
-    return [first, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *rest]
+    """Return what a cross-validation ends by saying: its report in short, of which the page and report.md have more."""
+    told = write_brief(crossed.folder, sections=("Look at this", "Folds", "Published results"))
+    return f"\n{told}\nAll of it is in {crossed.folder}; report: {crossed.folder / NAME} and report.md"
 
 
 def _describe_label(label: LabelResult) -> dict[str, Any]:

@@ -82,7 +82,8 @@ class AskedOfCandidate:
         if found is None or found.memory is None:
             refused = "nobody forecast what this training does" if found is None else found.refused
             return MemoryForecast(problem=answer.problem or refused or "it says nothing of memory")
-        return MemoryForecast(memory=found.memory.of_steps())  # with which the first steps are compared
+        # With which the first steps are compared.
+        return MemoryForecast(memory=found.memory.of_steps(), devices=tuple(use.of_steps() for use in found.devices))
 
     def close(self) -> None:
         """Give up on it."""
@@ -176,17 +177,22 @@ class PlanBeside:
 def _read_forecast(row: Mapping[str, Any]) -> Forecast:
     """Return the forecast that a row of the plan is."""
     names = ("data", "spatial", "pipeline", "split_size", "checkpoint", "kernels", "recorded")
-    memory = None
-    if row["used_bytes"] is not None:
-        memory = MemoryUse(
-            used=row["used_bytes"],
-            reserved=row["reserved_bytes"],
-            outside=row["outside_bytes"],
-            peak_in=row["peak_in"] or "",
-            reserved_by_steps=row["step_reserved_bytes"],
-        )
+    memory = None if row["used_bytes"] is None else _read_use(row, row["peak_in"] or "")
+    devices = tuple(_read_use(device, "") for device in row["devices"])
     candidate = Candidate(**{name: row[name] for name in names})
-    return Forecast(candidate=candidate, memory=memory, seconds=row["step_seconds"], refused=row["refused"])
+    return Forecast(
+        candidate=candidate, memory=memory, devices=devices, seconds=row["step_seconds"], refused=row["refused"]
+    )
+
+
+def _read_use(row: Mapping[str, Any], peak_in: str) -> MemoryUse:
+    return MemoryUse(
+        used=row["used_bytes"],
+        reserved=row["reserved_bytes"],
+        outside=row["outside_bytes"],
+        peak_in=peak_in,
+        reserved_by_steps=row["step_reserved_bytes"],
+    )
 
 
 def _choose() -> dict[str, str]:

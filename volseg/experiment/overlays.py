@@ -25,7 +25,7 @@ MIN_SIDE = 384
 """Of a picture in pixels: ten of them are to make a page that can be sent."""
 
 
-def draw_overlays(folder: RunFolder, task: Task, cases: Sequence[Case]) -> list[Path]:
+def draw_overlays(folder: RunFolder, task: Task, cases: Sequence[Case], *, channel: int = 0) -> list[Path]:
     """Draw the cases with the lowest and the highest Dice of a run's validation; return the files.
 
     Parameters
@@ -37,6 +37,8 @@ def draw_overlays(folder: RunFolder, task: Task, cases: Sequence[Case]) -> list[
     cases : sequence of Case
         Those that were validated: prepared where this process holds them, else with the paths of image and label, which
         are read again. Of several with one id the last counts.
+    channel : int
+        Of the images, which is drawn.
     """
     target = folder.path / OVERLAYS
     for old in target.glob("*.png"):
@@ -50,7 +52,7 @@ def draw_overlays(folder: RunFolder, task: Task, cases: Sequence[Case]) -> list[
     for judged in (*worst, *best):
         example = _read_example(folder, task, by_name[judged.name])
         if example is not None:
-            picture = draw_example(example, min_side=MIN_SIDE).permute(1, 2, 0).numpy()
+            picture = draw_example(example, channel=channel, min_side=MIN_SIDE).permute(1, 2, 0).numpy()
             drawn.append(target / f"{judged.name}.png")
             with replacing(drawn[-1]) as partial:
                 # Not optimize=True, which took ten times as long, 4 s for ten pictures, and left out an eighth.

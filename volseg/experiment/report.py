@@ -12,6 +12,8 @@ from volseg.data.checks import Problem, Remark, summarise_remarks
 from volseg.evaluation.published import published_results
 from volseg.evaluation.summary import Summary, read_structure
 from volseg.experiment.run_folder import RunFolder
+from volseg.reporting.reading import list_component_files
+from volseg.reporting.run import name_components
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.validation import Validated
 
@@ -69,6 +71,7 @@ def attempt(otherwise: str, write: Callable[[], object]) -> None:
 def closing_words(outcome: Outcome) -> str:
     """Return what a training ends by saying: Dice, folder, and the commands to type next."""
     folder = outcome.folder.path
+    own = name_components(list_component_files(folder, []))
     found = dice_table(outcome.validated.summary, outcome.task) if outcome.validated else "(no validation cases)"
     return f"""
 {found}
@@ -77,7 +80,7 @@ The run is in {folder} ({outcome.seconds:.0f} s); report: {outcome.folder.report
 
 Next:
   {spell(f"tensorboard --logdir {quote(str(outcome.folder.tensorboard))}")}
-  {spell(f"volseg predict {quote(str(folder))} IMAGES... -o predictions")}"""
+  {spell(f"volseg predict {quote(str(folder))} IMAGES... -o predictions{own}")}"""
 
 
 def dice_table(summary: Summary, task: Task) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case
 from volseg.errors import CheckpointError, ConfigError
+from volseg.experiment.building import choose_channel
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.component_record import write_components
 from volseg.experiment.folder_lock import LOCK, only_process_in
@@ -262,7 +263,11 @@ class Leader(Member):
         self.require_folder()
         self.folder.write_json(TOLD, tell_outcome(outcome))
         if outcome.validated is not None:
-            attempt("no pictures of cases were drawn", lambda: draw_overlays(self.folder, outcome.task, cases))
+            channel = choose_channel(self.config, outcome.task)
+            attempt(
+                "no pictures of cases were drawn",
+                lambda: draw_overlays(self.folder, outcome.task, cases, channel=channel),
+            )
         attempt("report.md was not written", self._write_brief)
 
     def _write_brief(self) -> None:

@@ -15,7 +15,7 @@ from volseg.data.cases import Task
 from volseg.data.growing import GrowingBatches
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
-from volseg.experiment.building import build_hooks, build_objective, build_training, check_components
+from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import ChosenCases, choose_cases
 from volseg.experiment.compiled_kernels import CompilingBeside
 from volseg.experiment.component_record import require_components
@@ -154,6 +154,7 @@ def _begin(
         chosen = choose_cases(role.config)
     require_plausible_sizes(role.config, chosen.task, device)
     build_objective(role.config, chosen.task)  # a loss that cannot be of this task is refused before cases are read
+    choose_channel(role.config, chosen.task)
     plan = folder.plan() if resume else plan_network(role.config, chosen.task)
     config = replanning.settle(role, plan.complete(role.config), resume)
     config, mesh = settle_mesh(config, chosen.task, device)
@@ -309,7 +310,8 @@ def _open_log(
     )
     loggers = [History(), *(build_logger(logger.spec()) for logger in config.logging.loggers)]
     texts = {"config": f"```yaml\n{format_config(config)}```", "network": describe_network(config, task)}
-    return TrainingLog(loggers, run, texts=texts, more=memory.scalars, ends=False)
+    channel = choose_channel(config, task)
+    return TrainingLog(loggers, run, texts=texts, more=memory.scalars, channel=channel, ends=False)
 
 
 def _name_final(final: Score) -> dict[str, float]:

@@ -41,6 +41,8 @@ class Forecast:
     candidate: Candidate
     memory: MemoryUse | None = None
     """None where it cannot run at all; ``refused`` says why."""
+    devices: tuple[MemoryUse, ...] = ()
+    """Of every device: process after process, stage after stage; none where ``memory`` is None."""
     seconds: float | None = None
     """Of one optimizer step."""
     host_seconds: float | None = None

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from rich.console import Console
@@ -26,6 +27,7 @@ __all__ = [
     "LOGS",
     "Bar",
     "BesideBars",
+    "add_to_logs",
     "are_logs_json",
     "close_bars",
     "open_bar",
@@ -38,7 +40,8 @@ logger = logging.getLogger(__name__)
 Form = Literal["text", "json", "quiet"]
 
 LOGS = "VOLSEG_LOGS"
-"""Variable of the environment: ``text``, ``json`` or ``quiet``, for processes that a command starts as for its own."""
+"""Variable of the environment: ``text``, ``json``, ``quiet`` or ``json,quiet``, for processes that a command starts as
+for its own."""
 
 FIELDS = "fields"
 """Attribute of a log record with what its line of JSON says besides: ``extra={FIELDS: {...}}``."""
@@ -97,7 +100,7 @@ class _Bars:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.form: Form = "text"
+        self.forms: frozenset[Form] = frozenset(("text",))
         self.shown: Progress | None = None
 
     def add(self, **settings: Any) -> tuple[Progress, TaskID] | None:
@@ -212,12 +215,12 @@ call_before_last_words(close_bars)
 
 def are_logs_json() -> bool:
     """Whether every line is a JSON object."""
-    return _bars.form == "json"
+    return "json" in _bars.forms
 
 
 def shows_bars() -> bool:
     """Whether bars are drawn: on a terminal that can move its cursor, where nobody asked for other lines."""
-    return _bars.form == "text" and os.environ.get("TERM") != "dumb" and _Stream().isatty()
+    return _bars.forms == {"text"} and os.environ.get("TERM") != "dumb" and _Stream().isatty()
 
 
 class BesideBars(logging.StreamHandler):
@@ -262,25 +265,42 @@ def set_up_logs(form: str | None = None) -> None:
     Parameters
     ----------
     form : str, optional
-        ``text``, ``json`` (a JSON object for each line, and for each epoch) or ``quiet`` (warnings and errors alone);
-        default ``$VOLSEG_LOGS``, else ``text``. Of an unknown one that is said.
+        ``text``, ``json`` (a JSON object for each line, and for each epoch) or ``quiet`` (warnings and errors alone),
+        ``json,quiet`` for both; default ``$VOLSEG_LOGS``, else ``text``. Of an unknown one that is said.
     """
     wanted = form or os.environ.get(LOGS) or "text"
     known: Mapping[str, Form] = {one: one for one in get_args(Form)}
-    _bars.form = known.get(wanted, "text")
-    os.environ[LOGS] = _bars.form
+    words = [word.strip() for word in wanted.split(",")]
+    strange = not {*words} <= known.keys()
+    forms: frozenset[Form] = frozenset(() if strange else (known[word] for word in words)) - {"text"}
+    _bars.forms = forms or frozenset(("text",))
+    os.environ[LOGS] = ",".join(sorted(_bars.forms))
     root = logging.getLogger()
     for handler in [one for one in root.handlers if isinstance(one, BesideBars)]:  # an option comes after the variable
         root.removeHandler(handler)
     if not root.handlers:  # else somebody takes the log already, as with logging.basicConfig
         handler = BesideBars()
-        handler.setFormatter(_JsonLine() if _bars.form == "json" else logging.Formatter("%(message)s"))
+        handler.setFormatter(_JsonLine() if are_logs_json() else logging.Formatter("%(message)s"))
         root.addHandler(handler)
-        root.setLevel(logging.WARNING if _bars.form == "quiet" else logging.INFO)
+        root.setLevel(logging.WARNING if "quiet" in _bars.forms else logging.INFO)
         logging.captureWarnings(True)
-    shape_last_words(_shape_as_json if _bars.form == "json" else None)
-    if wanted not in known:
-        logger.warning("%s is %s, %s or %s, got %r; taking text", LOGS, *known, wanted)
+    shape_last_words(_shape_as_json if are_logs_json() else None)
+    if are_logs_json():
+        sys.excepthook = _log_fault
+    elif sys.excepthook is _log_fault:
+        sys.excepthook = sys.__excepthook__
+    if strange:
+        logger.warning("%s is %s, %s, %s or json,quiet, got %r; taking text", LOGS, *known, wanted)
+
+
+def add_to_logs(form: Form) -> None:
+    """Let one more of these count beside those that do, as an option does beside another one."""
+    set_up_logs(",".join({*_bars.forms, form}))
+
+
+def _log_fault(kind: type[BaseException], fault: BaseException, trace: TracebackType | None) -> None:
+    """Tell of a fault that nobody expected in a line as all others are, its traceback within."""
+    logging.getLogger("volseg").critical("%s: %s", kind.__name__, fault, exc_info=(kind, fault, trace))
 
 
 def _shape_as_json(words: str) -> str:

@@ -47,7 +47,7 @@ class Logger:
     """Hear of a training; override what is of interest.
 
     All is called in the process that leads the job, and in no other one. What is raised before the first batch ends the
-    training; later it is told once, and the training goes on without the logger.
+    training; later it is told once, the logger is ended, and the training goes on without it.
     """
 
     def begin(self, run: LoggedRun) -> None:
@@ -63,7 +63,10 @@ class Logger:
         """Texts by name, in Markdown: the network, the config."""
 
     def end(self, scores: Mapping[str, float]) -> None:
-        """When nothing more comes: the final scores by tag, none where the training did not reach its end."""
+        """When nothing more comes: the final scores by tag, none where the training did not reach its end.
+
+        Called once for every `begin` that went well, also after a fault of the logger itself.
+        """
 
 
 class History(Logger):

@@ -148,7 +148,7 @@ def _is_there(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError):  # somebody else's
+    except PermissionError:  # somebody else's
         return True
     return True
 

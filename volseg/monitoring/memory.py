@@ -63,6 +63,9 @@ class MemoryForecast:
     """What was forecast of the step, or why nothing was."""
 
     memory: MemoryUse | None = None
+    """Of the device that needs most."""
+    devices: tuple[MemoryUse, ...] = ()
+    """Of every device, in the order of the readings."""
     problem: str = ""
 
 
@@ -150,7 +153,7 @@ class FirstSteps(Hook):
             self._asked = None
 
     def scalars(self) -> dict[str, float]:
-        """Return what TensorBoard shows: GiB of the fullest device, and of the forecast."""
+        """Return what TensorBoard shows: GiB of the fullest device, of the forecast, and what was forecast of each."""
         shown: dict[str, float] = {}
         if self.readings:
             fullest = self.readings[-1].fullest
@@ -162,6 +165,8 @@ class FirstSteps(Hook):
         if self.forecast is not None and self.forecast.memory is not None:
             shown["memory/forecast_used_gib"] = self.forecast.memory.used / GIB
             shown["memory/forecast_reserved_gib"] = self.forecast.memory.reserved / GIB
+            for number, device in enumerate(self.forecast.devices):
+                shown[f"gpu/{number}/forecast_gib"] = device.reserved / GIB
         if (error := self.find_error()) is not None:
             shown["memory/forecast_error_percent"] = 100 * error
         return shown
@@ -205,6 +210,7 @@ class FirstSteps(Hook):
             "measured": [asdict(reading) for reading in self.readings],
             "cases_bytes": self._beside,
             "forecast": None if forecast is None or forecast.memory is None else asdict(forecast.memory),
+            "forecast_of_devices": [] if forecast is None else [asdict(device) for device in forecast.devices],
             "no_forecast": None if forecast is None else forecast.problem or None,
             "error": self.find_error(),
         }

@@ -16,9 +16,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO, TypeVar
+from typing import Annotated, Any, Literal, TextIO, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from volseg.errors import DataError
 from volseg.files import replacing
@@ -55,17 +55,28 @@ ENDED: tuple[State, ...] = ("finished", "interrupted", "failed")
 
 Content = TypeVar("Content")
 
+YEAR_10000 = 253_402_300_800
+"""In seconds since 1970: a later moment has no date, and no training takes longer."""
+
+Seconds = Annotated[float, Field(gt=-YEAR_10000, lt=YEAR_10000)]
+"""A difference of two clocks may be a hair below nothing."""
+Moment = Annotated[float, Field(ge=0, lt=YEAR_10000)]
+"""In seconds since 1970."""
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Process = Annotated[int, Field(ge=1, lt=2**31)]
+"""The system's functions take others for groups of processes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpochLine:
     """An epoch in numbers."""
 
-    epoch: int
+    epoch: Count
     """Counted from 0."""
-    step: int
+    step: Count
     """Batches of the training that were done at its end."""
-    time: float
-    """When that was (seconds since 1970)."""
+    time: Moment
+    """When that was."""
     scalars: Mapping[str, float]
     """By the tags of TensorBoard; NaN for what could not be told, such as the Dice of a label that is nowhere."""
 
@@ -75,23 +86,23 @@ class RunStatus:
     """How far a training is."""
 
     state: State
-    time: float
-    """When this was written (seconds since 1970, by the clock of ``host``)."""
-    started: float
+    time: Moment
+    """When this was written, by the clock of ``host``."""
+    started: Moment
     """When the process began."""
     host: str
-    pid: int
-    epoch: int | None = None
+    pid: Process
+    epoch: Count | None = None
     """Epochs that are done."""
-    epochs: int | None = None
-    batch: int | None = None
+    epochs: Count | None = None
+    batch: Count | None = None
     """Batches of the current epoch that are done."""
-    batches: int | None = None
+    batches: Count | None = None
     loss: float | None = None
     score: float | None = None
     """Mean Dice of the last validation."""
     best: float | None = None
-    seconds_left: float | None = None
+    seconds_left: Seconds | None = None
     """Until the last epoch ends, by the epochs of this process so far."""
     voxels_per_second: float | None = None
     memory_gib: float | None = None
@@ -111,11 +122,11 @@ class RunStatus:
 class RunPart:
     """What the time of one process went by with."""
 
-    begun: float
-    """When it began (seconds since 1970)."""
-    seconds: float
+    begun: Moment
+    """When it began."""
+    seconds: Seconds
     """From there to its last sign of life."""
-    spans: Mapping[str, float] = field(default_factory=dict)
+    spans: Mapping[str, Seconds] = field(default_factory=dict)
     """Seconds by what was done: ``imports`` (of a command), ``reading``, ``compiling``, ``recording``, ``training``,
     ``waiting for data``, ``validation`` and so on; none of them lies within another one."""
 
@@ -211,7 +222,9 @@ def _read(file: str | Path, kind: TypeAdapter[Content]) -> Content | None:
         return kind.validate_json(Path(file).read_bytes())
     except FileNotFoundError:
         return None
-    except ValidationError:  # a power cut left a name without its bytes: nothing is known, as before the first writing
+    # A power cut left a name without its bytes, or somebody put something else there: nothing is known, as before the
+    # first writing.
+    except (ValidationError, IsADirectoryError):
         return None
 
 

@@ -1,5 +1,6 @@
 """Which GPU of a pipeline works when: three steps of a training are watched, drawn, and their idle shares told."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +18,8 @@ from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 
 __all__ = ["StageTimes", "draw_intervals"]
+
+logger = logging.getLogger(__name__)
 
 FIRST, COUNT = 40, 3
 """Of the batches that are watched: kernels are chosen, and stages recorded, by then."""
@@ -77,9 +80,15 @@ class StageTimes(Hook):
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         """Show the last of the watched steps, once."""
         del training
-        if self._watched and record.epoch == self._first_epoch:
-            self._log.add_images({"timeline": draw_intervals(self._watched[-1])}, record.epoch)
-            self._log.add_text("timeline", _describe(self._watched[-1], self.scalars()))
+        if not self._watched or record.epoch != self._first_epoch:
+            return
+        try:
+            picture, text = draw_intervals(self._watched[-1]), _describe(self._watched[-1], self.scalars())
+        except Exception as fault:  # whatever it is, a picture is no reason to end a training
+            logger.warning("no timeline of the pipeline (%s: %s)", type(fault).__name__, fault)
+            return
+        self._log.add_images({"timeline": picture}, record.epoch)
+        self._log.add_text("timeline", text)
 
     def on_training_end(self, training: Training) -> None:
         """Watch no longer, where a step failed."""

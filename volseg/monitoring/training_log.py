@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from volseg.errors import ConfigError
 from volseg.monitoring.loggers import LoggedRun, Logger
 from volseg.monitoring.memory import GIB, DeviceMemory, GpuMeter
 from volseg.monitoring.pictures import draw_example
@@ -29,7 +30,7 @@ class TrainingLog(Hook):
 
     Parameters
     ----------
-    loggers : sequence of Logger
+    loggers : Logger or sequence of Logger
         Told in this order.
     run : LoggedRun, optional
         What they are told first; where numbers begin is taken from the training.
@@ -39,6 +40,8 @@ class TrainingLog(Hook):
         Returns further scalars by tag, after each epoch.
     meter : GpuMeter, optional
         Of this process's GPUs.
+    channel : int
+        Of the images, which pictures show.
     ends : bool
         Whether the loggers end with the training. Otherwise `end` is called later, with the scores of a final
         validation.
@@ -46,19 +49,24 @@ class TrainingLog(Hook):
 
     def __init__(
         self,
-        loggers: Sequence[Logger],
+        loggers: Logger | Sequence[Logger],
         run: LoggedRun | None = None,
         *,
         texts: Mapping[str, str] | None = None,
         more: Callable[[], Mapping[str, float]] = dict,
         meter: GpuMeter | None = None,
+        channel: int = 0,
         ends: bool = True,
     ) -> None:
-        self._loggers = list(loggers)
+        self._loggers = [loggers] if isinstance(loggers, Logger) else list(loggers)
+        for one in self._loggers:
+            if not isinstance(one, Logger):
+                raise ConfigError(f"TrainingLog takes volseg.monitoring.loggers.Logger, got {one!r}; derive its class")
         self._run = run or LoggedRun(name="training")
         self._texts = dict(texts or {})
         self._sources = [more]
         self._meter = meter or GpuMeter()
+        self._channel = channel
         self._ends = ends
         self._heard: list[Logger] = []
 
@@ -67,10 +75,16 @@ class TrainingLog(Hook):
         if not training.is_main_process:
             return
         run = replace(self._run, epoch=training.epoch, batches=training.num_batches)
-        self._heard = list(self._loggers)
+        self._heard = []
         for one in self._loggers:
-            # A full disk later ends no training, and so it does not now; whatever else is wrong can be mended now.
-            self._tell(one, "begin", run, forgives=OSError)
+            self._heard.append(one)
+            try:
+                # A full disk later ends no training, and so it does not now; whatever else is wrong can be mended now.
+                self._tell(one, "begin", run, forgives=OSError)
+            except BaseException:
+                self._heard.remove(one)
+                self.end()  # those that have begun: a server would show a run that never ends
+                raise
         for name, text in self._texts.items():
             self._tell_all("text", name, text)
 
@@ -80,8 +94,13 @@ class TrainingLog(Hook):
         if not self._heard:
             return
         values = {**list_scalars(record), **_list_memory(memory)}
-        for source in self._sources:
-            values |= source()
+        for source in list(self._sources):
+            try:
+                values |= {tag: float(value) for tag, value in source().items()}
+            except Exception as fault:  # whatever it is, a curve is no reason to end a training
+                self._sources.remove(source)
+                name = getattr(source, "__qualname__", type(source).__name__)
+                logger.warning("no more scalars of %s (%s: %s)", name, type(fault).__name__, fault)
         self._tell_all("scalars", values, record.epoch)
         if record.score is not None and (pictures := self._draw(training)):
             self._tell_all("images", pictures, record.epoch)
@@ -113,13 +132,12 @@ class TrainingLog(Hook):
         own = [json.dumps(asdict(device)) for device in self._meter.read()]
         return [DeviceMemory(**json.loads(told)) for told in gather_over_processes(own)]
 
-    @staticmethod
-    def _draw(training: Training) -> dict[str, Tensor]:
+    def _draw(self, training: Training) -> dict[str, Tensor]:
         """Return the pictures that can be drawn: what a reader of one's own gave may not be such."""
         pictures = {}
         for example in getattr(training.validation, "examples", ()):
             try:
-                pictures[f"val/{example.case}"] = draw_example(example)
+                pictures[f"val/{example.case}"] = draw_example(example, channel=self._channel)
             except Exception as fault:  # whatever it is, a picture is no reason to end a training
                 logger.warning("no picture of %s (%s: %s)", example.case, type(fault).__name__, fault)
         return pictures
@@ -135,7 +153,19 @@ class TrainingLog(Hook):
             getattr(one, event)(*(dict(told) if isinstance(told, Mapping) else told for told in arguments))
         except forgives as fault:
             self._heard.remove(one)
-            logger.warning("no more is logged by %s (%s: %s); the training goes on", one, type(fault).__name__, fault)
+            told = f"{type(fault).__name__}: {fault}"
+            if event not in ("begin", "end"):  # it has begun, and holds files or a server's run
+                told += _end_after_fault(one)
+            logger.warning("no more is logged by %s (%s); the training goes on", one, told)
+
+
+def _end_after_fault(one: Logger) -> str:
+    """End a logger that hears no more; return what is to be said where that fails too."""
+    try:
+        one.end({})
+    except Exception as fault:  # whatever it is: it is told beside the first one
+        return f", nor could it be ended: {type(fault).__name__}: {fault}"
+    return ""
 
 
 def list_scalars(record: EpochRecord) -> dict[str, float]:

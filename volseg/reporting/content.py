@@ -56,6 +56,11 @@ class TextTable:
     bold: frozenset[int] = frozenset()
     """Rows that stand out."""
 
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.header):
+                raise ValueError(f"{self.caption}: a row has {len(row)} cells under {len(self.header)} heads")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from volseg.commands import spell
+from volseg.reporting.composing import Composer
 from volseg.reporting.content import (
     Block,
     Chart,
@@ -29,7 +30,7 @@ from volseg.reporting.content import (
 from volseg.reporting.judged import tell_scores
 from volseg.reporting.published import tabulate_published
 from volseg.reporting.reading import RunRecord, Scores, read_json, read_run, read_scores
-from volseg.reporting.run import add_spans, find_state, show_cases, tell_environment
+from volseg.reporting.run import add_spans, find_state, name_components, show_cases, tell_environment
 from volseg.reporting.words import format_duration, format_value, list_sections, tell_when
 from volseg.version import __version__
 
@@ -47,7 +48,7 @@ class CrossedRecord:
     """Of ``cross_validation.json``; empty before a fold is finished."""
     folds: Mapping[int, RunRecord]
     scores: Scores | None
-    missing: Sequence[str]
+    missing: list[str]
 
 
 def find_fold_folders(folder: Path) -> dict[int, Path]:
@@ -74,38 +75,67 @@ def read_crossed(folder: str | Path) -> CrossedRecord:
 
 def describe_crossed(record: CrossedRecord) -> ReportContent:
     """Return what is said of a cross-validation."""
+    compose = Composer(record.missing)
     first = next(iter(record.folds.values()), None)
     config = record.results.get("config") or (first.config if first else {})
-    whole = record.results.get("num_folds") or (config.get("split") or {}).get("num_folds")
-    done = len(record.results.get("folds") or ())
-    state = "finished" if whole and done == whole else f"{done} of {whole or 'unknown'} folds"
-    scores, failures = record.scores, [str(told) for told in (record.results.get("failures") or {}).values()]
+    whole = compose.attempt("How many folds there are to be", lambda: _count_folds(record, config), None)
     sections = [
-        Section(title="Look at this", blocks=[Items(failures)] if failures else [], warns=True, brief=True),
-        Section(title="Folds", blocks=_tabulate_folds(record), brief=True),
-        *([] if scores is None else tell_scores(scores)),
-        Section(title="Published results", blocks=_compare(record), brief=True),
-        Section(title="Curves", blocks=_draw_curves(record)),
-        Section(title="Cases to look at closely", blocks=_show_cases(record)),
-        Section(title="Time", blocks=_tell_time(record), brief=True),
-        Section(title="Config", blocks=_tell_config(config, first)),
-        Section(
-            title="Environment",
-            blocks=tell_environment(record.results.get("environment") or (first.environment if first else {})),
+        compose.section("Look at this", lambda: _list_warnings(record, whole), warns=True, brief=True),
+        compose.section("Folds", lambda: _tabulate_folds(record), brief=True),
+        *tell_scores(record.scores, compose),
+        compose.section("Published results", lambda: _compare(record), brief=True),
+        compose.section("Curves", lambda: _draw_curves(record)),
+        compose.section("Cases to look at closely", lambda: _show_cases(record)),
+        compose.section("Time", lambda: _tell_time(record), brief=True),
+        compose.section("Config", lambda: _tell_config(config, first)),
+        compose.section(
+            "Environment",
+            lambda: tell_environment(record.results.get("environment") or (first.environment if first else {})),
         ),
-        Section(title="Not shown", blocks=[Items(record.missing)] if record.missing else []),
-        Section(title="Next", blocks=[Commands([(what, spell(line)) for what, line in _list_commands(record)])]),
     ]
-    network = (config.get("network") or {}).get("name", "a network")
-    task = record.results.get("task") or (first.task.get("name") if first else None) or "a task"
+    commands = [(what, spell(line)) for what, line in _list_commands(record)]
+    subtitle = compose.attempt("What was trained", lambda: _name_training(record, config, first), "Cross-validation")
+    state = compose.attempt("How many folds are done", lambda: _find_state(record, whole), "state unknown")
+    headline = compose.attempt("The headline", lambda: _make_headline(record, whole), list[tuple[str, str]]())
+    name = compose.attempt("The name", lambda: config.get("name"), None)
     return ReportContent(
-        title=str(config.get("name", record.folder.name)),
-        subtitle=f"Cross-validation of {network} on {task}",
+        title=str(record.folder.name if name is None else name),
+        subtitle=subtitle,
         state=state,
-        headline=_make_headline(record, whole),
-        sections=list_sections(sections),
+        headline=headline,
+        sections=list_sections(
+            [
+                *sections,
+                Section(title="Not shown", blocks=[Items(record.missing)] if record.missing else []),
+                Section(title="Next", blocks=[Commands(commands)]),
+            ]
+        ),
         written=f"Written {tell_when(time.time())} by volseg {__version__} from {record.folder}",
     )
+
+
+def _name_training(record: CrossedRecord, config: Mapping[str, Any], first: RunRecord | None) -> str:
+    network = (config.get("network") or {}).get("name", "a network")
+    task = record.results.get("task") or (first.task.get("name") if first else None) or "a task"
+    return f"Cross-validation of {network} on {task}"
+
+
+def _count_folds(record: CrossedRecord, config: Mapping[str, Any]) -> int | None:
+    whole = record.results.get("num_folds") or (config.get("split") or {}).get("num_folds")
+    return None if whole is None else int(whole)
+
+
+def _find_state(record: CrossedRecord, whole: int | None) -> str:
+    done = len(record.results.get("folds") or ())
+    return "finished" if whole and done == whole else f"{done} of {whole or 'unknown'} folds"
+
+
+def _list_warnings(record: CrossedRecord, whole: int | None) -> list[Block]:
+    done = [str(fold["fold"]) for fold in record.results.get("folds") or ()]
+    warnings = [str(told) for told in (record.results.get("failures") or {}).values()]
+    if whole and 0 < len(done) < whole:
+        warnings.insert(0, f"Incomplete: fold(s) {', '.join(done)} of {whole}.")
+    return [Items(warnings)] if warnings else []
 
 
 def _make_headline(record: CrossedRecord, whole: int | None) -> list[tuple[str, str]]:
@@ -118,6 +148,9 @@ def _make_headline(record: CrossedRecord, whole: int | None) -> list[tuple[str, 
             headline += [(f"Dice {name}", _format(told.get("mean"))) for name, told in others]
         headline.append(("cases", str(record.results.get("num_cases"))))
     headline.append(("folds", f"{len(record.results.get('folds') or ())} of {whole or 'unknown'}"))
+    training = (record.results.get("config") or {}).get("training") or {}
+    if "epochs" in training:
+        headline.append(("epochs of a fold", str(training["epochs"])))
     seconds = sum(part.seconds for fold in record.folds.values() for part in fold.parts)
     return [*headline, *([("time of all folds", format_duration(seconds))] if seconds else [])]
 
@@ -184,6 +217,10 @@ def _compare(record: CrossedRecord) -> list[Block]:
                 f"one has {cases}. Compare with that in mind."
             )
         )
+    if any("cross-validation" not in row["evaluation"] for row in published):
+        told.append(
+            Text("A challenge test set is of other cases, without public labels; ensembles are the rule there.")
+        )
     return [tabulate_published(published, names, ("this run", evaluation, cases, own, overall)), *told]
 
 
@@ -224,9 +261,10 @@ def _tell_config(config: Mapping[str, Any], first: RunRecord | None) -> list[Blo
 
 def _list_commands(record: CrossedRecord) -> list[tuple[str, str]]:
     folder = quote(str(record.folder))
+    own = name_components(next((fold.components for fold in record.folds.values()), ()))
     return [
-        ("Predict images by all folds together:", f"volseg predict {folder} IMAGES... -o predictions"),
-        ("Measure which postprocessing helps:", f"volseg postprocess {folder}"),
+        ("Predict images by all folds together:", f"volseg predict {folder} IMAGES... -o predictions{own}"),
+        ("Measure which postprocessing helps:", f"volseg postprocess {folder}{own}"),
         ("See the curves of all folds in a browser:", f"tensorboard --logdir {folder}"),
         ("Write this page anew:", f"volseg report {folder}"),
     ]

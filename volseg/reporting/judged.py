@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from volseg.reporting.composing import Composer
 from volseg.reporting.content import Block, Boxes, Charts, Items, Section, Text, TextTable
 from volseg.reporting.reading import ReportedCase, Scores
 from volseg.reporting.words import UNITS, format_value
@@ -23,15 +24,17 @@ def choose_extremes(
     return known[:lowest], known[::-1][:highest]
 
 
-def tell_scores(scores: Scores) -> list[Section]:
-    """Return the sections on scores: by label, spread over the cases, and case by case."""
+def tell_scores(scores: Scores | None, compose: Composer) -> list[Section]:
+    """Return the sections on scores: by label, spread over the cases, and case by case; none without scores."""
+    if scores is None:
+        return []
     return [
-        Section(
-            title="Validation", blocks=[_tabulate_dice(scores), *_list_lowest(scores)], brief=True, only_brief=True
+        compose.section(
+            "Validation", lambda: [_tabulate_dice(scores), *_list_lowest(scores)], brief=True, only_brief=True
         ),
-        Section(title="Scores", blocks=_tabulate_labels(scores), brief=True),
-        Section(title="Spread over the cases", blocks=[_draw_boxes(scores)] if scores.cases else []),
-        Section(title="Cases", blocks=_tabulate_cases(scores)),
+        compose.section("Scores", lambda: _tabulate_labels(scores), brief=True),
+        compose.section("Spread over the cases", lambda: [_draw_boxes(scores)] if scores.cases else []),
+        compose.section("Cases", lambda: _tabulate_cases(scores)),
     ]
 
 

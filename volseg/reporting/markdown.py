@@ -1,18 +1,18 @@
 """A report in short, as Markdown: its headline, and the sections that say so."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from volseg.reporting.content import Block, Commands, Items, NamedValues, ReportContent, Text, TextTable
 
 __all__ = ["write_markdown"]
 
 
-def write_markdown(report: ReportContent) -> str:
-    """Return the short form; drawings, pictures and what is long are left to the page."""
+def write_markdown(report: ReportContent, sections: Collection[str] | None = None) -> str:
+    """Return the short form, or those of its sections; drawings, pictures and what is long are left to the page."""
     told = "; ".join(f"{name} {value}" for name, value in report.headline)
     lines = [f"# {report.title}", "", f"{report.subtitle}. {report.state.capitalize()}: {told}.", ""]
     for section in report.sections:
-        if section.brief:
+        if section.brief and (sections is None or section.title in sections):
             lines += [f"## {section.title}", ""]
             for block in section.blocks:
                 lines += _write(block)
@@ -25,7 +25,7 @@ def _write(block: Block) -> list[str]:
         case Text():
             return [block.text, ""]
         case Items():
-            return [*(f"- {item}" for item in block.items), ""]
+            return [*("- " + item.replace("\n", "\n  ") for item in block.items), ""]
         case NamedValues():
             return [*(f"- {name}: {value}" for name, value in block.facts.items()), ""]
         case TextTable():

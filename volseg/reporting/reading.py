@@ -4,7 +4,6 @@ Nothing that lacks or is damaged keeps a report from being written: it is what s
 wrong.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 from PIL import Image
+from pydantic import TypeAdapter, ValidationError
 
 from volseg.errors import ConfigError, DataError
 from volseg.monitoring.run_files import (
@@ -27,7 +27,18 @@ from volseg.monitoring.run_files import (
     read_times,
 )
 
-__all__ = ["OVERLAYS", "TOLD", "ReportedCase", "RunRecord", "Scores", "read_json", "read_run", "read_scores"]
+__all__ = [
+    "OVERLAYS",
+    "TOLD",
+    "ReportedCase",
+    "RunRecord",
+    "Scores",
+    "Told",
+    "list_component_files",
+    "read_json",
+    "read_run",
+    "read_scores",
+]
 
 TOLD = "told.json"
 """What a training has to say that stands in none of its other files: cases left out, remarks, published results."""
@@ -81,6 +92,24 @@ SHOWN = ("Dice", "NSD", "HD95", "ASSD", "lesion_F1", "volume_diff_ml")
 DISTANCES = ("HD", "HD95", "ASSD")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """A ``told.json``."""
+
+    problems: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+    published: Sequence[Mapping[str, Any]] = ()
+    """Of `volseg.evaluation.published.PublishedResult`."""
+    memory: str | None = None
+    replanned: str | None = None
+
+
+MAPPING = TypeAdapter(dict[str, Any])
+_TOLD = TypeAdapter(Told)
+_COMPONENTS = TypeAdapter(list[dict[str, Any]])
+_SPLIT = TypeAdapter(list[dict[str, list[str]]])
+
+
 @dataclass(kw_only=True)
 class RunRecord:
     """What is known of a run."""
@@ -96,10 +125,11 @@ class RunRecord:
     status: RunStatus | None
     memory: Mapping[str, Any] | None
     replanned: Mapping[str, Any] | None
-    told: Mapping[str, Any]
+    told: Told
     scores: Scores | None
     overlays: Mapping[str, Path]
-    postprocessing: Mapping[str, Any] | None
+    components: Sequence[str] = ()
+    """Files of Python with components of the user's own, which each command needs again."""
     missing: list[str] = field(default_factory=list)
     """Sentences on what could not be shown, and why."""
 
@@ -124,7 +154,7 @@ def read_run(folder: str | Path) -> RunRecord:
     task = read_json(folder / "task.json", missing, "what the labels are called")
     try:
         history: Sequence[EpochLine] = read_history(folder / HISTORY)
-    except DataError as fault:
+    except (DataError, OSError) as fault:
         missing.append(f"No curves: {fault}.")
         history = ()
     else:
@@ -132,8 +162,10 @@ def read_run(folder: str | Path) -> RunRecord:
             missing.append(f"No curves: {HISTORY} is not there; no epoch has ended, or the run is of an older volseg.")
     parts = read_times(folder / TIMES)
     if not parts:
-        missing.append(f"No time budget: {TIMES} is not there; the run is of an older volseg.")
+        missing.append(f"No time budget: {_find_reason(folder / TIMES)}.")
     status = read_status(folder / STATUS)
+    if status is None:
+        missing.append(f"No state: {_find_reason(folder / STATUS)}.")
     scores = read_scores(folder / "validation" / "summary.json", task, missing)
     overlays = _find_overlays(folder / OVERLAYS, missing)
     if scores is not None and not overlays:
@@ -148,29 +180,48 @@ def read_run(folder: str | Path) -> RunRecord:
         history=history,
         parts=parts,
         status=status,
-        memory=read_json(folder / "memory.json"),
-        replanned=read_json(folder / "replanned.json"),
-        told=read_json(folder / TOLD) or {},
+        memory=read_json(folder / "memory.json", missing, "how much memory the GPUs took", optional=True),
+        replanned=read_json(folder / "replanned.json", missing, "what was out of memory", optional=True),
+        told=read_json(folder / TOLD, missing, "cases left out and published results", kind=_TOLD, optional=True)
+        or Told(),
         scores=scores,
         overlays=overlays,
-        postprocessing=read_json(folder / "postprocessing.json"),
+        components=list_component_files(folder, missing),
         missing=missing,
     )
 
 
-def read_json(file: Path, missing: list[str] | None = None, what: str = "", *, kind: type = dict) -> Any:
-    """Return what a file holds, None where it is absent or damaged; ``missing`` is told so."""
+def read_json(
+    file: Path, missing: list[str], what: str, *, kind: TypeAdapter[Any] = MAPPING, optional: bool = False
+) -> Any:
+    """Return what a file holds, None where it is absent or damaged.
+
+    Parameters
+    ----------
+    file : Path
+        Of JSON.
+    missing : list of str
+        Takes a sentence where it is not there, unless it is ``optional``, and where it is damaged.
+    what : str
+        Cannot be told then.
+    kind : TypeAdapter
+        Of the content.
+    optional : bool
+        Whether trainings write it only now and then.
+    """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, kind):
-            raise ValueError(f"it holds a {type(content).__name__}, no {kind.__name__}")
-        return content
+        return kind.validate_json(file.read_bytes())
     except FileNotFoundError:
-        if missing is not None:
+        if not optional:
             missing.append(f"{file.name} is not there: {what} cannot be told.")
-    except (OSError, ValueError, RecursionError) as fault:
-        if missing is not None:
-            missing.append(f"{file.name} cannot be read ({fault}): {what} cannot be told.")
+    except ValidationError as fault:
+        first = fault.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        missing.append(
+            f"{file.name} cannot be read ({place}{': ' * bool(place)}{first['msg']}): {what} cannot be told."
+        )
+    except OSError as fault:
+        missing.append(f"{file.name} cannot be read ({fault}): {what} cannot be told.")
     return None
 
 
@@ -189,9 +240,16 @@ def read_scores(file: Path, task: Mapping[str, Any] | None, missing: list[str] |
             dice=_number(content["foreground_mean"].get("Dice")),
             summary=content,
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as fault:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as fault:
         missing.append(f"No scores: {file} is no summary as volseg writes it ({fault!r}).")
         return None
+
+
+def _find_reason(file: Path) -> str:
+    """Return why nothing is known of what a training writes again and again."""
+    if file.exists():
+        return f"{file.name} holds something else than volseg writes there; it is damaged"
+    return f"{file.name} is not there; the run is of an older volseg"
 
 
 def mean(values: Any) -> float:
@@ -243,15 +301,24 @@ def _list_regions(task: Mapping[str, Any] | None) -> dict[str, str]:
 def _read_config(text: str, missing: list[str]) -> Mapping[str, Any]:
     try:
         config = yaml.safe_load(text)
-    except yaml.YAMLError as fault:
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds a {type(config).__name__}, no mapping")
+    except (yaml.YAMLError, ValueError, RecursionError) as fault:
         missing.append(f"config.yaml cannot be read ({str(fault).partition(chr(10))[0]}).")
         return {}
-    return config if isinstance(config, dict) else {}
+    return config
+
+
+def list_component_files(folder: Path, missing: list[str]) -> list[str]:
+    """Return the files of Python from which a run has components of its own; ``missing`` is that of `read_json`."""
+    file, what = folder / "components.json", "which components of one's own there are"
+    content = read_json(file, missing, what, kind=_COMPONENTS, optional=True) or ()
+    sources = [one.get("from") for one in content]
+    files = [source.get("file") for source in sources if isinstance(source, dict)]
+    return list(dict.fromkeys(file for file in files if isinstance(file, str)))
 
 
 def _read_split(file: Path, missing: list[str]) -> dict[str, Sequence[str]]:
-    content = read_json(file, missing, "which cases trained and which validated", kind=list)
-    first = content[0] if isinstance(content, list) and content and isinstance(content[0], dict) else {}
-    return {
-        kind: [str(case) for case in first.get(key, ())] for kind, key in (("training", "train"), ("validation", "val"))
-    }
+    content = read_json(file, missing, "which cases trained and which validated", kind=_SPLIT)
+    first = content[0] if content else {}
+    return {kind: first.get(key, ()) for kind, key in (("training", "train"), ("validation", "val"))}

@@ -10,6 +10,7 @@ from typing import Any
 
 from volseg.commands import spell
 from volseg.monitoring.run_files import THE_REST, RunPart
+from volseg.reporting.composing import Composer
 from volseg.reporting.content import (
     Block,
     Chart,
@@ -33,7 +34,7 @@ from volseg.reporting.reading import RunRecord, Scores
 from volseg.reporting.words import format_duration, format_value, list_sections, tell_when
 from volseg.version import __version__
 
-__all__ = ["add_spans", "describe_run", "find_state", "show_cases", "tell_environment"]
+__all__ = ["add_spans", "describe_run", "find_state", "name_components", "show_cases", "tell_environment"]
 
 GIB = 2**30
 
@@ -60,38 +61,50 @@ def describe_run(record: RunRecord, state: str | None = None) -> ReportContent:
     state : str, optional
         How it ended, where the caller knows better than its files.
     """
+    compose = Composer(record.missing)
     state = state or find_state(record)
-    scores, warnings = record.scores, _list_warnings(record, state)
+    scores = record.scores
     sections = [
-        Section(title="Look at this", blocks=[Items(warnings)] if warnings else [], warns=True),
-        Section(title="Out of memory", blocks=_tell_replanning(record), brief=True),
-        *_list_findings(record),
-        Section(title="Curves", blocks=_draw_curves(record)),
-        *([] if scores is None else tell_scores(scores)),
-        Section(title="Published results", blocks=_compare(record), brief=True),
-        Section(
-            title="Cases to look at closely",
-            blocks=[] if record.scores is None else show_cases(record.scores, record.overlays),
+        compose.section("Look at this", lambda: _list_warnings(record, state), warns=True),
+        compose.section("Out of memory", lambda: _tell_replanning(record), brief=True),
+        compose.section("Cases left out", lambda: _list_findings(record.told.problems), brief=True),
+        compose.section("Cases to look at", lambda: _list_findings(record.told.remarks), brief=True),
+        compose.section("Curves", lambda: _draw_curves(record)),
+        *tell_scores(scores, compose),
+        compose.section("Published results", lambda: _compare(record), brief=True),
+        compose.section(
+            "Cases to look at closely", lambda: [] if scores is None else show_cases(scores, record.overlays)
         ),
-        Section(title="Time", blocks=_tell_time(record), brief=True),
-        Section(title="GPU memory", blocks=_tell_memory(record), brief=True),
-        Section(title="Data", blocks=_tell_data(record)),
-        Section(title="Config", blocks=_tell_config(record)),
-        Section(title="Environment", blocks=tell_environment(record.environment)),
-        Section(title="Not shown", blocks=[Items(record.missing)] if record.missing else []),
-        Section(title="Next", blocks=[Commands([(what, spell(line)) for what, line in _list_commands(record, state)])]),
+        compose.section("Time", lambda: _tell_time(record), brief=True),
+        compose.section("GPU memory", lambda: _tell_memory(record), brief=True),
+        compose.section("Data", lambda: _tell_data(record)),
+        compose.section("Config", lambda: _tell_config(record)),
+        compose.section("Environment", lambda: tell_environment(record.environment)),
     ]
+    subtitle = compose.attempt("What was trained", lambda: _name_training(record), "A training")
+    headline = compose.attempt("The headline", lambda: _make_headline(record), list[tuple[str, str]]())
+    commands = [(what, spell(line)) for what, line in _list_commands(record, state)]
+    return ReportContent(
+        title=str(record.config.get("name", record.folder.name)),
+        subtitle=subtitle,
+        state=state,
+        headline=headline,
+        sections=list_sections(
+            [
+                *sections,
+                Section(title="Not shown", blocks=[Items(record.missing)] if record.missing else []),
+                Section(title="Next", blocks=[Commands(commands)]),
+            ]
+        ),
+        written=f"Written {tell_when(time.time())} by volseg {__version__} from {record.folder}",
+    )
+
+
+def _name_training(record: RunRecord) -> str:
     network = record.config.get("network") or {}
     fold = (record.config.get("split") or {}).get("fold")
     told = f"{network.get('name', 'a network')} on {record.task.get('name', 'a task')}"
-    return ReportContent(
-        title=str(record.config.get("name", record.folder.name)),
-        subtitle=told if fold is None else f"{told}, fold {fold}",
-        state=state,
-        headline=_make_headline(record),
-        sections=list_sections(sections),
-        written=f"Written {tell_when(time.time())} by volseg {__version__} from {record.folder}",
-    )
+    return told if fold is None else f"{told}, fold {fold}"
 
 
 def tell_environment(environment: Mapping[str, Any]) -> list[Block]:
@@ -146,15 +159,15 @@ def _count_epochs(record: RunRecord) -> tuple[int | None, int | None]:
     return (record.history[-1].epoch + 1 if record.history else None), epochs
 
 
-def _list_warnings(record: RunRecord, state: str) -> list[str]:
+def _list_warnings(record: RunRecord, state: str) -> list[Block]:
     warnings = []
     if state == "failed" and record.status is not None:
         warnings.append(f"The training failed: {record.status.message or 'nothing is known of the reason'}")
     if state == "interrupted":
         warnings.append("The training was interrupted; it goes on from its last checkpoint by --resume.")
-    if left := record.told.get("problems"):
+    if left := record.told.problems:
         warnings.append(f"{len(left)} case(s) were left out, as they cannot be used; see below.")
-    if remarks := record.told.get("remarks"):
+    if remarks := record.told.remarks:
         warnings.append(f"{len(remarks)} remark(s) on cases that should be looked at; see below.")
     if record.replanned:
         warnings.append("A step was out of memory, and the training went on in another way; see below.")
@@ -175,23 +188,19 @@ def _list_warnings(record: RunRecord, state: str) -> list[str]:
     )
     if spent and waited > 0.2 * spent:
         warnings.append(f"{100 * waited / spent:.0f} % of the training's time was spent waiting for batches.")
-    return warnings
+    return [Items(warnings)] if warnings else []
 
 
 def _tell_replanning(record: RunRecord) -> list[Block]:
-    return [Text(str(record.told["replanned"]))] if record.told.get("replanned") else []
+    return [Text(record.told.replanned)] if record.told.replanned else []
 
 
-def _list_findings(record: RunRecord) -> list[Section]:
-    return [
-        Section(title=title, blocks=[Items([str(one) for one in record.told.get(key) or ()])], brief=True)
-        for title, key in (("Cases left out", "problems"), ("Cases to look at", "remarks"))
-        if record.told.get(key)
-    ]
+def _list_findings(findings: Sequence[str]) -> list[Block]:
+    return [Items(findings)] if findings else []
 
 
 def _compare(record: RunRecord) -> list[Block]:
-    published = record.told.get("published")
+    published = record.told.published
     if not published or record.scores is None:
         return []
     own = [record.scores.of("mean", key, "Dice") for key in record.scores.labels]
@@ -313,25 +322,30 @@ def _tell_memory(record: RunRecord) -> list[Block]:
     if not memory or not memory.get("measured"):
         return []
     reading = memory["measured"][-1]
-    forecast = memory.get("forecast") or {}
+    forecast, of_devices = memory.get("forecast") or {}, memory.get("forecast_of_devices") or ()
+    # Of a run of an older volseg the fullest GPU's is known alone.
+    knows_each = len(of_devices) == len(reading["devices"])
+    fitting = of_devices if knows_each else [{}] * len(reading["devices"])
     rows = [
-        [
-            f"process {device.get('process', 0)}, {device['device']}",
-            f"{device['used'] / GIB:.2f}",
-            f"{device['reserved'] / GIB:.2f}",
-        ]
-        for device in reading["devices"]
+        [f"process {device.get('process', 0)}, {device['device']}", *_list_gib(device), *_list_gib(expected)]
+        for device, expected in zip(reading["devices"], fitting, strict=True)
     ]
-    if forecast.get("reserved"):
-        rows.append(["forecast of a step", f"{forecast.get('used', 0) / GIB:.2f}", f"{forecast['reserved'] / GIB:.2f}"])
+    if forecast.get("reserved") and not knows_each:
+        rows.append(["the fullest", "", "", *_list_gib(forecast)])
     table = TextTable(
-        caption=f"Peaks after {reading['steps']} steps, in GiB", header=("GPU", "used", "reserved"), rows=rows
+        caption=f"Peaks after {reading['steps']} steps, in GiB; forecasts are of a step, without cases",
+        header=("GPU", "used", "reserved", "forecast used", "forecast reserved"),
+        rows=rows,
     )
-    told = record.told.get("memory")
+    told = record.told.memory
     text = [Text(f"{told[0].upper()}{told[1:]}.")] if told else []
     if memory.get("no_forecast"):
         text.append(Text(f"No forecast: {memory['no_forecast']}"))
     return [*text, table]
+
+
+def _list_gib(memory: Mapping[str, Any]) -> list[str]:
+    return [f"{memory[key] / GIB:.2f}" if key in memory else "" for key in ("used", "reserved")]
 
 
 def _tell_data(record: RunRecord) -> list[Block]:
@@ -372,24 +386,30 @@ def _tell_config(record: RunRecord) -> list[Block]:
 
 def _list_commands(record: RunRecord, state: str) -> list[tuple[str, str]]:
     folder, config = quote(str(record.folder)), quote(str(record.folder / "config.yaml"))
-    folds = quote(f"{record.folder}_folds")
+    folds, own = quote(f"{record.folder}_folds"), name_components(record.components)
     board = ("See curves and slices in a browser:", f"tensorboard --logdir {quote(str(record.folder / 'tensorboard'))}")
     if state != "finished":
         return [
-            ("Go on with the training:", f"volseg train {config} --resume"),
+            # With its place: the config names the one at which it was begun, from which the folder may have been moved.
+            ("Go on with the training:", f"volseg train {config} -o {folder}{own} --resume"),
             board,
             ("Write this page anew:", f"volseg report {folder}"),
         ]
     return [
-        ("Predict images:", f"volseg predict {folder} IMAGES... -o predictions"),
+        ("Predict images:", f"volseg predict {folder} IMAGES... -o predictions{own}"),
         board,
-        ("Measure which postprocessing helps:", f"volseg postprocess {folder}"),
+        ("Measure which postprocessing helps:", f"volseg postprocess {folder}{own}"),
         (
             "Train every fold of this config:",
-            f"volseg cross-validate {config} --output {folds}",
+            f"volseg cross-validate {config} --output {folds}{own}",
         ),
         ("Write this page anew:", f"volseg report {folder}"),
     ]
+
+
+def name_components(files: Sequence[str]) -> str:
+    """Return the options by which a command is given components of one's own."""
+    return "".join(f" --components {quote(file)}" for file in files)
 
 
 def _join(*values: object) -> str:

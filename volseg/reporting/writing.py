@@ -1,5 +1,6 @@
 """A run's or a cross-validation's folder to its report."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 from volseg.errors import ConfigError
@@ -40,9 +41,17 @@ def write_report(folder: str | Path, file: str | Path | None = None, *, state: s
     return target
 
 
-def write_brief(folder: str | Path, *, state: str | None = None) -> str:
-    """Return the short form, as Markdown; the parameters are those of `write_report`."""
-    return write_markdown(_describe(Path(folder), state))
+def write_brief(folder: str | Path, *, state: str | None = None, sections: Collection[str] | None = None) -> str:
+    """Return the short form, as Markdown.
+
+    Parameters
+    ----------
+    folder, state
+        As of `write_report`.
+    sections : collection of str, optional
+        Titles of those that are wanted, of all that the short form has.
+    """
+    return write_markdown(_describe(Path(folder), state), sections)
 
 
 def _describe(folder: Path, state: str | None) -> ReportContent:

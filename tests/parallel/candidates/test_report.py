@@ -66,6 +66,13 @@ def test_the_table_marks_what_is_chosen_and_what_does_not_run():
     )
 
 
+def test_each_gpu_has_its_row_in_json():
+    uses = tuple(MemoryUse(used=gib, reserved=2 * gib, outside=1, peak_in="") for gib in (5, 3))
+    forecast = Forecast(candidate=Candidate(pipeline=2), memory=uses[0], devices=uses, seconds=1.0)
+    row = build_row(forecast, chosen=True, steps_per_epoch=None, price_per_hour=None)
+    assert [(each.used_bytes, each.reserved_bytes) for each in row.devices] == [(5, 10), (3, 6)]
+
+
 def test_there_is_no_column_of_prices_without_one():
     assert "$" not in format_table(make_rows(price=None))
 

@@ -9,17 +9,31 @@ __all__ = ["check_clock", "check_cores", "check_folders", "check_memory", "check
 
 GIB = 2**30
 SCARCE_MEMORY = 8 * GIB
-"""Imports take 1 GiB a process; the rest is for cases while they are prepared."""
+"""Imports take 1 GiB a process; the rest is for cases while they are prepared: a CT of 512 x 512 x 500 voxels is
+0.5 GiB of float32, of which preparing holds several copies. A judgement: small tasks do with less, hence no error."""
 
 ENOUGH_SHARED_MEMORY = 2**29
 """NCCL takes some 10 MB for each pair of GPUs without peer access and each way; Docker gives 64 MiB by default."""
 
 CORES_PER_GPU = 4
+"""One starts the GPU's kernels, one reads patches ahead, the others prepare cases. A judgement: machines that are let
+have 8 to 24 for each GPU, and the first epoch alone waits where there are fewer."""
+
 SCARCE_FILES, FEW_FILES = 256, 1024
+"""1024 is what Linux gives a process by default, with which everything here was run. 256 is the least that systems
+give (macOS). Judgements: how many are needed grows with processes and with cases that are mapped at a time."""
+
+SCARCE_PROCESSES = 1024
+"""A training has tens of threads for each GPU, eight GPUs some hundreds; the rest is for what the user runs besides."""
+
 SCARCE_DISK, FEW_DISK = GIB, 20 * GIB
 """A run folder of V-Net takes 1 GiB with its checkpoints; prepared cases of a Decathlon task some tens."""
 
 SKEW_S = 5.0
+"""Signs of life are written every 5 s: by more than that a clock makes a run look late that is not."""
+
+INSTALLED_LATER_S = 60.0
+"""A file system may round the time of a file, and a clock is set by steps of less than that."""
 
 
 def check_memory(facts: Facts) -> list[MachineFinding]:
@@ -123,7 +137,7 @@ def check_open_files(facts: Facts) -> list[MachineFinding]:
                 else "docker run --ulimit nofile=65536 ..., or nofile in /etc/security/limits.conf",
             )
         )
-    if system.processes is not None and system.processes < FEW_FILES:
+    if system.processes is not None and system.processes < SCARCE_PROCESSES:
         findings.append(
             MachineFinding(
                 check="processes",
@@ -143,7 +157,7 @@ def check_folders(facts: Facts) -> list[MachineFinding]:
 
 
 WAYS = {
-    "cache": "export VOLSEG_CACHE=FOLDER on a larger disk, or volseg cache clear",
+    "cache": "export VOLSEG_CACHE=FOLDER on a larger disk, or volseg data cache clear",
     "runs": "volseg train ... --output FOLDER on a larger disk",
     "temporary": "export TMPDIR=FOLDER on a larger disk",
 }
@@ -177,7 +191,7 @@ def check_clock(facts: Facts) -> list[MachineFinding]:
     findings = []
     if system is not None:
         told = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(system.now))
-        if system.now < system.built - 60:
+        if system.now < system.built - INSTALLED_LATER_S:
             findings.append(
                 MachineFinding(
                     check="clock",

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from volseg.diagnosis.facts import Facts
 from volseg.diagnosis.findings import Level, MachineFinding, ok
@@ -17,15 +18,9 @@ def check_python(facts: Facts) -> list[MachineFinding]:
     told = f"Python {python.version}, {python.executable} (starts processes by {python.start_method})"
     if python.in_environment:
         return [ok("python", told)]
-    return [
-        MachineFinding(
-            check="python",
-            level="note",
-            found=f"{told}, the system's",
-            why="packages of other projects and of the system get between those of volseg",
-            remedy="python3 -m venv .venv && . .venv/bin/activate && pip install volseg",
-        )
-    ]
+    why = "packages of other projects and of the system get between those of volseg"
+    remedy = "python3 -m venv .venv && . .venv/bin/activate && pip install volseg"
+    return [MachineFinding(check="python", level="note", found=f"{told}, the system's", why=why, remedy=remedy)]
 
 
 def check_text(facts: Facts) -> list[MachineFinding]:
@@ -33,17 +28,11 @@ def check_text(facts: Facts) -> list[MachineFinding]:
     python = facts.python
     if python is None:
         return []
+    told = f"{python.locale}, {python.encoding}"
     if python.encoding.lower().replace("-", "") == "utf8":
-        return [ok("locale", f"{python.locale}, {python.encoding}")]
-    return [
-        MachineFinding(
-            check="locale",
-            level="note",
-            found=f"{python.locale}, {python.encoding}",
-            why="volseg's own files are UTF-8 anywhere; names of cases and folders in other letters may be refused",
-            remedy="export LC_ALL=C.UTF-8",
-        )
-    ]
+        return [ok("locale", told)]
+    why = "volseg's own files are UTF-8 anywhere; names of cases and folders in other letters may be refused"
+    return [MachineFinding(check="locale", level="note", found=told, why=why, remedy="export LC_ALL=C.UTF-8")]
 
 
 def check_packages(facts: Facts) -> list[MachineFinding]:
@@ -52,15 +41,9 @@ def check_packages(facts: Facts) -> list[MachineFinding]:
     if packages is None:
         return []
     if not packages.is_installed:
-        return [
-            MachineFinding(
-                check="packages",
-                level="note",
-                found="imported from a checkout, not installed as a package",
-                why="whether the packages fit what it requires is not known",
-                remedy="pip install -e . in the checkout",
-            )
-        ]
+        found, why = "imported from a checkout, not installed as a package", "whether packages fit it is not known"
+        remedy = "pip install -e . in the checkout"
+        return [MachineFinding(check="packages", level="note", found=found, why=why, remedy=remedy)]
     findings = [
         MachineFinding(
             check="packages",
@@ -110,89 +93,59 @@ def check_imports(facts: Facts) -> list[MachineFinding]:
     return findings or [ok("imports", "MONAI, nibabel, SimpleITK, isal and what they need can be imported")]
 
 
-def _note(level: Level, why: str, remedy: str) -> tuple[Level, str, str]:
-    return level, why, remedy
+class HarmfulVariable(NamedTuple):
+    """What a variable of the environment does."""
+
+    values: str
+    """Those that do it, as a pattern for the whole value."""
+    level: Level
+    why: str
 
 
-BY_VALUE: Mapping[str, tuple[re.Pattern[str], tuple[Level, str, str]]] = {
-    "CUDA_LAUNCH_BLOCKING": (
-        re.compile("1"),
-        _note("warning", "every kernel is waited for, and steps cannot be recorded", "unset CUDA_LAUNCH_BLOCKING"),
+BY_NAME: Mapping[str, HarmfulVariable] = {
+    "CUDA_LAUNCH_BLOCKING": HarmfulVariable("1", "warning", "every kernel is waited for, and steps cannot be recorded"),
+    "CUDA_VISIBLE_DEVICES": HarmfulVariable(".*", "note", "volseg sees these GPUs alone, and numbers them from 0"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": HarmfulVariable(".+", "warning", "every tensor asks the driver for memory"),
+    "PYTORCH_CUDA_ALLOC_CONF": HarmfulVariable(
+        ".*backend:cudaMallocAsync.*",
+        "warning",
+        "steps are not recorded as torch's own allocator lets them, and no forecast knows it",
     ),
-    "CUDA_VISIBLE_DEVICES": (
-        re.compile(".*"),
-        _note("note", "volseg sees these GPUs alone, and numbers them from 0", "unset CUDA_VISIBLE_DEVICES"),
+    "NCCL_P2P_DISABLE": HarmfulVariable("1", "warning", "GPUs talk over main memory in place of NVLink"),
+    "NCCL_SHM_DISABLE": HarmfulVariable("1", "warning", "GPUs without peer access talk over the network"),
+    "NCCL_DEBUG": HarmfulVariable("INFO|TRACE", "note", "every process prints hundreds of lines"),
+    "TORCH_CUDA_ARCH_LIST": HarmfulVariable(".+", "note", "it counts for what is compiled here, not for torch itself"),
+    "TRITON_INTERPRET": HarmfulVariable(
+        "1", "error", "kernels are interpreted line by line, thousands of times slower"
     ),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (
-        re.compile(".+"),
-        _note("warning", "every tensor asks the driver for memory", "unset PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    "LD_PRELOAD": HarmfulVariable(".+", "note", "a library is put into every process before its own"),
+    "LD_LIBRARY_PATH": HarmfulVariable(
+        "(?i:.*(cuda|cudnn|nccl).*)",
+        "warning",
+        "torch brings its own CUDA libraries, and those of this folder are taken in their place",
     ),
-    "PYTORCH_CUDA_ALLOC_CONF": (
-        re.compile(".*backend:cudaMallocAsync.*"),
-        _note(
-            "warning",
-            "steps are not recorded as torch's own allocator lets them, and no forecast knows it",
-            "unset PYTORCH_CUDA_ALLOC_CONF",
-        ),
-    ),
-    "NCCL_P2P_DISABLE": (
-        re.compile("1"),
-        _note("warning", "GPUs talk over main memory in place of NVLink", "unset NCCL_P2P_DISABLE"),
-    ),
-    "NCCL_SHM_DISABLE": (
-        re.compile("1"),
-        _note("warning", "GPUs without peer access talk over the network", "unset NCCL_SHM_DISABLE"),
-    ),
-    "NCCL_DEBUG": (
-        re.compile("INFO|TRACE"),
-        _note("note", "every process prints hundreds of lines", "unset NCCL_DEBUG"),
-    ),
-    "NCCL_LAUNCH_MODE": (
-        re.compile("GROUP"),
-        _note("warning", "sums beside a recorded step may hang", "unset NCCL_LAUNCH_MODE"),
-    ),
-    "TORCH_CUDA_ARCH_LIST": (
-        re.compile(".+"),
-        _note("note", "it counts for what is compiled here, not for torch itself", "unset TORCH_CUDA_ARCH_LIST"),
-    ),
-    "TRITON_INTERPRET": (
-        re.compile("1"),
-        _note("error", "kernels are interpreted line by line, thousands of times slower", "unset TRITON_INTERPRET"),
-    ),
-    "LD_PRELOAD": (
-        re.compile(".+"),
-        _note("note", "a library is put into every process before its own", "unset LD_PRELOAD"),
-    ),
-    "LD_LIBRARY_PATH": (
-        re.compile(".*(cuda|cudnn|nccl).*", re.IGNORECASE),
-        _note(
-            "warning",
-            "torch brings its own CUDA libraries, and those of this folder are taken in their place",
-            "unset LD_LIBRARY_PATH",
-        ),
-    ),
-    "PYTHONHOME": (re.compile(".+"), _note("warning", "Python takes another one's library", "unset PYTHONHOME")),
-    "RANK": (
-        re.compile(".+"),
-        _note(
-            "warning", "volseg takes itself for one process of a job, and waits for the others", "unset RANK WORLD_SIZE"
-        ),
-    ),
+    "PYTHONHOME": HarmfulVariable(".+", "warning", "Python takes another one's library"),
+    "RANK": HarmfulVariable(".+", "warning", "volseg takes itself for one process of a job, and waits for the others"),
 }
-"""Variables, the values that matter, and what they do."""
+
+TOGETHER = {"RANK": "RANK WORLD_SIZE"}
+"""What is unset with a variable, as the one means nothing without the other."""
 
 
 def check_variables(facts: Facts) -> list[MachineFinding]:
     """Say which variables of the environment change what torch, CUDA and NCCL do."""
     variables = facts.python.variables if facts.python is not None else {}
-    findings = []
-    for name, value in variables.items():
-        if name not in BY_VALUE:
-            continue
-        pattern, (level, why, remedy) = BY_VALUE[name]
-        if pattern.fullmatch(value):
-            found = f"{name}={value}"
-            findings.append(MachineFinding(check="variables", level=level, found=found, why=why, remedy=remedy))
+    bad = [name for name, value in variables.items() if name in BY_NAME and re.fullmatch(BY_NAME[name].values, value)]
+    findings = [
+        MachineFinding(
+            check="variables",
+            level=BY_NAME[name].level,
+            found=f"{name}={variables[name]}",
+            why=BY_NAME[name].why,
+            remedy=f"unset {TOGETHER.get(name, name)}",
+        )
+        for name in bad
+    ]
     others = [name for name in variables if name.startswith(("NCCL_", "PYTORCH_", "CUDA_", "VOLSEG_", "OMP_"))]
-    quiet = [name for name in others if not any(finding.found.startswith(f"{name}=") for finding in findings)]
+    quiet = [name for name in others if name not in bad]
     return findings + ([ok("variables", ", ".join(f"{name}={variables[name]}" for name in quiet))] if quiet else [])

@@ -1,7 +1,7 @@
 """What one way to run a step needs: it is followed, and its memory and its time are found."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -145,11 +145,29 @@ def forecast_work(
     forecast = Forecast(
         candidate=candidate,
         memory=memory,
+        devices=_list_devices({trace.device: use for trace, use in zip(traces, uses, strict=True)}, candidate),
         seconds=times.seconds,
         host_seconds=times.host,
         host_forward_seconds=times.host_forward,
     )
     return judge(forecast, capacity)
+
+
+def _list_devices(followed: Mapping[int, MemoryUse], candidate: Candidate) -> tuple[MemoryUse, ...]:
+    """Return the memory of every GPU, of those that were not followed that of one that has as much to do, or more.
+
+    >>> use = lambda gib: MemoryUse(used=gib, reserved=gib, outside=0, peak_in="")
+    >>> [each.used for each in _list_devices({0: use(3), 1: use(4)}, Candidate(spatial=4))]
+    [3, 4, 4, 3]
+    """
+    if len(followed) == candidate.num_gpus:
+        return tuple(followed[number] for number in range(candidate.num_gpus))
+    if candidate.spatial == 1:  # each replica takes what the one does that was followed, stage by stage
+        return tuple(followed[number % candidate.pipeline] for number in range(candidate.num_gpus))
+    inner = followed.get(1, next(iter(followed.values())))
+    outer = followed.get(0, inner)  # an outermost slab has one neighbour less
+    shards = [outer, *[inner] * (candidate.spatial - 2), outer]
+    return tuple(shards * candidate.data)
 
 
 def _find_pace(machine: Machine) -> Pace:

@@ -15,6 +15,7 @@ from volseg.parallel.candidates.listing import name_candidate
 
 __all__ = [
     "CandidateRow",
+    "DeviceRow",
     "LargestRow",
     "PlanReport",
     "VolumesReport",
@@ -38,6 +39,15 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 class _Row(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DeviceRow(_Row):
+    """What one GPU needs."""
+
+    used_bytes: Bytes
+    reserved_bytes: Bytes
+    step_reserved_bytes: Bytes
+    outside_bytes: Bytes
 
 
 class CandidateRow(_Row):
@@ -67,6 +77,8 @@ class CandidateRow(_Row):
     """Taken there beside torch's allocator: context, libraries."""
     peak_in: str | None = None
     """The part of the step in which it is fullest."""
+    devices: tuple[DeviceRow, ...] = ()
+    """The same of every GPU: process after process, stage after stage."""
     step_seconds: Seconds | None = None
     least_step_seconds: Seconds | None = None
     """Of one that was not followed: it takes this or more."""
@@ -163,6 +175,15 @@ def build_row(
         step_reserved_bytes=None if memory is None else memory.of_steps().reserved,
         outside_bytes=None if memory is None else memory.outside,
         peak_in=None if memory is None else memory.peak_in,
+        devices=tuple(
+            DeviceRow(
+                used_bytes=use.used,
+                reserved_bytes=use.reserved,
+                step_reserved_bytes=use.of_steps().reserved,
+                outside_bytes=use.outside,
+            )
+            for use in forecast.devices
+        ),
         step_seconds=seconds,
         epoch_seconds=epoch,
         epoch_price=None if epoch is None or price_per_hour is None else epoch / 3600 * price_per_hour,
