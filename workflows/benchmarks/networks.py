@@ -22,6 +22,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -65,6 +66,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="narrow networks")
     chosen = parser.parse_args()
     chosen.rows = chosen.rows or BY_DEFAULT
+    if threading.current_thread() is threading.main_thread():  # who ends this program ends its processes with it
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report = read(chosen)
     begin = time.monotonic()
     waiting = list(list_waiting(chosen, report))
