@@ -1,6 +1,6 @@
 """Seconds of a core that a command spends until it can begin: imports, and the kernels of a config.
 
-python workflows/benchmarks/start_up.py --turns 5 --result workflows/benchmarks/results/start_up_cpu.json
+python workflows/benchmarks/start_up.py --turns 5 --result workflows/benchmarks/results/imports_cpu_start_up.json
 python workflows/benchmarks/start_up.py --turns 3 --config configs/task04_unet.yaml --processes 1 2 --result FILE
 
 Each row is a process of its own, which imports what is named and nothing else, in turns; files and Python's bytecode
