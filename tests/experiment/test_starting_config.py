@@ -90,7 +90,7 @@ def test_bounds_are_said_in_words() -> None:
     assert say(PatchConfig, "foreground") == "A number at least 0 and at most 1."
     assert say(TrainingConfig, "ema") == "A number above 0 and below 1; or null."
     assert say(PatchConfig, "size") == "3 values, a whole number at least 1 each."
-    assert say(ParallelConfig, "checkpoint") == "All; or a whole number at least 1; or null."
+    assert say(ParallelConfig, "checkpoint") == "One of: all, tiled; or a whole number at least 1; or null."
 
 
 def test_the_verb_writes_and_says_what_to_type_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
