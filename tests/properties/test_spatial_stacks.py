@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from networks import Apply
+from made_up_networks import Apply
 from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import Apply
+from made_up_networks import Apply
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 

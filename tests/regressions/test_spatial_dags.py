@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import WithLayers
+from made_up_networks import WithLayers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

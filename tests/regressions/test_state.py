@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import WithLayers
+from made_up_networks import WithLayers
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from in_group import assert_all_well, in_group
-from networks import WithLayers
+from made_up_networks import WithLayers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrizations

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from made_up_networks import Apply
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.in_group import in_group
-from tests.networks import Apply
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, tree_leaves
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.forecast.candidate import Candidate
@@ -158,9 +158,12 @@ def count_real_step(checkpoint: Any) -> int:
     model = ModelParallel(build_small(), strategy=Spatial(axes="D", checkpoint=checkpoint))
     batch = torch.ones(2, 1, 32, 16, 16)
     model(batch).float().square().mean().backward()
-    with Counted() as counted:
-        model(batch).float().square().mean().backward()
-    return counted.most
+    most = []
+    for _ in range(5):  # gloo's threads let go of a message when they come to it: the least is what the step holds
+        with Counted() as counted:
+            model(batch).float().square().mean().backward()
+        most.append(counted.most)
+    return min(most)
 
 
 @pytest.mark.parametrize("checkpoint", [None, "all"])
