@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ CHANNELS = 4
 TOLERANCE = 1e-7
 """Relative, in float64. Round-off grows through products and norms (eps 0.1) to some 1e-10; a wrong plane shows at
 1e-4."""
+
+TILE_ELEMENTS = 200
+"""So few that small volumes are convolved in several tiles."""
 
 
 # Layers: each takes and returns four channels.
@@ -175,6 +179,10 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     ),
     "block, batch norm": lambda: block(lambda: nn.BatchNorm3d(CHANNELS, eps=0.1), nn.PReLU),
     "block, group norm": lambda: block(lambda: nn.GroupNorm(2, CHANNELS, eps=0.1), nn.GELU),
+    "norm alone behind conv": lambda: nn.Sequential(conv(), nn.InstanceNorm3d(CHANNELS, eps=0.1, affine=True)),
+    "batch norm alone behind conv": lambda: nn.Sequential(conv(), nn.BatchNorm3d(CHANNELS, eps=0.1)),
+    "group norm alone behind conv": lambda: nn.Sequential(conv(), nn.GroupNorm(2, CHANNELS, eps=0.1)),
+    "norm and prelu": lambda: nn.Sequential(nn.InstanceNorm3d(CHANNELS, eps=0.1), nn.PReLU(CHANNELS)),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(conv()),
     "squeeze and excite": SqueezeExcite,
     "channel attention": ChannelAttention,
@@ -218,6 +226,11 @@ Unary = Callable[[Tensor], Tensor]
 
 UNARY: dict[str, Unary] = {
     "relu": F.relu,
+    "leaky, falling": lambda x: F.leaky_relu(x, -0.3),
+    "elu": lambda x: F.elu(x, 1.7),
+    "gelu": F.gelu,
+    "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
     "silu": lambda x: F.silu(input=x),
     "tanh and sigmoid": lambda x: torch.tanh(x) * x.sigmoid(),
     "hardswish": F.hardswish,
@@ -301,6 +314,9 @@ def affinity(x: Tensor, y: Tensor) -> Tensor:
 
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": lambda x, y: torch.add(x, y, alpha=0.5),
+    "sum": lambda x, y: x + y,
+    "sum and relu": lambda x, y: F.relu(x + y),
+    "sum and gelu": lambda x, y: F.gelu(y + x),
     "sub": lambda x, y: torch.sub(x1=x, x2=y * 0.5),
     "mul": lambda x, y: x * y.tanh(),
     "div": lambda x, y: torch.div(x, y.abs() + 1),
@@ -332,6 +348,7 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "leaky_relu_": lambda x, y: F.leaky_relu_(x, 0.2),
     "mul_": lambda x, y: x.mul_(0.8),
     "+=": lambda x, y: x.__iadd__(0.3),
+    "+= the other": lambda x, y: x.__iadd__(y),
     "add_": lambda x, y: x.add_(y, alpha=0.5),
     "sub_ itself": lambda x, y: x.sub_(x * 0.5),
     "clamp_": lambda x, y: x.clamp_(-1.5, 1.5),
@@ -413,18 +430,73 @@ class Plan:
         return "\n".join([f"  {rest}", *lines])
 
 
+FUSED: dict[str, dict[str, int]] = {
+    "layer": {
+        "norm alone behind conv": 1,
+        "batch norm alone behind conv": 1,
+        "group norm alone behind conv": 1,
+        "norm and prelu": 1,
+        "norm and activation": 1,
+        "prelu of channels": 1,
+        "conv": 1,
+        "block": 1,
+        "transposed conv": 1,
+    },
+    "unary": {"leaky, falling": 1, "elu": 1, "gelu": 1, "gelu, tanh": 1, "sigmoid": 1, "relu": 1, "detached part": 1},
+    "binary": {"sum": 2, "sum and relu": 1, "sum and gelu": 1, "concatenate and mix": 1},
+    "in place": {"+= the other": 1, "relu_": 1, "mul_": 1, "leaky_relu_": 1},
+}
+"""What one kernel does instead of several, and what comes between, with weights."""
+
+ONLY_FUSED = frozenset(
+    {
+        *("norm alone behind conv", "batch norm alone behind conv", "group norm alone behind conv", "norm and prelu"),
+        *("leaky, falling", "elu", "gelu", "gelu, tanh", "sigmoid", "sum", "sum and relu", "sum and gelu"),
+        "+= the other",
+    }
+)
+"""Which ``draw`` leaves out."""
+
+
+def _drawn(table: dict[str, Any]) -> list[str]:
+    return [name for name in table if name not in ONLY_FUSED]
+
+
+def draw_fused(seed: int) -> Plan:
+    """Draw a network of norms, activations and sums in close succession, often recomputed, or in tiles."""
+    rng = random.Random(seed)
+    layers = tuple(rng.choices(list(FUSED["layer"]), k=4))
+    steps = []
+    for _ in range(rng.randint(3, 8)):
+        kind = rng.choices(("layer", "unary", "binary", "in place"), (6, 3, 4, 1))[0]
+        names = FUSED[kind]
+        name = str(rng.randrange(4)) if kind == "layer" else rng.choices(list(names), list(names.values()))[0]
+        first = 1 if rng.random() < 0.7 else rng.randint(1, 4)
+        steps.append(Step(kind, name, first, rng.randint(1, 5), rng.choice(AROUND)))
+    checkpoint = rng.choice([None, None, "all", "tiled"])
+    return replace(
+        draw(seed),
+        layers=layers,
+        steps=tuple(steps),
+        options={} if checkpoint is None else {"checkpoint": checkpoint},
+        grid=None,
+        shards=rng.choice([1, 2, 2, 3]),
+        outputs=rng.choice(["last", "all"]),
+    )
+
+
 def draw(seed: int, shards: int | None = None) -> Plan:
     """Draw a network; with ``shards``, for so many along one axis."""
     rng = random.Random(seed)
-    layers = tuple(rng.choices(list(LAYERS), k=rng.randint(1, 4)))
+    layers = tuple(rng.choices(_drawn(LAYERS), k=rng.randint(1, 4)))
     steps = []
     for _ in range(rng.randint(2, 10)):
         kind = rng.choices(("layer", "unary", "binary", "in place"), (5, 4, 3, rng.choice((0, 1, 3))))[0]
         names: Sequence[str] = {
             "layer": layers,
-            "unary": list(UNARY),
-            "binary": list(BINARY),
-            "in place": list(IN_PLACE),
+            "unary": _drawn(UNARY),
+            "binary": _drawn(BINARY),
+            "in place": _drawn(IN_PLACE),
         }[kind]
         number = rng.randrange(len(names))
         name = str(number) if kind == "layer" else names[number]
@@ -662,8 +734,9 @@ def compared(plan: Plan, **where: Any) -> Outcome:
         if not all(t.isfinite().all() for _, t in expected if isinstance(t, Tensor) and t.is_floating_point()):
             return Outcome("torch refuses", "not finite")
         try:
-            model = ModelParallel(other, strategy="spatial", **where, **plan.options)
-            found = list(observed(model, plan))
+            with patch("volseg.parallel.spatial.convolution.plan.TILE_ELEMENTS", TILE_ELEMENTS):
+                model = ModelParallel(other, strategy="spatial", **where, **plan.options)
+                found = list(observed(model, plan))
         except (UnsupportedOperatorError, ParallelError) as fault:
             return Outcome("refused", str(fault))
         except Exception:

@@ -2,8 +2,10 @@
 
 import runpy
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from in_group import in_group
@@ -15,11 +17,11 @@ SCRIPT = Path(__file__).with_name("spatial_dags.py")
 dags = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 
 
-def assert_equal_or_refused(seeds: range) -> Counter[str]:
+def assert_equal_or_refused(seeds: range, draw: Callable[[int], Any] = dags.draw) -> Counter[str]:
     """Compare the networks of these seeds; return how many came out how."""
     verdicts: Counter[str] = Counter()
     for seed in seeds:
-        plan = dags.draw(seed)
+        plan = draw(seed)
         outcome = dags.compared(plan, **dags.devices_of(plan))
         assert outcome.ok, f"seed {seed} is {outcome.verdict}: {outcome.what}\n{plan}"
         verdicts[outcome.verdict] += 1
@@ -30,6 +32,10 @@ def assert_equal_or_refused(seeds: range) -> Counter[str]:
 def test_a_random_network_on_slabs_equals_itself_or_is_refused(first: int) -> None:
     verdicts = assert_equal_or_refused(range(first, first + 100))
     assert verdicts["equal"] >= 33, f"few networks run at all: {verdicts}"
+
+
+def test_a_random_network_of_fused_operators_equals_itself_or_is_refused() -> None:
+    assert assert_equal_or_refused(range(100), dags.draw_fused)["equal"] >= 70
 
 
 @pytest.mark.slow

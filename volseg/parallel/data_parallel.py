@@ -23,7 +23,7 @@ from torch import nn
 from volseg.device.pretended import is_recording
 from volseg.errors import ParallelError
 from volseg.parallel.gradient_sums import GradientSums
-from volseg.parallel.model_parallel import ModelParallel, check_not_lazy
+from volseg.parallel.model_parallel import ModelParallel, check_network
 from volseg.parallel.norms import check_synchronized
 from volseg.parallel.one_device import OneDevice
 from volseg.parallel.piped import Piped
@@ -96,7 +96,7 @@ class DataParallel(ModelParallel):
         nn.Module.__init__(self)
         if isinstance(model, DataParallel):
             raise ParallelError("the model is a DataParallel already; wrap its network once")
-        check_not_lazy(model)
+        check_network(model)
         net = model.module if isinstance(model, ModelParallel) else model
         _check_not_nested(net)
         self.replicas = replicas

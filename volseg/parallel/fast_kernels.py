@@ -10,7 +10,7 @@ from volseg.device import triton_tiles
 from volseg.device.torch_internals import left_out_of_compilation, tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.devices import find_current_device, name_devices
-from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.model_parallel import ModelParallel, check_network
 from volseg.parallel.spatial import ShardedVolume
 from volseg.parallel.state.module import remember
 from volseg.parallel.state.random import own_random_numbers
@@ -47,6 +47,7 @@ class FastKernels(ModelParallel):
     """
 
     def __init__(self, net: nn.Module, device: str | int | torch.device | None = None) -> None:
+        check_network(net)
         if device is None:
             held = next((parameter.device for parameter in net.parameters() if parameter.is_cuda), None)
             device = held or find_current_device()

@@ -42,7 +42,7 @@ from volseg.parallel.state.module import REGISTRIES
 from volseg.parallel.state.random import CommonSeeds
 from volseg.parallel.strategy import Devices, Options, Strategy, take_new_names
 
-__all__ = ["ModelParallel", "check_not_lazy", "choose_by"]
+__all__ = ["ModelParallel", "check_network", "choose_by"]
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class ModelParallel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        check_not_lazy(net)
+        check_network(net)
         if devices is not None:
             require_visible(name_devices(devices))
         replicated = options.pop("replicated", True)
@@ -312,8 +312,10 @@ def _list_names(options: type[Spatial] | type[Pipeline]) -> set[str]:
     return {field.name for field in fields(options)}
 
 
-def check_not_lazy(net: nn.Module) -> None:
-    """Refuse parameters whose shape the first batch decides: they must be placed before it comes."""
+def check_network(net: nn.Module) -> None:
+    """Refuse what is no network, and parameters whose shape the first batch decides: they are placed before."""
+    if not isinstance(net, nn.Module):
+        raise ParallelError(f"the network is a torch.nn.Module, got {net!r}")
     lazy = [name for name, tensor in (*net.named_parameters(), *net.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise ParallelError(

@@ -26,6 +26,7 @@ def finish_result(result: Any, marked: Marked | None, *, contiguous: bool) -> An
     contiguous
         Whether channels come first again, as in the labels with which losses mix them: outputs have few.
     """
+    result = tree_map(_widen, result)
     for volume in volumes(result):  # with the weights of now: the optimizer may change them before anybody looks
         volume.settle()
     result = tree_map(plain, result)
@@ -58,6 +59,11 @@ def _list_pieces(leaf: Any) -> list[Tensor]:
         check_history(leaf)
         return leaf.slabs if any(slab.requires_grad for slab in leaf.slabs) else []
     return [leaf] if isinstance(leaf, Tensor) and leaf.requires_grad else []
+
+
+def _widen(leaf: Any) -> Any:
+    """Return what torch has in float32 as such; inside the network it may have had fewer digits."""
+    return leaf if not isinstance(leaf, ShardedVolume) or leaf.widen is None else leaf.widen(leaf)
 
 
 def _make_contiguous(leaf: Any) -> Any:

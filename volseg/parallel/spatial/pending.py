@@ -406,11 +406,12 @@ PLAIN_SHOWN = Shown(None, Unchanged(()))
 class Moment:
     """The modes in which an operator was called, for its slabs to be written in."""
 
-    __slots__ = ("_trained", "grad_enabled", "hooks")
+    __slots__ = ("_trained", "grad_enabled", "hooks", "inference")
 
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
         self.grad_enabled = torch.is_grad_enabled()
         self.hooks = saved_tensors_hooks()
+        self.inference = torch.is_inference_mode_enabled()
         self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
 
     def including(self, *parameters: Tensor) -> "Moment":
@@ -423,6 +424,11 @@ class Moment:
         more._trained = [*self._trained, *other._trained]
         return more
 
+    def is_now(self) -> bool:
+        """Say whether what is computed now is differentiated, and saved, as then: one node can be both."""
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return modes == (self.grad_enabled, self.inference) and saved_tensors_hooks() == self.hooks
+
     def restored(self) -> AbstractContextManager[None]:
         """Compute as if then.
 
@@ -432,7 +438,8 @@ class Moment:
         now = saved_tensors_hooks()
         own = now is None or now == self.hooks
         changed = [parameter for parameter, trained in self._trained if parameter.requires_grad != trained]
-        if own and not changed and torch.is_grad_enabled() == self.grad_enabled:
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        if own and not changed and modes == (self.grad_enabled, self.inference):
             return nullcontext()
         return self._restored(own, changed)
 
@@ -442,7 +449,7 @@ class Moment:
         for parameter in changed:
             parameter.requires_grad_(not parameter.requires_grad)
         try:
-            with torch.set_grad_enabled(self.grad_enabled), hooks:
+            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled), hooks:
                 yield
         finally:
             for parameter in changed:

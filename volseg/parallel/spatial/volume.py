@@ -49,6 +49,8 @@ class ShardedVolume(Tensor):
         has its own.
     is_bypassed
         Whether a gradient goes past the slabs, to those that they join: the slabs' own is not all of it.
+    widen
+        Set where torch has float32 and these slabs have fewer digits: returns the volume in float32.
     """
 
     run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any]], Any]]
@@ -60,6 +62,7 @@ class ShardedVolume(Tensor):
     origin: "Origin | None" = None
     hooks: dict[int, Callable] | None = None
     is_bypassed: bool = False
+    widen: "Callable[[ShardedVolume], ShardedVolume] | None" = None
     _slabs: list[Tensor]
     _shape: torch.Size
 

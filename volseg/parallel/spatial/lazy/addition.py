@@ -16,7 +16,7 @@ from volseg.device.first_order import first_order
 from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
-from volseg.parallel.spatial.context import Context, saved_tensors_hooks
+from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.norm import Pooled, WaitingNorm, combine_sums, sum_to_slope
 from volseg.parallel.spatial.lazy.vanishing import note_vanishing
 from volseg.parallel.spatial.pending import Recipe, Unchanged, Waiting
@@ -49,14 +49,14 @@ class WaitingSum(Waiting):
             self.moment, self.unchanged = norm.moment, norm.unchanged.joined(Unchanged(other))
 
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "WaitingSum | None":
-        """Return this with an activation behind, or None where there is one already, or it has a slope.
+        """Return this with an activation behind; None where there is one already, or it has a slope or another history.
 
         Parameters
         ----------
         activation, slope
             See ``Pending.activate``.
         """
-        if self.activation != IDENTITY or slope is not None:
+        if self.activation != IDENTITY or slope is not None or not self.moment.is_now():
             return None
         taken = WaitingSum.__new__(WaitingSum)
         vars(taken).update(vars(self), activation=activation)
@@ -67,10 +67,10 @@ class WaitingSum(Waiting):
         del halos
         norms = [norm for norm in (self.norm, self.other) if isinstance(norm, WaitingNorm)]
         spread = self.context.spread
-        slopes = [[] if norm.slope is None else spread(norm.slope) for norm in norms]
         second = self.other.stand_ins if isinstance(self.other, WaitingNorm) else self.other
         parameters = chain.from_iterable((norm.weight, norm.bias) for norm in norms)
         with self.moment.restored():
+            slopes = [[] if norm.slope is None else spread(norm.slope) for norm in norms]
             slabs = _Add.apply(self, norms, *parameters, *chain.from_iterable(slopes), *self.stand_ins, *second)
         return list(slabs), None, None
 
@@ -118,14 +118,9 @@ def _find_sum(first: Any, second: Any) -> WaitingSum | None:
     if not alike or first.merged is not None or second.merged is not None or second.origin is not None:
         return None
     other = second.pending if isinstance(second.pending, WaitingNorm) else None
-    if not all(_is_of_now(waiting) for waiting in (norm, other) if waiting is not None):
+    if not all(waiting.moment.is_now() for waiting in (norm, other) if waiting is not None):
         return None
     return WaitingSum(first.context, norm, second.slabs if other is None else other)
-
-
-def _is_of_now(norm: WaitingNorm) -> bool:
-    """Say whether what is computed now is differentiated, and saved, as the norm is."""
-    return norm.moment.grad_enabled == torch.is_grad_enabled() and norm.moment.hooks == saved_tensors_hooks()
 
 
 class _Add(torch.autograd.Function):

@@ -255,14 +255,14 @@ class WaitingNorm(Waiting):
         self.room = self.context.room if cut_along_depth and communicator.is_direct else 0
 
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "WaitingNorm | None":
-        """Return this with an activation behind, or None where there is one already.
+        """Return this with an activation behind; None where there is one already, or now has another history.
 
         Parameters
         ----------
         activation, slope
             See ``Pending.activate``.
         """
-        if self.activation != IDENTITY:
+        if self.activation != IDENTITY or not self.moment.is_now():
             return None
         taken = WaitingNorm.__new__(WaitingNorm)
         vars(taken).update(vars(self), activation=activation, slope=slope)
@@ -298,7 +298,8 @@ class _Writing:
     def __init__(self, norm: WaitingNorm, halos: Sequence[Halo], outline: bool = False) -> None:
         self.norm, self.halos, self.outline = norm, halos, outline
         self.scales, self.shifts = norm.context.spread(norm.found.scale), norm.context.spread(norm.found.shift)
-        self.slopes: list[Tensor] = [] if norm.slope is None else norm.context.spread(norm.slope)
+        with norm.moment.restored():  # whose gradient is summed, even if it was frozen since
+            self.slopes: list[Tensor] = [] if norm.slope is None else norm.context.spread(norm.slope)
         self.wait: Wait | None = None
 
     def write(self, slabs: Sequence[Tensor]) -> list[Tensor]:

@@ -12,12 +12,17 @@ from torch import Tensor
 from volseg.device import fusions
 from volseg.device.torch_internals import get_version
 
-__all__ = ["note_vanishing", "vanishes"]
+__all__ = ["forget_vanishing", "note_vanishing", "vanishes"]
 
 
 def note_vanishing(gradient: Any) -> None:
     """Say of a gradient, as it is now, that it sums to zero over the voxels of all samples, in each channel."""
     gradient._vanishes = get_version(gradient)
+
+
+def forget_vanishing(gradient: Any) -> None:
+    """Say so no more: who has seen the gradient may change it where torch does not count, through ``.data``."""
+    gradient._vanishes = None
 
 
 def vanishes(gradient: Tensor) -> bool:

@@ -219,7 +219,7 @@ class _Repetition:
             self._done.add(task)
             with ExitStack() as then:
                 if due:
-                    then.enter_context(_no_new_hooks(self._block))
+                    then.enter_context(_parameters_kept(self._block))
                     then.enter_context(self._state.lent())
                     if self._random is not None:
                         then.enter_context(self._random.lent())
@@ -229,8 +229,12 @@ class _Repetition:
 
 
 @contextmanager
-def _no_new_hooks(block: nn.Module) -> Iterator[None]:
-    """Drop the hooks that a block's ``forward`` registers on its parameters: the first run has done so."""
+def _parameters_kept(block: nn.Module) -> Iterator[None]:
+    """Drop hooks that a block's ``forward`` registers on parameters, as the first run has; leave these frozen or not.
+
+    A ``forward`` that freezes a parameter and frees it again may end in between: what nobody needs is not recomputed.
+    """
+    trained = [(p, p.requires_grad) for p in block.parameters()]
     registries = BACKWARD_HOOKS, POST_ACCUMULATE_GRAD_HOOKS
     known = [(p, name, set(getattr(p, name) or ())) for p in block.parameters() for name in registries]
     try:
@@ -240,6 +244,8 @@ def _no_new_hooks(block: nn.Module) -> Iterator[None]:
             hooks = getattr(parameter, name) or {}
             for key in [key for key in hooks if key not in before]:
                 del hooks[key]
+        for parameter, wanted in trained:
+            parameter.requires_grad_(wanted)
 
 
 class _HeldTensors:

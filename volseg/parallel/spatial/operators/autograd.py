@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from volseg.device.first_order import first_order
 from volseg.device.torch_internals import is_view, with_overrides
+from volseg.parallel.spatial.lazy.vanishing import forget_vanishing
 from volseg.parallel.spatial.operators.pointwise import cut_like
 from volseg.parallel.spatial.pending import Shown
 from volseg.parallel.spatial.table import handles, refuse
@@ -255,6 +256,8 @@ def _hooked(joined: Joined, hooks: Iterable[Callable], gradients: Sequence[Tenso
     for hook in hooks:
         volume = joined(gradients)
         result = hook(volume)
+        for gradient in gradients:
+            forget_vanishing(gradient)
         if result is None:
             continue
         if not isinstance(result, ShardedVolume):

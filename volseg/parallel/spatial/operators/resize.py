@@ -13,9 +13,10 @@ from volseg.device.layout import DIM
 from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
 from volseg.parallel.spatial.operators.pooling import adaptive_pool
+from volseg.parallel.spatial.pending import PLAIN, Moment, Unchanged
 from volseg.parallel.spatial.plan.windows import Nearest, Resize, nearest_planes
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["interpolate"]
 
@@ -56,7 +57,7 @@ def interpolate(
     scales = _given_scales(given, count)
     corners = bool(align_corners)
     if _is_doubled(volume, mode, sizes, _given_scales(given, count), corners):
-        return _double(volume, mode)
+        return _double_in_own_type(volume, mode)
     # Where as many planes come out as went in, torch copies them, whatever factor was given: on a CPU along each dim by
     # itself (compute_source_index_and_lambda in UpSampleKernel.cpp), on a GPU if it is so along all of them.
     copies = [volume.shape[2 + i] == sizes[i] for i in range(count)]
@@ -97,11 +98,35 @@ def _is_doubled(volume: ShardedVolume, mode: str, sizes: list[int], scales: list
     """Say whether there will be twice as many voxels along D, H and W, which kernels of ours compute."""
     twice = sizes == [2 * size for size in volume.shape[2:]] and all(scale in (None, 2.0) for scale in scales)
     taken = volume.ndim == 5 and volume.dims == (DIM,) and volume.merged is None and mode in ("nearest", "trilinear")
-    return taken and twice and not corners and volume.numel() > 0 and _takes(volume)
+    # Outside of the network nobody but a loss reads it, in torch's element type.
+    own = volume.context.in_pass or not _is_widened(volume)
+    return taken and twice and not corners and own and volume.numel() > 0 and _takes(volume)
+
+
+def _is_widened(volume: ShardedVolume) -> bool:
+    """Say whether torch's result would be of float32: autocast's rule."""
+    return volume.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(volume.device.type)
 
 
 def _takes(volume: ShardedVolume) -> bool:
     return fusions.is_on("doubling") and doubling.takes(volume)
+
+
+def _double_in_own_type(volume: ShardedVolume, mode: str) -> Any:
+    """Return twice as many voxels, with a way to the float32 ones where the network returns them."""
+    result = _double(volume, mode)
+    if _is_widened(volume) and isinstance(result, ShardedVolume):
+        moment, unchanged = Moment(), Unchanged(list(volume._slabs))
+
+        def widen(result: ShardedVolume) -> ShardedVolume:
+            with moment.restored(), torch.autocast(volume.device.type, enabled=False):
+                if result.pending is not PLAIN or not unchanged.holds():  # seen, hooked or changed: what it is, goes on
+                    return wrap(result, [slab.float() for slab in result.slabs])
+                wide: ShardedVolume = _double(wrap(volume, [slab.float() for slab in volume.slabs]), mode)
+                return wide
+
+        result.widen = widen
+    return result
 
 
 def _double(volume: ShardedVolume, mode: str) -> Any:
