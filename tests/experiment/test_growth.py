@@ -8,6 +8,9 @@ import torch
 
 from volseg.errors import ConfigError
 from volseg.experiment import train
+from volseg.experiment.forecasting import find_freedom
+from volseg.experiment.what_fits import list_settings
+from volseg.parallel.candidates.listing import list_candidates, relieve
 from volseg.workflow import Hook, load_checkpoint
 
 GROWTH = ("patch.growth=[{until: 0.4, size: [8, 8, 8]}, {until: 0.7, size: [8, 16, 12]}]", "training.epochs=4")
@@ -45,6 +48,21 @@ def test_each_epoch_has_the_size_of_its_part_of_the_training(grown):
     outcome, watch = grown
     assert watch.seen == [(epoch, size) for epoch, size in enumerate(SIZES) for _ in range(3)]
     assert len(outcome.history) == 4
+
+
+def test_round_off_gives_no_epoch_more_of_the_smaller_size(configured):
+    config = configured("patch.growth=[{until: 0.55, size: [8, 8, 8]}]")
+    assert [config.patch.size_in(epoch, 100)[0] for epoch in (54, 55)] == [8, 16]  # 0.55 * 100 > 55
+
+
+def test_a_plan_for_patches_that_grow_lists_nothing_that_the_training_refuses(configured):
+    config = configured(*GROWTH)
+    free = find_freedom(config, torch.float32, has_fast_kernels=True)
+    listed = list_candidates(4, 4, config.patch.size, free)
+    assert [(each.data, each.spatial, each.pipeline) for each in listed] == [(1, 1, 1), (4, 1, 1)]
+    assert not any(relieve(each, free) for each in listed)
+    for each in listed:
+        configured(*GROWTH, "patch.batch=4", *list_settings(each))
 
 
 def test_what_was_recorded_of_a_size_is_freed_with_it(grown):

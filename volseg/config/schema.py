@@ -219,7 +219,8 @@ class PatchConfig(ConfigModel):
         >>> [patch.size_in(epoch, 3)[0] for epoch in range(3)]
         [4, 4, 8]
         """
-        return next((stage.size for stage in self.growth if epoch < stage.until * epochs), self.size)
+        # Divided, as round-off makes 0.55 * 100 more than 55, and the quotient is the number that was written.
+        return next((stage.size for stage in self.growth if epoch / epochs < stage.until), self.size)
 
 
 class ScheduleConfig(ComponentConfig):
