@@ -2,14 +2,16 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from volseg.errors import ConfigError
-from volseg.experiment import train
+from volseg.experiment import load_config, train
 from volseg.experiment.forecasting import find_freedom
 from volseg.experiment.what_fits import list_settings
+from volseg.monitoring.memory import FirstSteps
 from volseg.parallel.candidates.listing import list_candidates, relieve
 from volseg.workflow import Hook, load_checkpoint
 
@@ -37,7 +39,6 @@ class Watch(Hook):
 def grown(task, tmp_path_factory):
     """Return a training whose patches grow twice, what it saw, and the config that made it."""
     from tests.experiment.conftest import write_config  # not the fixture: it is made anew for each test
-    from volseg.experiment import load_config
 
     folder = tmp_path_factory.mktemp("grown")
     watch = Watch()
@@ -63,6 +64,34 @@ def test_a_plan_for_patches_that_grow_lists_nothing_that_the_training_refuses(co
     assert not any(relieve(each, free) for each in listed)
     for each in listed:
         configured(*GROWTH, "patch.batch=4", *list_settings(each))
+
+
+def test_memory_is_read_on_patches_of_the_size_that_is_forecast(grown):
+    outcome, _ = grown
+    patch = load_config(outcome.folder.path / "config.yaml").patch
+    assert [patch.first_whole(epochs) for epochs in (1, 4)] == [1, 3]
+
+    class Meter:
+        begun, read_at = 0, ()
+
+        def begin(self):
+            self.begun += 1
+
+        def read(self):
+            self.read_at = (*self.read_at, (training.epoch, training.position))
+            return []
+
+    meter = Meter()
+    hook = FirstSteps(meter, first_epoch=3)
+    training = SimpleNamespace(epoch=1, position=0, accumulate=1, num_batches=3, is_main_process=True)
+    hook.on_training_begin(training)
+    for training.epoch in range(1, 5):
+        training.position = 0
+        hook.on_epoch_begin(training)
+        for training.position in range(1, 4):
+            hook.on_batch_end(training, {})
+    assert meter.begun == 2  # at first, and where the patches are whole
+    assert {epoch for epoch, _ in meter.read_at} == {3}
 
 
 def test_what_was_recorded_of_a_size_is_freed_with_it(grown):
