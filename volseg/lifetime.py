@@ -25,6 +25,8 @@ __all__ = [
     "end_at_exit",
     "end_now",
     "end_with_launcher",
+    "end_with_parent",
+    "is_exit_others",
     "say_last",
     "shape_last_words",
     "take_age",
@@ -33,6 +35,9 @@ __all__ = [
 BEGUN_ANEW = "VOLSEG_BEGUN_ANEW"
 """Variable in which a process that begins anew tells when, in seconds since the machine began: to the system it is as
 old as before."""
+
+UNWRITTEN = 120
+"""Exit status of Python where what was printed last could not be written, on a full disk say."""
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's ``prctl``."""
@@ -74,11 +79,22 @@ def end_with_launcher() -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    before = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    # It may have ended before the system was asked: a moment ago, or before this process could look.
+    end_with_parent(os.getppid())
+    # It may have ended before this process could look.
     launcher = os.environ.get(OWN_LAUNCHER)
-    if os.getppid() != before or (launcher is not None and not _is_there(int(launcher))):
+    if launcher is not None and not _is_there(int(launcher)):
+        end_now(128 + signal.SIGTERM)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the system send SIGTERM to this process when ``parent``, which made it, ends; at once if it has ended.
+
+    On other systems than Linux nothing happens.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # before the system was asked
         end_now(128 + signal.SIGTERM)
 
 
@@ -149,12 +165,26 @@ def _list_open_files() -> list[int]:
         return []
 
 
-def _write_out() -> None:
-    """Write what is buffered."""
+def _write_out() -> bool:
+    """Write what is buffered; return False if somebody who wanted it did not get it."""
     logging.shutdown()
+    written = True
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the process was started without one
-        with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+        try:
             stream.flush()
+        except (BrokenPipeError, ValueError):  # nobody reads it any more, or it is closed
+            pass
+        except OSError:
+            written = False
+    return written
+
+
+def is_exit_others() -> bool:
+    """Say whether somebody has registered for this process's exit before us: what measures it from without, say.
+
+    What was registered first runs last, behind `end_at_exit`'s, and would not run at all.
+    """
+    return atexit._ncallbacks() > 1  # logging's, which `end_now` runs
 
 
 def end_at_exit() -> "Ending":
@@ -180,4 +210,5 @@ class Ending:
     def __call__(self) -> None:
         """End the process if its status is known."""
         if self.status is not None:
-            end_now(self.status)
+            written = _write_out()
+            end_now(self.status or (0 if written else UNWRITTEN))

@@ -2,12 +2,17 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from volseg.errors import ConfigError
-from volseg.experiment import train
+from volseg.experiment import load_config, train
+from volseg.experiment.forecasting import find_freedom
+from volseg.experiment.what_fits import list_settings
+from volseg.monitoring.memory import FirstSteps
+from volseg.parallel.candidates.listing import list_candidates, relieve
 from volseg.workflow import Hook, load_checkpoint
 
 GROWTH = ("patch.growth=[{until: 0.4, size: [8, 8, 8]}, {until: 0.7, size: [8, 16, 12]}]", "training.epochs=4")
@@ -34,7 +39,6 @@ class Watch(Hook):
 def grown(task, tmp_path_factory):
     """Return a training whose patches grow twice, what it saw, and the config that made it."""
     from tests.experiment.conftest import write_config  # not the fixture: it is made anew for each test
-    from volseg.experiment import load_config
 
     folder = tmp_path_factory.mktemp("grown")
     watch = Watch()
@@ -45,6 +49,49 @@ def test_each_epoch_has_the_size_of_its_part_of_the_training(grown):
     outcome, watch = grown
     assert watch.seen == [(epoch, size) for epoch, size in enumerate(SIZES) for _ in range(3)]
     assert len(outcome.history) == 4
+
+
+def test_round_off_gives_no_epoch_more_of_the_smaller_size(configured):
+    config = configured("patch.growth=[{until: 0.55, size: [8, 8, 8]}]")
+    assert [config.patch.size_in(epoch, 100)[0] for epoch in (54, 55)] == [8, 16]  # 0.55 * 100 > 55
+
+
+def test_a_plan_for_patches_that_grow_lists_nothing_that_the_training_refuses(configured):
+    config = configured(*GROWTH)
+    free = find_freedom(config, torch.float32, has_fast_kernels=True)
+    listed = list_candidates(4, 4, config.patch.size, free)
+    assert [(each.data, each.spatial, each.pipeline) for each in listed] == [(1, 1, 1), (4, 1, 1)]
+    assert not any(relieve(each, free) for each in listed)
+    for each in listed:
+        configured(*GROWTH, "patch.batch=4", *list_settings(each))
+
+
+def test_memory_is_read_on_patches_of_the_size_that_is_forecast(grown):
+    outcome, _ = grown
+    patch = load_config(outcome.folder.path / "config.yaml").patch
+    assert [patch.first_whole(epochs) for epochs in (1, 4)] == [1, 3]
+
+    class Meter:
+        begun, read_at = 0, ()
+
+        def begin(self):
+            self.begun += 1
+
+        def read(self):
+            self.read_at = (*self.read_at, (training.epoch, training.position))
+            return []
+
+    meter = Meter()
+    hook = FirstSteps(meter, first_epoch=3)
+    training = SimpleNamespace(epoch=1, position=0, accumulate=1, num_batches=3, is_main_process=True)
+    hook.on_training_begin(training)
+    for training.epoch in range(1, 5):
+        training.position = 0
+        hook.on_epoch_begin(training)
+        for training.position in range(1, 4):
+            hook.on_batch_end(training, {})
+    assert meter.begun == 2  # at first, and where the patches are whole
+    assert {epoch for epoch, _ in meter.read_at} == {3}
 
 
 def test_what_was_recorded_of_a_size_is_freed_with_it(grown):

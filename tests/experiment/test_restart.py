@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 from volseg import Checkpoints, Hook
 from volseg.cli import app
+from volseg.config.loading import format_config, load_config
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment import RunFolder, predict, train, validate
 from volseg.experiment.folder_lock import LOCK
+from volseg.experiment.launching import _choose_settings
 from volseg.experiment.same_run import find_finished_report
 from volseg.monitoring.spot_notices import ENDPOINT_VARIABLE
 from volseg.workflow import load_checkpoint
@@ -253,3 +255,18 @@ def test_a_spot_notice_saves_and_ends_with_the_status_of_sigterm(train_endlessly
     assert time.monotonic() - sent < 25  # 5 s until it is asked, and the 20 s of any signal
     assert "this machine will be taken away (stop at soon): saving, and out" in said
     assert load_checkpoint(folder / "checkpoints" / "latest.pt").position > 0
+
+
+@pytest.mark.parametrize("begun", [["data=2"], ["spatial=2", "checkpoint=all"], ["pipeline=2", "split_size=1"]])
+def test_auto_goes_on_as_the_run_was_begun_where_it_has_as_many_gpus(configured, config_file, begun):
+    """What is left open stays open: a value of the run and one of the config make no third way to train."""
+    first = configured(*[f"parallel.{value}" for value in begun])
+    first.folder.mkdir()
+    (first.folder / "config.yaml").write_text(format_config(first), encoding="utf-8")
+    auto = ["parallel.strategy=auto", "parallel.timeout=100", "device=cpu"]
+    settings, count = _choose_settings(configured(*auto), 2, resume=True)
+    assert count == 2
+    again = load_config(config_file, [*auto, *settings]).parallel
+    assert again == first.parallel.model_copy(update={"timeout": 100.0})
+    assert _choose_settings(configured(*auto), 4, resume=True) == ([], 4)
+    assert _choose_settings(configured(*auto), 2, resume=False) == ([], 2)

@@ -6,6 +6,7 @@ import pytest
 
 from volseg import Hook, experiment
 from volseg.experiment import RunFolder
+from volseg.monitoring.run_files import read_times
 from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.parallel.progress import report_progress
 
@@ -73,3 +74,23 @@ def test_the_thread_writes_when_the_work_goes_on_and_is_silent_when_it_hangs(tmp
             pass
         assert folder.status_file.stat().st_mtime_ns == before
     assert folder.status().state == "finished"
+
+
+class BreakOff(Hook):
+    """Fail after a batch of the second epoch, behind a checkpoint in the middle of it."""
+
+    def on_batch_end(self, training, fields):
+        if (training.epoch, training.position) == (1, 2):
+            self.state = training.state()
+            raise RuntimeError("something of the user's")
+
+
+def test_an_epoch_that_breaks_off_has_the_seconds_in_which_it_waited(configured):
+    config, broken = configured(), BreakOff()
+    with pytest.raises(RuntimeError, match="something of the user's"):
+        experiment.train(config, hooks=[broken])
+    (part,) = read_times(config.folder / "times.json")
+    assert min(part.spans.values()) >= 0  # there was less than no training
+    assert math.fsum(part.spans.values()) == pytest.approx(part.seconds)
+    seconds, waited = broken.state.seconds
+    assert seconds > waited > 0  # a run that went on from here had waited longer than it took

@@ -56,3 +56,29 @@ def test_no_process_aborts_at_its_end(start, way: str, status: int, tmp_path: Pa
     shown = [task.communicate(timeout=180)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [status, status], shown
     assert not any("terminate called" in one for one in shown)
+
+
+EARLY = """
+import atexit, sys
+atexit.register(lambda: print("measured"))
+sys.argv = ["volseg", "--version"]
+from volseg.cli import run_to_end
+run_to_end()
+"""
+
+
+def test_what_others_registered_for_the_exit_before_is_run() -> None:
+    """A command ended before it: coverage and profilers that begin with Python itself wrote nothing."""
+    run = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, encoding="utf-8", check=True)
+    assert run.stdout.splitlines()[1:] == ["measured"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="asks Linux for a full disk")
+def test_what_could_not_be_written_at_the_end_is_no_success() -> None:
+    """Components of one's own print; what stood in the buffer was lost with exit status 0."""
+    code = (
+        "from volseg.lifetime import end_at_exit; ending = end_at_exit(); ending.status = 0; print('the only result')"
+    )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        assert subprocess.run([sys.executable, "-c", code], stdout=full, env=buffered, check=False).returncode == 120

@@ -219,7 +219,12 @@ class PatchConfig(ConfigModel):
         >>> [patch.size_in(epoch, 3)[0] for epoch in range(3)]
         [4, 4, 8]
         """
-        return next((stage.size for stage in self.growth if epoch < stage.until * epochs), self.size)
+        # Divided, as round-off makes 0.55 * 100 more than 55, and the quotient is the number that was written.
+        return next((stage.size for stage in self.growth if epoch / epochs < stage.until), self.size)
+
+    def first_whole(self, epochs: int) -> int:
+        """Return the first epoch whose patches have the size that is trained up to; ``epochs`` if none has."""
+        return next((epoch for epoch in range(epochs) if self.size_in(epoch, epochs) == self.size), epochs)
 
 
 class ScheduleConfig(ComponentConfig):

@@ -103,6 +103,13 @@ class AugmentedBatches:
         """Samples of a whole batch, of which ``rows`` are made."""
         return self.batches.batch_size
 
+    def release(self) -> None:
+        """Free what was recorded and fetched of them; should more be asked for, that is made anew."""
+        if self._recording is not None:
+            self._stream.synchronize()  # the last batch is made while the one before is trained on
+            self._recording.release()
+        self._recording = self._boxes = None
+
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch ``number`` from batch ``start`` on."""
         make = self._make_recorded if self.batches.bank.device.type == "cuda" else self._make_plainly

@@ -35,6 +35,10 @@ class GrowingBatches:
         """Say whether the patches of an epoch have another size than those of the one before."""
         return epoch > 0 and self.of_epoch(epoch) is not self.of_epoch(epoch - 1)
 
+    def release_before(self, epoch: int) -> None:
+        """Free what the batches of the epoch before hold of a GPU besides the cases."""
+        self.of_epoch(epoch - 1).release()
+
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch ``number`` from batch ``start`` on."""
         return self.of_epoch(number).epoch(number, start)

@@ -17,7 +17,7 @@ up and keeps on disk is by construction what a launch on such a GPU looks up. Wh
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -134,6 +134,8 @@ class Compiling:
     runs_here : bool
         Whether this machine has such GPUs. What starts a kernel is then compiled as well, where Triton (before 3.7)
         has the C compiler make it for each signature: it needs the driver's library.
+    begin : callable, optional
+        Called first in each of the processes: what ends it when this one is killed, say.
 
     Raises
     ------
@@ -141,13 +143,21 @@ class Compiling:
         If Triton is not there.
     """
 
-    def __init__(self, capability: tuple[int, int], processes: int, *, runs_here: bool = False) -> None:
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        processes: int,
+        *,
+        runs_here: bool = False,
+        begin: Callable[[], object] | None = None,
+    ) -> None:
         if not can_compile():
             raise ParallelError(
                 "kernels are compiled by Triton, which is not installed here (pip install triton) or only interprets "
                 "(TRITON_INTERPRET)"
             )
-        self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin_compiler, (capability, runs_here))
+        told = (capability, runs_here, begin)
+        self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin_compiler, told)
         self._asked: dict[str, Future[Compiled]] = {}
 
     def __enter__(self) -> Self:
@@ -183,9 +193,12 @@ _starter: Any = None
 """Of this process, one that compiles: what makes the function that starts a kernel, where it does."""
 
 
-def _begin_compiler(capability: tuple[int, int], runs_here: bool) -> None:
+def _begin_compiler(capability: tuple[int, int], runs_here: bool, begin: Callable[[], object] | None) -> None:
     """Let this process, a copy, compile."""
     global _starter
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if begin is not None:
+        begin()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks hears it, and ends this one
     torch.set_num_threads(1)
     _starter = take_capability(capability, runs_here=runs_here)

@@ -16,6 +16,7 @@ import time
 import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -33,7 +34,8 @@ from volseg.experiment.forecasting import at_size, describe_training
 from volseg.experiment.kernels import explain_slowness
 from volseg.files import replacing
 from volseg.forecast.candidate import Candidate
-from volseg.parallel.candidates.beside import ask_copy
+from volseg.lifetime import end_with_parent
+from volseg.parallel.candidates.beside import ask_copy, holding_signals_back
 from volseg.parallel.candidates.running import follow_candidate
 from volseg.parallel.devices import count_gpus, has_process_group, is_launched
 from volseg.parallel.fast_kernels import CAPABILITY
@@ -47,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 LONGEST_SECONDS = 120.0
 """That a training waits for its kernels; then it compiles what it needs itself."""
+
+KILLED = "the process that compiled them was killed"
 
 OTHER = {"name", "output", "seed", "device", "data", "split", "logging", "evaluation", "hooks", "metrics"}
 """Sections of a config on which no kernel of the step depends."""
@@ -102,7 +106,10 @@ def compile_kernels(
     described = describe_training(config, dtype, find_facts(config) if facts is None else facts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     candidate = Candidate(kernels="fast" if is_fast else "torch")
-    with Compiling(gpu.capability, processes or cores, runs_here=runs_here) as compiling, hearing_calls(compiling.ask):
+    # One that is killed would be waited for, for ever, to ask for more.
+    bind = partial(end_with_parent, os.getpid())
+    compiling = Compiling(gpu.capability, processes or cores, runs_here=runs_here, begin=bind)
+    with compiling, hearing_calls(compiling.ask):
         for size in config.patch.sizes:
             follow_candidate(at_size(described, size).work, candidate, gpu)
         compiled = compiling.compiled
@@ -139,17 +146,27 @@ class CompilingBeside:
     def __init__(self, config: ExperimentConfig) -> None:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._answer: CompiledKernels | None = None
-        if not _can_begin(config) or (note := _find_note(config)).exists():
+        if not _can_begin(config):
             return
+        try:
+            if not (note := _find_note(config)).exists():
+                self._begin(config, note)
+        except OSError as fault:  # a cache that may not be looked into, or no more processes are allowed
+            logger.info("kernels are not compiled beforehand: %s", fault)
+        except BaseException:  # Ctrl-C in between: nobody has this object to close it
+            self.close()
+            raise
+
+    def _begin(self, config: ExperimentConfig, note: Path) -> None:
         context = multiprocessing.get_context("fork")
-        self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_compile_in_copy, args=(config, note, sender), name="kernels")
-        with warnings.catch_warnings():
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_compile_in_copy, args=(config, note, sender, os.getpid()), name="kernels")
+        with sender, holding_signals_back(), warnings.catch_warnings():
             # Python warns of threads, which a copy lacks; those are of libraries, and a copy that uses one thread needs
             # none of them.
             warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
-            self._process.start()
-        sender.close()
+            process.start()
+            self._receiver, self._process = receiver, process
 
     @property
     def is_compiling(self) -> bool:
@@ -164,7 +181,10 @@ class CompilingBeside:
             if self._receiver.poll(0.2):
                 with suppress(EOFError):
                     self._answer = CompiledKernels(**self._receiver.recv())
-                self._answer = self._answer or CompiledKernels(problem="the process that compiled them was killed")
+                self._answer = self._answer or CompiledKernels(problem=KILLED)
+            # Those that compile for it have its end of the pipe too, which then does not end.
+            elif self._process is not None and not self._process.is_alive() and not self._receiver.poll():
+                self._answer = CompiledKernels(problem=KILLED)
             elif time.monotonic() > end:
                 self._answer = CompiledKernels(problem=f"they took longer than {seconds:.0f} s")
         self.close()
@@ -176,9 +196,10 @@ class CompilingBeside:
         """End the copy and all that compile for it, if they still run."""
         if self._process is None:
             return
-        if self._process.is_alive() and self._process.pid is not None:
-            with suppress(ProcessLookupError):  # it has ended by itself
-                os.killpg(self._process.pid, signal.SIGKILL)
+        assert self._process.pid is not None, "it was started"
+        with suppress(ProcessLookupError, PermissionError):  # all have ended, or it has no group of its own yet
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
         self._process.join()
         self._receiver.close()
         self._process = None
@@ -228,11 +249,12 @@ def _read_gpus() -> list[str]:
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
 
 
-def _compile_in_copy(config: ExperimentConfig, note: Path, sender: Connection) -> None:
+def _compile_in_copy(config: ExperimentConfig, note: Path, sender: Connection, training: int) -> None:
     """Be the copy: compile, note it, and say so."""
     os.setsid()  # those that compile end with it, and a terminal's Ctrl-C is for the training
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    end_with_parent(training)  # however that ends: one that is killed ends nobody
     torch.set_num_threads(1)
     logging.getLogger("volseg").setLevel(logging.ERROR)
     try:

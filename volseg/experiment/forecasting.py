@@ -210,6 +210,7 @@ def find_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kerne
         checkpoint=parallel.checkpoint,
         kernels=_list_kernels(config, dtype, has_fast_kernels),
         records=records,
+        whole=bool(config.patch.growth),  # who computes what is settled for one size
     )
 
 

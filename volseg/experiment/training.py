@@ -183,7 +183,8 @@ def _begin(
     before = meter.count()
     batches = reading.make_batches(prepared, chosen.task, model, device)
     beside = meter.count() - before
-    memory = FirstSteps(meter, asked, beside=beside, write=partial(role.put_down, MEMORY))
+    first = config.patch.first_whole(config.training.epochs)
+    memory = FirstSteps(meter, asked, beside=beside, write=partial(role.put_down, MEMORY), first_epoch=first)
     held_out = replace(prepared, training=())
     if resume:
         require_same_cases(folder, prepared.fingerprints)

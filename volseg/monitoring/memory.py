@@ -102,6 +102,8 @@ class FirstSteps(Hook):
         Bytes of each device that something else than the step holds: the cases that lie there.
     write : callable
         Takes what is known, as plain values, whenever that is more than before.
+    first_epoch : int
+        Whose steps are those that are forecast; patches may be smaller before.
     """
 
     def __init__(
@@ -111,8 +113,10 @@ class FirstSteps(Hook):
         *,
         beside: int = 0,
         write: Callable[[Mapping[str, Any]], object] | None = None,
+        first_epoch: int = 0,
     ) -> None:
         self._meter, self._asked, self._beside, self._write = meter, asked, beside, write
+        self._full_from = first_epoch
         self._batches = self._first_epoch = 0
         self.forecast: MemoryForecast | None = None
         self.readings: list[MemoryReading] = []
@@ -120,13 +124,20 @@ class FirstSteps(Hook):
 
     def on_training_begin(self, training: Training) -> None:
         """Count this part's steps from its own first one: what another process took is no peak of this one."""
-        self._batches, self._first_epoch = 0, training.epoch
+        self._batches, self._first_epoch = 0, max(training.epoch, self._full_from)
         self.readings = []
         self._meter.begin()
+
+    def on_epoch_begin(self, training: Training) -> None:
+        """Forget what steps on smaller patches took, and validations between them."""
+        if training.epoch == self._first_epoch == self._full_from > 0 and training.position == 0:
+            self._meter.begin()
 
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
         """Read after the steps that tell; all processes at the same ones."""
         del fields
+        if training.epoch < self._first_epoch:
+            return
         self._batches += 1
         steps, rest = divmod(self._batches, training.accumulate)
         # A validation takes memory of its own: what is to be read is read before the first one.

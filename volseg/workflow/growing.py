@@ -14,9 +14,12 @@ class Growing(Protocol):
     def changes_at(self, epoch: int) -> bool:
         """Say whether the patches of an epoch have another size than those of the one before."""
 
+    def release_before(self, epoch: int) -> None:
+        """Free what the batches of the epoch before hold of a GPU besides the cases."""
+
 
 class ForgetOldSizes(Hook):
-    """Free the recording of a step on patches of a size that will not come again, with the memory that it holds.
+    """Free the recordings of a step on patches of a size that will not come again, and of their batches.
 
     Parameters
     ----------
@@ -31,3 +34,4 @@ class ForgetOldSizes(Hook):
         """Free it where the size changes."""
         if self._batches.changes_at(training.epoch):
             training.step.release()
+            self._batches.release_before(training.epoch)

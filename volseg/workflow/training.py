@@ -186,6 +186,7 @@ class Training:
         self._losses = self._new_losses()
         self._glimpse = Glimpse()
         self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
+        self._turned = time.perf_counter()  # when they were counted last
         self._stopping = Stopping(self.device)
 
     @property
@@ -251,21 +252,33 @@ class Training:
         self.model.train()
         self.step.check_replicas()
         self._stopping.interval.begin()
-        begin = time.perf_counter()
-        batches = remaining_batches(self.batches, self.epoch, self.position)
-        while True:
-            report_progress("train", self.epoch, self.position)  # a batch that is augmented on a GPU is part of a step
-            asked = time.perf_counter()
-            batch = next(batches, None)
-            self._seconds_waited += time.perf_counter() - asked
-            if batch is None:
-                break
-            self._train_batch(self._on_device(batch))
-            self._stopping.interval.count()
-            if self._stopping.interval.is_due and self.is_between_steps and self._look():
-                break
-        self._look_at_losses()
-        self._seconds += time.perf_counter() - begin
+        self._turned = time.perf_counter()
+        try:
+            batches = remaining_batches(self.batches, self.epoch, self.position)
+            while True:
+                report_progress("train", self.epoch, self.position)  # a batch augmented on a GPU is part of a step
+                asked = self._count_seconds()
+                batch = next(batches, None)
+                self._seconds_waited += self._count_seconds() - asked
+                if batch is None:
+                    break
+                self._train_batch(self._on_device(batch))
+                self._stopping.interval.count()
+                if self._stopping.interval.is_due and self.is_between_steps and self._look():
+                    break
+            self._look_at_losses()
+        finally:
+            self._count_seconds()
+
+    def _count_seconds(self) -> float:
+        """Add to the epoch's seconds what went by since they were counted last; return the time of now.
+
+        Whoever asks in the middle of an epoch, a checkpoint or the end by an error, must not find the seconds spent
+        waiting there without those in which they lie.
+        """
+        before, self._turned = self._turned, time.perf_counter()
+        self._seconds += self._turned - before
+        return self._turned
 
     def _train_batch(self, batch: Batch) -> None:
         """Forward, loss, backward; an optimizer step when enough batches are gathered."""
@@ -285,6 +298,7 @@ class Training:
                 self.average.update()
         if self._losses.is_due:
             self._look_at_losses()
+        self._count_seconds()
         self._emit("on_batch_end", {**batch, **losses})
 
     def _group_size(self) -> int:

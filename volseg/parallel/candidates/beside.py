@@ -25,7 +25,7 @@ from volseg.device.torch_internals import is_in_bad_fork
 from volseg.errors import ParallelError
 from volseg.parallel.devices import has_process_group, is_launched
 
-__all__ = ["FollowingCopies", "ask_copy"]
+__all__ = ["FollowingCopies", "ask_copy", "holding_signals_back"]
 
 Shared = TypeVar("Shared")
 Asked = ParamSpec("Asked")
@@ -127,14 +127,14 @@ def _can_copy() -> bool:
 def _submit(
     pool: ProcessPoolExecutor, function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs
 ) -> Future[Answer]:
-    with _holding_signals_back(), warnings.catch_warnings():
+    with holding_signals_back(), warnings.catch_warnings():
         # Python warns of threads, which copies lack; those are torch's, and a copy that uses one thread needs none.
         warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
         return pool.submit(function, *args, **kwargs)
 
 
 @contextmanager
-def _holding_signals_back() -> Iterator[None]:
+def holding_signals_back() -> Iterator[None]:
     """Let what signals raise be raised behind this block, in which processes are forked.
 
     Python calls its own functions around a fork, and passes over what they raise: Ctrl-C was lost there, and this

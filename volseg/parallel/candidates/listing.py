@@ -32,6 +32,8 @@ class Freedom:
     volumes are cut it is always the fast ones."""
     records: bool = True
     """Whether a step that can be recorded is."""
+    whole: bool = False
+    """Whether neither volumes nor the network are cut, and nothing is recomputed."""
     one_process: bool = False
     """Whether one process has all GPUs: then there are no replicas."""
 
@@ -79,7 +81,8 @@ def _list_meshes(num_gpus: int, batch_size: int, planes: int, free: Freedom) -> 
                 alone = count == 1 and not decided
                 # A pipeline per replica is for who asks for it: it needs batches for both.
                 unusual = data > 1 and pipeline > 1 and free.pipeline is None
-                if asked and not cuts_both and not unusual and (uses_all or alone):
+                refused = cuts_both or unusual or (free.whole and spatial * pipeline > 1)
+                if asked and not refused and (uses_all or alone):
                     yield data, spatial, pipeline
 
 
@@ -111,7 +114,7 @@ def relieve(candidate: Candidate, free: Freedom) -> list[Candidate]:
     >>> [name_candidate(each) for each in relieve(Candidate(spatial=2), Freedom())][:2]
     ['spatial: 2, checkpoint: 1', 'spatial: 2, checkpoint: 2']
     """
-    if candidate.pipeline > 1 or candidate.checkpoint is not None or free.checkpoint is not None:
+    if free.whole or candidate.pipeline > 1 or candidate.checkpoint is not None or free.checkpoint is not None:
         return []
     return [replace(candidate, checkpoint=level, kernels="fast") for level in LEVELS]  # type: ignore[arg-type]
 

@@ -54,6 +54,8 @@ def find_number(planned: Planned, forecasts: Sequence[Forecast]) -> Forecast | N
     Of N GPUs each holds an N-th of what all of them hold, or more: so slabs that do not fit say which numbers of GPUs
     cannot suffice either, and these are not followed.
     """
+    if planned.free.whole:
+        return None
     work, machine = planned.work, planned.machine
     alike = [each for each in forecasts if each.candidate.spatial > 1 and each.candidate.checkpoint == "all"]
     held = max((_count_held(each) for each in alike), default=0)
