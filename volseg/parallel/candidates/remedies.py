@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.parallel.candidates.beside import FollowingCopies
 from volseg.parallel.candidates.choosing import GIB, Found
 from volseg.parallel.candidates.forecasting import Planned, Sides, forecast_work
-from volseg.parallel.candidates.listing import name_candidate, relieve
+from volseg.parallel.candidates.listing import Freedom, name_candidate, relieve
 from volseg.parallel.candidates.volumes import Largest, find_largest, scale_sides
 
 __all__ = ["find_largest_volumes", "find_number", "list_remedies"]
@@ -52,12 +53,11 @@ def _total(forecast: Forecast) -> int:
 def find_number(planned: Planned, forecasts: Sequence[Forecast]) -> Forecast | None:
     """Return the forecast of twice, four times ... as many GPUs, for the first number of them that suffices.
 
-    They recompute as much as can be, or what was asked for. Of N GPUs each holds an N-th of what all of them hold, or
-    more: so slabs that do not fit say which numbers of GPUs cannot suffice either, and these are not followed.
+    Of N GPUs each holds an N-th of what all of them hold, or more: so slabs that do not fit say which numbers of GPUs
+    cannot suffice either, and these are not followed.
     """
-    work, machine, free = planned.work, planned.machine, planned.free
-    slabs = Candidate(spatial=2, checkpoint=free.checkpoint)
-    most = (relieve(slabs, free) or [slabs])[-1].checkpoint
+    work, machine = planned.work, planned.machine
+    most = _find_most(planned.free)
     alike = [each for each in forecasts if each.candidate.spatial > 1 and each.candidate.checkpoint == most]
     held = max((_count_held(each) for each in alike), default=0)
     count = machine.num_gpus * 2
@@ -72,6 +72,12 @@ def find_number(planned: Planned, forecasts: Sequence[Forecast]) -> Forecast | N
             held = max(held, _count_held(forecast))
         count *= 2
     return None
+
+
+def _find_most(free: Freedom) -> Literal["all", "tiled"] | int | None:
+    """Return the recomputation of slabs that takes least memory, or what was asked for."""
+    slabs = Candidate(spatial=2, checkpoint=free.checkpoint)
+    return (relieve(slabs, free) or [slabs])[-1].checkpoint
 
 
 def _count_held(forecast: Forecast) -> int:
