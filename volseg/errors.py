@@ -16,6 +16,7 @@
     ├── FollowError (RuntimeError)          a step that cannot be followed without a GPU
     ├── OutOfMemoryError (MemoryError)      a batch or a volume that the device cannot hold
     └── ParallelError (RuntimeError)        devices, processes or shards that do not fit together
+        ├── NotRecordedError                a step that cannot be recorded as a CUDA graph
         ├── UnsupportedOperatorError (NotImplementedError)  a torch function without a sharded form
         ├── PartitionError (ValueError)     a module that cannot be cut as asked
         └── PlacementError                  an illegal move of a placed module
@@ -35,6 +36,7 @@ __all__ = [
     "LargeVolumeError",
     "NonFiniteLossError",
     "NonFinitePredictionError",
+    "NotRecordedError",
     "OutOfMemoryError",
     "ParallelError",
     "PartitionError",
@@ -103,6 +105,10 @@ class OutOfMemoryError(VolsegError, MemoryError):
 
 class ParallelError(VolsegError, RuntimeError):
     """Devices, processes or shards that do not fit together."""
+
+
+class NotRecordedError(ParallelError):
+    """A step that cannot be recorded as a CUDA graph; it runs all the same, kernel by kernel."""
 
 
 class UnsupportedOperatorError(ParallelError, NotImplementedError):

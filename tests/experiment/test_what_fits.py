@@ -60,9 +60,9 @@ def test_json_is_a_plan_report(vnet):
     names = {row.name for row in report.candidates}
     followed = [row for row in report.candidates if row.used_bytes is not None]
     assert all(len(row.devices) == row.num_gpus for row in followed)
-    for row in followed:
-        fullest = max(row.devices, key=lambda each: each.reserved_bytes + each.outside_bytes)
-        assert (fullest.used_bytes, fullest.reserved_bytes) == (row.used_bytes, row.reserved_bytes)
+    for row in followed:  # what its fullest GPU needs: of stages another one may hold more in tensors, and reserve less
+        assert row.reserved_bytes == max(each.reserved_bytes for each in row.devices)
+        assert row.used_bytes in [each.used_bytes for each in row.devices if each.reserved_bytes == row.reserved_bytes]
     (stages,) = [row for row in followed if row.pipeline == 2][:1]
     assert len({each.used_bytes for each in stages.devices}) == 2, "stages hold different layers"
     assert {"one GPU", "data: 2", "spatial: 2", "pipeline: 2, split_size: 1"} <= names
@@ -81,7 +81,8 @@ def test_where_nothing_fits_the_status_is_3_and_remedies_have_numbers(vnet):
     assert not report.fits
     assert report.why.startswith("nothing fits; the least is one GPU")
     assert any("GPUs of " in remedy for remedy in report.remedies)
-    assert any("such GPUs: spatial: " in remedy for remedy in report.remedies)
+    more = [remedy for remedy in report.remedies if "such GPUs: spatial: " in remedy]
+    assert ["checkpoint: tiled" in remedy for remedy in more] == [True], "as much as can be is recomputed there"
     assert any("volumes of " in remedy for remedy in report.remedies)
 
 

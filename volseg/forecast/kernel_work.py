@@ -25,9 +25,14 @@ SILENT = {
     "new_empty_strided",
     "lift_fresh",
     "record_stream",
-    "set_",
+    "_unsafe_view",
+    "unsafe_split",
+    "unsafe_split_with_sizes",
 }
-"""Operators, besides views, that start no kernel."""
+"""Operators that start no kernel, besides those whose schema says that they return views or make one of a tensor."""
+
+FILLING = {"new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like"}
+"""Operators that read nothing of the tensor that they are given: it says what the result is like."""
 
 
 def describe_kernel(
@@ -48,6 +53,8 @@ def describe_kernel(
     if not _starts_kernel(function):
         return None
     results = list_tensors(out)
+    if function.overloadpacket.__name__ in FILLING:
+        inputs = ()
     tensors = [*inputs, *(result for result in results if not any(result is tensor for tensor in inputs))]
     first = (inputs or results)[0]
     count = flop_registry.get(function.overloadpacket)
@@ -109,6 +116,8 @@ def list_tensors(values: Any) -> list[Tensor]:
 @cache
 def _starts_kernel(function: Any) -> bool:
     if function.namespace not in ("aten", "volseg") or function.overloadpacket.__name__ in SILENT:
+        return False
+    if torch.Tag.inplace_view in function.tags:
         return False
     returns = get_schema(function).returns
     return not any(value.alias_info is not None and not value.alias_info.is_write for value in returns)

@@ -2,10 +2,12 @@
 
 A step that is followed asks torch for the same shapes again and again: in its second pass, in other candidates, on
 other processes. Torch remembers results of its own, by keys that cost about as much as computing them, and not those
-of operators that return several tensors. Here a key is sizes, strides, dtypes and devices, and what is remembered is
-whether each result is new memory, a view of an argument, or an argument itself.
+of operators that return several tensors. Here a key is sizes, strides, dtypes and devices, and the switches by which
+torch chooses implementations; what is remembered is whether each result is new memory, a view of an argument, or an
+argument itself.
 
-Not remembered: what returns numbers, changes the size of memory or writes into ``out=``, depends on values, or is no
+Not remembered: a view of memory that several arguments share, for which of them it views cannot be told; what returns
+numbers, changes the size of memory or writes into ``out=``, depends on values, or is no
 operator of aten.
 """
 
@@ -16,7 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import FakeTensor, FakeTensorMode, get_schema, get_storage_key, without_dispatch
+from volseg.device.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    get_schema,
+    get_storage_key,
+    read_global_flags,
+    without_dispatch,
+)
 
 __all__ = ["KnownResults"]
 
@@ -52,14 +61,19 @@ class KnownResults:
         if not _may_be_known(function):
             return function(*args, **kwargs)
         tensors: list[FakeTensor] = []
-        key: list[Any] = [function, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        key: list[Any] = [function, torch.get_default_dtype(), torch.is_inference_mode_enabled(), read_global_flags()]
         if not _describe(args, key, tensors) or (kwargs and not _describe(kwargs.items(), key, tensors)):
             return function(*args, **kwargs)
         whole = tuple(key)
         remake = _known.get(whole)
         if remake is not None:
             return remake(self._mode, tensors)
-        out = function(*args, **kwargs)
+        # Torch's own memory, which all modes share, has no switches in its keys.
+        before, self._mode.cache_enabled = self._mode.cache_enabled, False
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            self._mode.cache_enabled = before
         remake = _find_remake(out, tensors)
         if remake is not None:
             if len(_known) >= MOST:
@@ -119,13 +133,16 @@ def _find_remake_of_one(out: Any, tensors: Sequence[FakeTensor]) -> Remake | Non
         return None
     if out.requires_grad or out.dtype.is_complex:
         return None
-    for number, tensor in enumerate(tensors):
-        if tensor is out:
-            return lambda mode, given: given[number]  # noqa: ARG005 (all are called alike)
+    same = [number for number, tensor in enumerate(tensors) if tensor is out]
+    if len(same) == 1:
+        return lambda mode, given: given[same[0]]  # noqa: ARG005 (all are called alike)
     size, stride, dtype, device = tuple(out.shape), out.stride(), out.dtype, out.fake_device
     offset, whole = out.storage_offset(), out.untyped_storage()
     mine = get_storage_key(whole)
-    base = next((n for n, tensor in enumerate(tensors) if get_storage_key(tensor.untyped_storage()) == mine), None)
+    owners = [n for n, tensor in enumerate(tensors) if get_storage_key(tensor.untyped_storage()) == mine]
+    if len(owners) > 1:  # of these arguments; others of the same sizes may each have memory of their own
+        return None
+    base = owners[0] if owners else None
 
     def remake(mode: FakeTensorMode, given: Sequence[FakeTensor]) -> FakeTensor:
         with without_dispatch():

@@ -53,3 +53,39 @@ def test_sizes_are_ones_that_the_network_takes_and_grow(step, aspect, divisors):
 def test_sizes_that_cannot_be_run_are_too_small():
     found = find_largest(lambda sides: None if sides[0] < 32 else sides[0] * 10, 640, (1, 1, 1), (16, 16, 16))
     assert found == Largest(sides=(64, 64, 64), needed=640, limit=(80, 80, 80))
+
+
+@given(
+    aspect=st.sampled_from(ASPECTS),
+    divisors=st.sampled_from(DIVISORS),
+    fixed=st.integers(0, 2**30),
+    per_voxel=st.floats(50, 5000),
+    power=st.sampled_from([0.98, 1.0, 1.02]),
+    capacity=st.integers(2**31, 2**35),
+    first=st.integers(1, 40),
+)
+def test_what_is_held_says_where_to_look_while_torch_gives_back_what_it_can(
+    aspect, divisors, fixed, per_voxel, power, capacity, first
+):
+    """Near the capacity all that there is is taken, by sizes that fit: lines through it went anywhere."""
+    held, asked = {}, []
+
+    def need(sides):
+        asked.append(sides)
+        own = int(fixed + per_voxel * math.prod(sides) ** power)
+        held[math.prod(sides)] = own
+        squeezed = own * 1.1 <= capacity
+        return min(int(own * 1.4), capacity) if squeezed else int(own * 1.4)
+
+    found = find_largest(need, capacity, aspect, divisors, first=first, fixed=fixed, held=held)
+    num_asked = len(asked)
+    step = 0
+    while need(scale_sides(step + 1, aspect, divisors)) <= capacity:
+        step += 1
+    if step == 0:
+        assert found is None
+        return
+    assert found is not None
+    assert found.sides == scale_sides(step, aspect, divisors)
+    assert found.limit == scale_sides(step + 1, aspect, divisors)
+    assert num_asked <= 12, "each is a second"

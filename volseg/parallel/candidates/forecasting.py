@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from volseg.errors import OutOfMemoryError, VolsegError
+from volseg.errors import NotRecordedError, OutOfMemoryError, VolsegError
 from volseg.forecast.allocator import AllocatorSettings, find_memory_use
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.gpu_kinds import GpuKind
@@ -113,7 +113,8 @@ def forecast_work(
     Returns
     -------
     Forecast
-        Refused, with the reason, where it cannot run or does not fit.
+        Refused, with the reason, where it cannot run or does not fit. Where it would not be recorded, of the same step
+        without a recording.
     """
     try:
         with _quietly():
@@ -125,6 +126,9 @@ def forecast_work(
                 one_process=one_process,
                 pace=_find_pace(machine),
             )
+    except NotRecordedError:  # then a training goes on without
+        eager = replace(candidate, recorded=False)
+        return forecast_work(work, eager, machine, reserve=reserve, one_process=one_process)
     except VolsegError as fault:
         return Forecast(candidate=candidate, refused=_tell(fault))
     except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind

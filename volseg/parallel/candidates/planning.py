@@ -1,5 +1,6 @@
 """What fits on a machine, and what is fastest there: every candidate followed, and one chosen."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -189,7 +190,19 @@ def list_largest(planned: Planned, *, beside: bool = False) -> list[tuple[Candid
     d, h, w = work.sides
     aspects = tuple(dict.fromkeys([(d, h, w), (1, 1, 1)] if len({d, h, w}) > 1 else [(d, h, w)]))
     with FollowingCopies(planned, beside=beside) as copies:
-        for candidate in sorted(candidates, key=lambda each: -each.pipeline):  # what takes longest begins first
+        # One GPU is followed fastest, and says about how much several hold together.
+        alone = [each for each in candidates if each.num_gpus == 1]
+        for candidate in alone:
             copies.begin(find_largest_volumes, candidate, aspects)
-        found = {each: copies.ask(find_largest_volumes, each, aspects) for each in candidates}
+        found = {each: copies.ask(find_largest_volumes, each, aspects) for each in alone}
+        held = max((math.prod(one.sides) for sizes in found.values() for one in sizes.values() if one), default=None)
+
+        def find_start(candidate: Candidate) -> int | None:
+            return None if held is None else held * candidate.num_gpus
+
+        others = [each for each in candidates if each.num_gpus > 1]
+        for candidate in sorted(others, key=lambda each: -each.pipeline):  # what takes longest begins first
+            copies.begin(find_largest_volumes, candidate, aspects, None, find_start(candidate))
+        for each in others:
+            found[each] = copies.ask(find_largest_volumes, each, aspects, None, find_start(each))
     return [(each, aspect, found[each][aspect]) for each in candidates for aspect in reversed(aspects)]

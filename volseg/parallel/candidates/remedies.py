@@ -1,13 +1,15 @@
 """What would fit where nothing does, and the largest volume that does."""
 
+import math
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.parallel.candidates.beside import FollowingCopies
 from volseg.parallel.candidates.choosing import GIB, Found
 from volseg.parallel.candidates.forecasting import Planned, Sides, forecast_work
-from volseg.parallel.candidates.listing import name_candidate
-from volseg.parallel.candidates.volumes import Largest, find_largest
+from volseg.parallel.candidates.listing import Freedom, name_candidate, relieve
+from volseg.parallel.candidates.volumes import Largest, find_largest, scale_sides
 
 __all__ = ["find_largest_volumes", "find_number", "list_remedies"]
 
@@ -57,12 +59,13 @@ def find_number(planned: Planned, forecasts: Sequence[Forecast]) -> Forecast | N
     if planned.free.whole:
         return None
     work, machine = planned.work, planned.machine
-    alike = [each for each in forecasts if each.candidate.spatial > 1 and each.candidate.checkpoint == "all"]
+    most = _find_most(planned.free)
+    alike = [each for each in forecasts if each.candidate.spatial > 1 and each.candidate.checkpoint == most]
     held = max((_count_held(each) for each in alike), default=0)
     count = machine.num_gpus * 2
     while count <= min(MOST_GPUS, max(work.sides)):
         if held / count <= planned.capacity:
-            candidate = Candidate(spatial=count, checkpoint="all")
+            candidate = Candidate(spatial=count, checkpoint=most)
             forecast = forecast_work(work, candidate, machine, reserve=planned.reserve)
             if forecast.memory is None:
                 return None  # its operators have no form on slabs
@@ -73,19 +76,44 @@ def find_number(planned: Planned, forecasts: Sequence[Forecast]) -> Forecast | N
     return None
 
 
+def _find_most(free: Freedom) -> Literal["all", "tiled"] | int | None:
+    """Return the recomputation of slabs that takes least memory, or what was asked for."""
+    slabs = Candidate(spatial=2, checkpoint=free.checkpoint)
+    return (relieve(slabs, free) or [slabs])[-1].checkpoint
+
+
 def _count_held(forecast: Forecast) -> int:
     """Return the bytes of tensors that all GPUs together hold, 0 where it is not known."""
     return 0 if forecast.memory is None else forecast.memory.used * forecast.candidate.spatial
 
 
 def find_largest_volumes(
-    planned: Planned, candidate: Candidate, aspects: Sequence[Sides], known: dict[Sides, int] | None = None
+    planned: Planned,
+    candidate: Candidate,
+    aspects: Sequence[Sides],
+    known: dict[Sides, int] | None = None,
+    begin_at: int | None = None,
 ) -> dict[Sides, Largest | None]:
-    """Return the largest volume of each aspect that fits; ``known`` is what sizes take whose need is known already."""
+    """Return the largest volume of each aspect that fits.
+
+    Parameters
+    ----------
+    planned : Planned
+        The step, the machine, and how the step is made on other volumes.
+    candidate : Candidate
+        Who computes what.
+    aspects : sequence
+        Sides whose ratios are kept.
+    known : dict, optional
+        What sizes take whose need is known already.
+    begin_at : int, optional
+        Voxels of a volume that may be about the largest; by default the step's own volume comes first.
+    """
     resize, machine, divisors = planned.resize, planned.machine, planned.divisors
     assert resize is not None
     needs = dict(known or {})
     outside: list[int] = []
+    held: dict[int, int] = {}
 
     def need(sides: Sides) -> int | None:
         if sides not in needs:
@@ -95,24 +123,35 @@ def find_largest_volumes(
             if memory is None:
                 return None
             needs[sides] = memory.total + reserve
+            held[math.prod(sides)] = memory.used + memory.outside + reserve
             outside.append(memory.outside)
         return needs[sides]
 
     d, h, w = planned.work.sides
-    need((d, h, w))
+    first = max(1, max(planned.work.sides) // divisors[_find_longest(aspects[0], divisors)])
+    if begin_at is None:
+        need((d, h, w))
+    else:
+        first = _find_step(begin_at, aspects[0], divisors)
+        need(scale_sides(first, aspects[0], divisors))
     weights = sum(parameter.nbytes for parameter in planned.work.build().parameters()) // candidate.pipeline
     fixed = planned.reserve + sum(outside) + COPIES_OF_WEIGHTS * weights
     by_voxels: dict[int, int] = {}
-    found: dict[Sides, Largest | None] = {}
-    for aspect in aspects:
-        longest = max(range(3), key=lambda axis: (aspect[axis], divisors[axis]))
-        found[aspect] = find_largest(
-            need,
-            machine.gpu_bytes,
-            aspect,
-            divisors,
-            first=max(1, max(planned.work.sides) // divisors[longest]),
-            fixed=fixed,
-            known=by_voxels,
+    return {
+        aspect: find_largest(
+            need, machine.gpu_bytes, aspect, divisors, first=first, fixed=fixed, known=by_voxels, held=held
         )
-    return found
+        for aspect in aspects
+    }
+
+
+def _find_longest(aspect: Sides, divisors: Sides) -> int:
+    return max(range(3), key=lambda axis: (aspect[axis], divisors[axis]))
+
+
+def _find_step(voxels: int, aspect: Sides, divisors: Sides) -> int:
+    """Return the largest size of an aspect with no more voxels, in multiples of its longest side's divisor."""
+    step = 1
+    while math.prod(scale_sides(step + 1, aspect, divisors)) <= voxels:
+        step += 1
+    return step

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device.pretended import GpuLike, host_values, note_mark
-from volseg.errors import ParallelError
+from volseg.errors import NotRecordedError, ParallelError
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import FollowedStep, following
 from volseg.forecast.gpu_kinds import GpuKind
@@ -241,7 +241,7 @@ def _run(
     for handle in handles:
         handle.remove()
     if isinstance(step, RecordedStep) and step.refused is not None:
-        raise ParallelError(f"the step would not be recorded: {step.refused}")
+        raise NotRecordedError(f"the step would not be recorded: {step.refused}")
     # A model that several processes share is validated by calls of the leader, which nobody follows here.
     if work.validate is not None and not (isinstance(model, ModelParallel) and model.strategy.is_shared):
         # Beside what the training keeps: its cache can be used again, a recording's memory cannot.

@@ -4,7 +4,8 @@ What a step needs grows with the volume, nearly in proportion to its voxels. So 
 line through the two nearest known ones meets the memory that there is, which takes three or four sizes where bisection
 takes ten; a size between the largest known to fit and the smallest known not to is looked at until they are neighbours.
 Sizes of another aspect say where to begin. A size that would take far more than there is by the line through known ones
-is not looked at: neighbours differ by a fifth and more.
+is not looked at: neighbours differ by a fifth and more. Where it is known what of it tensors hold, the lines go through
+that: near the capacity what is reserved does not grow any more, for torch gives back what it can.
 """
 
 import math
@@ -21,6 +22,14 @@ MOST_STEPS = 4096
 FAR = 1.25
 """Of the memory, from which on a size is taken for too large by what known sizes say: a line through the two largest
 of them, and one through the nearest alone. These told a V-Net's needs by up to 13 % too much, both of them."""
+
+MOSTLY_HELD = 0.85
+"""Part of the memory that the tensors of the largest size hold, about: the rest is in pieces that nothing fits into.
+Only what is looked at first depends on it."""
+
+HELD = 1.05
+"""Of the memory, from which on tensors do not fit, by a line through what two known sizes hold. In that line a V-Net's
+are within 2 %."""
 
 TRIES = 24
 """Sizes to look at, at most; each halves what is left at least every second time."""
@@ -61,6 +70,7 @@ def find_largest(
     first: int = 1,
     fixed: int = 0,
     known: dict[int, int] | None = None,
+    held: dict[int, int] | None = None,
 ) -> Largest | None:
     """Return the largest size of an aspect that fits; None where the smallest does not.
 
@@ -81,9 +91,14 @@ def find_largest(
     known : dict, optional
         What sizes of other aspects take, by their voxels: where to begin, in place of ``first``. Sizes that are looked
         at are added.
+    held : dict, optional
+        What of it is held by tensors, or taken whatever the size is, by the voxels of sizes of all aspects; ``need``
+        adds to it. It grows evenly with the size, where all that is taken comes to an end at the capacity: near that
+        torch gives back what it has in reserve.
     """
     seen: dict[int, int | None] = {}
     known = {} if known is None else known
+    held = {} if held is None else held
     others = dict(known)
 
     def look(step: int) -> int | None:
@@ -95,12 +110,15 @@ def find_largest(
         return seen[step]
 
     low, high, step = 0, MOST_STEPS + 1, max(1, first)
-    if others:
-        step = min(max(1, _read_line(others, capacity, aspect, divisors, fixed) or step), MOST_STEPS)
+    if held:
+        step = _read_line(held, int(MOSTLY_HELD * capacity), aspect, divisors, fixed) or step
+    elif others:
+        step = _read_line(others, capacity, aspect, divisors, fixed) or step
+    step = min(max(1, step), MOST_STEPS)
     for _ in range(TRIES):
-        if step == low + 1 and _is_far_too_large(
-            known, math.prod(scale_sides(step, aspect, divisors)), capacity, fixed
-        ):
+        voxels = math.prod(scale_sides(step, aspect, divisors))
+        is_far = _hold_too_much(held, voxels, capacity) if held else _is_far_too_large(known, voxels, capacity, fixed)
+        if step == low + 1 and is_far:
             high = step
             break
         needed = look(step)
@@ -110,7 +128,7 @@ def find_largest(
             low = step
         if high - low <= 1:
             break
-        step = _guess_next(seen, others, low, high, capacity, aspect, divisors, fixed)
+        step = _guess_next(seen, others, low, high, capacity, aspect, divisors, fixed, held)
     fitting = [number for number, needed in seen.items() if needed is not None and needed <= capacity]
     if not fitting:
         return None
@@ -130,9 +148,13 @@ def _guess_next(
     aspect: Sequence[int],
     divisors: Sequence[int],
     fixed: int,
+    held: dict[int, int],
 ) -> int:
     """Return a step strictly between ``low`` and ``high``: by a line, or by doubling or halving."""
     middle = (low + high) // 2 if high <= MOST_STEPS else max(1, low) * 2
+    if held and len(seen) % 4 != 3:
+        guess = _read_line(held, int(MOSTLY_HELD * capacity), aspect, divisors, fixed)
+        return min(max(guess or middle, low + 1), high - 1)
     own = {
         math.prod(scale_sides(step, aspect, divisors)): needed for step, needed in seen.items() if needed is not None
     }
@@ -156,6 +178,14 @@ def _is_far_too_large(points: dict[int, int], voxels: int, capacity: int, fixed:
     (other, less), (size, needed) = fitting
     grows = (needed - less) / (size - other), (needed - min(fixed, needed)) / size
     return all(needed + slope * (voxels - size) > FAR * capacity for slope in grows)
+
+
+def _hold_too_much(held: dict[int, int], voxels: int, capacity: int) -> bool:
+    """Say whether tensors of a size do not fit in themselves, by the two largest sizes below it that are known."""
+    (other, less), (size, most) = [(0, 0), (0, 0), *sorted(point for point in held.items() if point[0] < voxels)][-2:]
+    if not other or most <= less:
+        return False
+    return most + (most - less) / (size - other) * (voxels - size) > HELD * capacity
 
 
 def _read_line(

@@ -1,0 +1,105 @@
+"""Forecasts that were wrong: results remembered of other arguments, passes that there are none of, refused steps."""
+
+import pytest
+import torch
+from torch import nn
+from torch.library import Library, register_fake
+
+from volseg.device.torch_internals import get_storage_key
+from volseg.forecast import known_results
+from volseg.forecast.candidate import Candidate
+from volseg.forecast.following import follow, following
+from volseg.forecast.gpu_kinds import find_kind
+from volseg.forecast.known_results import KnownResults
+from volseg.forecast.trace import KernelRun
+from volseg.parallel.candidates.network_plan import forecast
+
+V100, H200 = find_kind("v100-16"), find_kind("h200")
+aten = torch.ops.aten
+
+
+def share_memory(one, other):
+    return get_storage_key(one.untyped_storage()) == get_storage_key(other.untyped_storage())
+
+
+@pytest.fixture
+def second():
+    """An operator that views its second tensor, and does not say so: none of torch's is sure to do so for good."""
+    library = Library("aten", "FRAGMENT")
+    library.define("volseg_test_second(Tensor first, Tensor second) -> Tensor")
+    register_fake("aten::volseg_test_second", lambda first, second: second.view(-1), lib=library)
+    yield aten.volseg_test_second.default
+    library._destroy()
+
+
+def test_a_view_of_the_second_of_two_tensors_that_share_memory_is_not_remembered_as_one_of_the_first(
+    monkeypatch, second
+):
+    monkeypatch.setattr(known_results, "_known", {})
+    with following(V100) as followed:
+        known = KnownResults(followed.mode)
+        whole = torch.empty(4, 4)
+        shared = known.run(second, (whole, whole.view(4, 4)), {})
+        assert share_memory(shared, whole)
+        apart = torch.empty(4, 4), torch.empty(4, 4)
+        viewed = known.run(second, apart, {})
+        assert share_memory(viewed, apart[1])
+        assert not share_memory(viewed, apart[0])
+
+
+def test_a_tensor_that_was_given_twice_is_not_remembered_as_the_first(monkeypatch):
+    monkeypatch.setattr(known_results, "_known", {})
+    with following(V100) as followed:
+        known = KnownResults(followed.mode)
+        one, other = torch.empty(4), torch.empty(4)
+        assert known.run(aten.mul_.Tensor, (one, one), {}) is one
+        assert known.run(aten.mul_.Tensor, (other, one), {}) is other
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of a switch that is set with the others
+def test_what_torchs_switches_choose_is_not_remembered_for_others(monkeypatch):
+    """oneDNN lays a convolution's output out with channels last; without it the same operator does not."""
+    monkeypatch.setattr(known_results, "_known", {})
+    with following(V100) as followed:
+        known = KnownResults(followed.mode)
+        volume = torch.empty(2, 4, 8, 8, 8).to(memory_format=torch.channels_last_3d)
+        asked = volume, torch.empty(4, 4, 3, 3, 3), None, (1,) * 3, (1,) * 3, (1,) * 3, False, (0,) * 3, 1
+        strides = []
+        for enabled in (True, False):
+            with torch.backends.mkldnn.flags(enabled=enabled):
+                with followed.without_cache():
+                    plain = aten.convolution.default(*asked)
+                strides.append(plain.stride())
+                assert known.run(aten.convolution.default, asked, {}).stride() == plain.stride()
+    assert torch.backends.mkldnn.is_available() == (len(set(strides)) == 2), "or this tells nothing"
+
+
+def test_a_view_by_another_name_is_no_pass_over_memory_and_what_is_filled_is_not_read():
+    def run(followed):
+        volume = followed.empty(4, 1024)
+        followed.mark("step")
+        aten._unsafe_view.default(volume, [1024, 4])
+        aten.unsafe_split.Tensor(volume, 2)
+        volume.unsqueeze_(0)
+        volume.new_zeros(16)
+        torch.ones_like(volume[0, 0, :8])
+
+    (trace,) = follow(run, gpu=V100)
+    runs = [event for event in trace.events if isinstance(event, KernelRun)]
+    assert [(event.name, event.bytes_moved) for event in runs] == [("aten.new_zeros", 64), ("aten.ones_like", 32)]
+
+
+def test_a_step_that_would_not_be_recorded_is_forecast_as_it_runs_then():
+    """SGD reads the rate, which a recording has on the GPU: a training went on without, and its plan had nothing."""
+    net = nn.Conv3d(1, 2, 3, padding=1)
+
+    def plan_for(*, fused):
+        recorded = Candidate(kernels="torch", recorded=True)
+        optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=fused)  # noqa: E731
+        return forecast(net, (1, 1, 16, 16, 16), recorded, gpu=H200, optimizer=optimizer)
+
+    eager, fused = plan_for(fused=None), plan_for(fused=True)
+    assert eager.refused is fused.refused is None
+    assert not eager.candidate.recorded
+    assert fused.candidate.recorded
+    assert eager.host_seconds > fused.host_seconds
