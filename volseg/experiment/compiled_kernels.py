@@ -47,8 +47,8 @@ __all__ = ["CompiledKernels", "CompilingBeside", "compile_kernels"]
 
 logger = logging.getLogger(__name__)
 
-LONGEST_SECONDS = 120.0
-"""That a training waits for its kernels; then it compiles what it needs itself."""
+LONGEST_SECONDS = 30.0
+"""That a training waits for its kernels; then it compiles what it needs itself, in some 7 s for Task04 on an H200."""
 
 KILLED = "the process that compiled them was killed"
 
