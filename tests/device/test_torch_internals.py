@@ -3,6 +3,8 @@
 import ast
 import warnings
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from volseg.device import torch_internals as internals
 
@@ -628,6 +631,21 @@ def test_lists_of_tensors_without_values_are_taken_at_once() -> None:
                 assert not [name for name in calls if "_foreach_" in name]
                 optimizer.step()
         assert [name for name in calls if "_foreach_add_" in name]
+
+
+@pytest.mark.parametrize(
+    "switched",
+    [
+        lambda: torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled),
+        lambda: torch.backends.mkldnn.flags(enabled=not torch.backends.mkldnn.enabled),
+        lambda: sdpa_kernel(SDPBackend.MATH),
+    ],
+)
+def test_switches_of_torch_are_read(switched: Callable[[], AbstractContextManager[Any]]) -> None:
+    before = internals.read_global_flags()
+    with switched():
+        assert internals.read_global_flags() != before
+    assert internals.read_global_flags() == before
 
 
 def test_the_compiler_leaves_out_what_it_is_told_to() -> None:
