@@ -637,7 +637,7 @@ def test_lists_of_tensors_without_values_are_taken_at_once() -> None:
     "switched",
     [
         lambda: torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled),
-        lambda: torch.backends.mkldnn.flags(enabled=not torch.backends.mkldnn.enabled),
+        lambda: torch.backends.cudnn.flags(benchmark=not torch.backends.cudnn.benchmark),
         lambda: sdpa_kernel(SDPBackend.MATH),
     ],
 )
