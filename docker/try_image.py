@@ -191,8 +191,9 @@ def interrupt(trial: Trial) -> dict[str, Any]:
 def go_on(trial: Trial) -> dict[str, Any]:
     """Resume; everything in the run folder must be the user's."""
     began = time.monotonic()
-    # Two of its ten epochs, of which the first was interrupted, show that it goes on.
-    arguments = ("train", f"/runs/{RUN}/config.yaml", "--resume", "--set", "training.epochs=2")
+    # The epoch that was interrupted and one more show that it goes on.
+    epochs = trial.state()["epoch"] + 2  # those that are done are counted
+    arguments = ("train", f"/runs/{RUN}/config.yaml", "--resume", "--set", f"training.epochs={epochs}")
     with trial.container(*arguments) as container:
         status = container.wait(LIMIT_SECONDS)
     require(status == 0, f"the resumed training ended with {status}")

@@ -26,7 +26,7 @@ from volseg.forecast.candidate import Candidate
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.parallel.candidates.running import follow_candidate
 
-KINDS = {(8, 0): "A100 80GB", (9, 0): "H200"}
+KINDS = {(8, 0): "a100-80", (9, 0): "h200"}
 
 
 def main() -> None:
