@@ -3,9 +3,9 @@
 What a step needs grows with the volume, nearly in proportion to its voxels. So the next size to look at is where the
 line through the two nearest known ones meets the memory that there is, which takes three or four sizes where bisection
 takes ten; a size between the largest known to fit and the smallest known not to is looked at until they are neighbours.
-Sizes of another aspect say where to begin. A size that would take far more than there is by the line through known ones
-is not looked at: neighbours differ by a fifth and more. Where it is known what of it tensors hold, the lines go through
-that: near the capacity what is reserved does not grow any more, for torch gives back what it can.
+Sizes of another aspect say where to begin. Where it is known what of it tensors hold, the lines go through that: near
+the capacity what is reserved does not grow any more, for torch gives back what it can. A size whose tensors alone would
+take more than there is, by that line, is not looked at.
 """
 
 import math
@@ -18,10 +18,6 @@ Sides = tuple[int, int, int]
 
 MOST_STEPS = 4096
 """Of the longest side, in multiples of what it must be divisible by."""
-
-FAR = 1.25
-"""Of the memory, from which on a size is taken for too large by what known sizes say: a line through the two largest
-of them, and one through the nearest alone. These told a V-Net's needs by up to 13 % too much, both of them."""
 
 MOSTLY_HELD = 0.85
 """Part of the memory that the tensors of the largest size hold, about: the rest is in pieces that nothing fits into.
@@ -117,8 +113,7 @@ def find_largest(
     step = min(max(1, step), MOST_STEPS)
     for _ in range(TRIES):
         voxels = math.prod(scale_sides(step, aspect, divisors))
-        is_far = _hold_too_much(held, voxels, capacity) if held else _is_far_too_large(known, voxels, capacity, fixed)
-        if step == low + 1 and is_far:
+        if step == low + 1 and _hold_too_much(held, voxels, capacity):
             high = step
             break
         needed = look(step)
@@ -168,16 +163,6 @@ def _guess_next(
     if guess is None or (len(seen) % 4 == 3 and high - low > 2 and high <= MOST_STEPS):
         guess = middle  # now and then: a line may miss again and again
     return min(max(guess, low + 1), high - 1)
-
-
-def _is_far_too_large(points: dict[int, int], voxels: int, capacity: int, fixed: int) -> bool:
-    """Say whether a size surely does not fit, by sizes that do."""
-    fitting = sorted((size, needed) for size, needed in points.items() if needed <= capacity and size < voxels)[-2:]
-    if len(fitting) < 2:
-        return False
-    (other, less), (size, needed) = fitting
-    grows = (needed - less) / (size - other), (needed - min(fixed, needed)) / size
-    return all(needed + slope * (voxels - size) > FAR * capacity for slope in grows)
 
 
 def _hold_too_much(held: dict[int, int], voxels: int, capacity: int) -> bool:
