@@ -9,7 +9,9 @@ Without a task's folder the cases are synthetic. A turn is an epoch; one without
 process, and a ratio is that of two neighbours. Watched are: a bar on a terminal, status and times every five seconds,
 TensorBoard with all its numbers and texts, history.jsonl, memory, and of a pipeline its timeline (in the first turn,
 which is not counted). What is written at the end of an epoch is part of its time. Pictures are drawn after a
-validation, and measured apart.
+validation, and measured apart. Besides, the main thread's own time in each event of the watching hooks is told, which
+hardly depends on what else the machine does: over an epoch's seconds it is the share that telling takes where the host
+sets the pace, and more than it takes where GPUs do.
 """
 
 import argparse
@@ -21,7 +23,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,11 @@ class Turns(Hook):
     def __init__(self, folder: Path, texts: Mapping[str, str]) -> None:
         self.folder, self.texts = folder, texts
         self.ms: dict[bool, list[float]] = {False: [], True: []}
+        self.host_ms: list[dict[str, float]] = []
+        """Of each watched turn, by event: milliseconds of the main thread in the watching hooks."""
+        self.others_ms: dict[bool, list[float]] = {False: [], True: []}
+        """Of each turn: milliseconds of all other threads, those that write and draw among them."""
+        self._in_events: dict[str, float] = defaultdict(float)
         self._held: ExitStack | None = None
 
     def on_epoch_begin(self, training: Training) -> None:
@@ -70,7 +78,7 @@ class Turns(Hook):
         else:
             vars(glimpse)["exchange"] = _take_nothing
         _synchronize()
-        self._begin = time.perf_counter()
+        self._begin, self._others_begin = time.perf_counter(), _time_others()
 
     def _watch(self, training: Training, held: ExitStack) -> None:
         signs = SignsOfLife()
@@ -80,11 +88,13 @@ class Turns(Hook):
         log = TrainingLog([TensorBoard(), History()], run, texts=self.texts, more=memory.scalars)
         hooks = [Progress(), memory, StageTimes(log), log, signs]
         for hook in hooks:
+            self._time_events(hook)
             # A training gives memory back once, before its first step; in every turn the steps would take it anew.
             if hook is not memory or training.epoch == 0:
                 hook.on_training_begin(training)
             hook.on_epoch_begin(training)
             held.callback(hook.on_training_end, training)
+        self._in_events.clear()  # of what a training does once
         training.hooks = [*hooks, self]
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
@@ -94,11 +104,28 @@ class Turns(Hook):
         watched = self._held is not None
         if record.epoch >= WARM_UP:
             self.ms[watched].append(ms)
+            self.others_ms[watched].append(1000 * (_time_others() - self._others_begin))
+            if watched:
+                self.host_ms.append({event: 1000 * seconds for event, seconds in self._in_events.items()})
             print(f"{'watched' if watched else 'alone  '} {ms:8.3f} ms per step", flush=True)
         if self._held is not None:
             self._held.close()
             self._held = None
         training.hooks = [self]
+
+    def _time_events(self, hook: Hook) -> None:
+        """Have each event of one hook add its time to the turn's."""
+
+        def time_event(event: str, handle: Callable[..., None]) -> Callable[..., None]:
+            def timed(*args: Any) -> None:
+                begin = time.thread_time()
+                handle(*args)
+                self._in_events[event] += time.thread_time() - begin
+
+            return timed
+
+        for event in [name for name in vars(Hook) if name.startswith("on_")]:
+            vars(hook)[event] = time_event(event, getattr(hook, event))
 
 
 def main() -> None:
@@ -137,11 +164,30 @@ def main() -> None:
         "ms_watched": turns.ms[True],
         "ratios": ratios,
         "median_ratio": statistics.median(ratios),
+        "host_ms_of_an_epoch": _median_events(turns.host_ms),
+        "other_threads_ms_of_an_epoch": {
+            "alone": statistics.median(turns.others_ms[False]),
+            "watched": statistics.median(turns.others_ms[True]),
+        },
         "seconds_of_a_picture": _time_picture(),
     }
     chosen.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"a watched step takes {100 * (result['median_ratio'] - 1):+.2f} % (median of {len(ratios)} pairs)")
+    by_event = result["host_ms_of_an_epoch"]
+    print(f"the main thread takes {by_event['all']:.2f} ms of an epoch for it: {by_event}")
+    print(f"other threads take, ms of an epoch: {result['other_threads_ms_of_an_epoch']}")
     print(f"a picture takes {result['seconds_of_a_picture']:.2f} s, after a validation")
+
+
+def _median_events(turns: list[dict[str, float]]) -> dict[str, float]:
+    """Median over the turns of what each event took, and of the sum."""
+    events = sorted({event for turn in turns for event in turn})
+    medians = {event: statistics.median(turn.get(event, 0.0) for turn in turns) for event in events}
+    return {**medians, "all": statistics.median(sum(turn.values()) for turn in turns)}
+
+
+def _time_others() -> float:
+    return time.process_time() - time.thread_time()
 
 
 def _take_nothing(losses: Mapping[str, Any]) -> None:
