@@ -65,6 +65,7 @@ __all__ = [
     "add_each",
     "add_each_",
     "apply_to_tensors",
+    "as_plain",
     "check_gradients",
     "count_dispatch_modes",
     "count_references",
@@ -152,6 +153,15 @@ get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 """Make a tensor of a subclass that has a size, strides, a dtype and a device, and no memory."""
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return the tensor as one of no subclass, which autograd knows as its view; one without values stays one.
+
+    ``as_subclass`` refuses tensors without values in torch 2.8.
+    """
+    return torch.ops.aten.alias.default(tensor) if isinstance(tensor, FakeTensor) else tensor.as_subclass(Tensor)
+
 
 to_copy = torch.ops.aten._to_copy.default
 """The operator into which ``Tensor.to`` turns where it copies."""
