@@ -287,8 +287,8 @@ def find_node_number(node: Any) -> int:
 def hand_backward_over(kind: type[Tensor]) -> None:
     """Let ``torch.autograd.backward`` call a subclass's ``__torch_function__``, as later torch does by itself.
 
-    Torch 2.8 gives the engine what it is given, which sees no slabs: gradients were lost without a word. The engine's
-    own entry asks here, so that it matters to nobody by which name ``backward`` was imported, and when.
+    Torch before 2.11 gives the engine what it is given, which sees no slabs: gradients were lost without a word. Here
+    the engine's own entry asks, so that it matters to nobody by which name ``backward`` was imported, and when.
     """
     if "handle_torch_function" in torch.autograd.backward.__code__.co_names:
         return
