@@ -1,17 +1,20 @@
 # Needs Python >= 3.11, make, and a network with PyPI; everything else is installed into .venv.
 # Tests that need a certain machine also run where all that is there, without a network: make test-gpu PYTHON=python3
+# Another torch, without lint and in an environment of its own: make check TORCH=2.8.0 PYTHON=python3.12
 PYTHON ?= python3
-VENV := .venv
+VENV := .venv$(TORCH:%=-torch-%)
+CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INTERPRETER := $(VENV)/.interpreter
-ifeq ($(origin PYTHON),command line)
+ifeq ($(origin PYTHON)$(TORCH),command line)
 TESTER := $(PYTHON)
 READY :=
 else
 TESTER := $(BIN)/python
 READY := $(INSTALLED)
 endif
+LINT := $(if $(TORCH),$(INSTALLED),lint)
 # Two processes for the tests: each imports torch, and the machines this runs on may be small.
 WORKERS ?= 2
 GPU_WORKERS ?= 4
@@ -32,13 +35,13 @@ UNIT := $(filter-out tests/docs/ tests/equivalence/ tests/experiment/ tests/prop
 quickstart: $(INSTALLED)
 	$(BIN)/volseg quickstart
 
-check: lint
+check: $(LINT)
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) $(UNIT)
 
-test: lint
+test: $(LINT)
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT)
 
-test-all: lint
+test-all: $(LINT)
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "not gpu and not multi_gpu and not image"
 
 test-gpu: $(READY)
@@ -77,12 +80,13 @@ format: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "volseg needs Python >= 3.11, this is " + sys.version)'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,docs]'
+	$(if $(TORCH),sed -E 's/^torch==[^ ]+/torch==$(TORCH)/; /^triton==/d' constraints.txt > $(CONSTRAINTS))
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs]'
 	touch $@
 
 $(INTERPRETER): $(INSTALLED)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[interpreter]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[interpreter]'
 	touch $@
 
 clean:

@@ -93,12 +93,19 @@ def test_other_threads_pretend_nothing() -> None:
     assert said == [(None, False, True)]
 
 
+@pytest.fixture
+def uses_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever tests before have asked CUDA: copies of a process that has are told so, where torch is built for it."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+
+
 def end_process_of(lost: Candidate, candidate: Candidate) -> Forecast:
     if candidate == lost:
         os._exit(9)
     return Forecast(candidate=candidate, refused="as asked")
 
 
+@pytest.mark.usefixtures("uses_no_cuda")
 def test_process_that_ends_while_it_follows_is_an_error() -> None:
     # `volseg plan` waited for ever: the pool began another process, and nobody told of the lost candidate.
     lost, well = Candidate(spatial=2), Candidate()
@@ -125,6 +132,7 @@ def ask_process() -> int:
     return asked
 
 
+@pytest.mark.usefixtures("uses_no_cuda")
 def test_processes_that_use_cuda_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     # `volseg plan --here` had asked CUDA for its GPUs, and every step failed by "CUDA error: initialization error".
     own = os.getpid()

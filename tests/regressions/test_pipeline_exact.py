@@ -429,7 +429,7 @@ def test_argument_that_is_given_twice_and_changed():
     ],
     ids=["scripted", "compiled", "compiled root", "lazy"],
 )
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_modules_that_hide_what_they_do_are_refused(make, message):
     """They failed somewhere inside, with messages about hooks or uninitialised parameters."""
     with pytest.raises(ParallelError, match=message):

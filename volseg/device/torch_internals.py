@@ -7,7 +7,7 @@ are used on every call of an operator are the objects themselves, or C functions
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from operator import attrgetter
@@ -65,6 +65,7 @@ __all__ = [
     "add_each",
     "add_each_",
     "apply_to_tensors",
+    "as_plain",
     "check_gradients",
     "count_dispatch_modes",
     "count_references",
@@ -90,6 +91,7 @@ __all__ = [
     "get_schema",
     "get_storage_key",
     "get_version",
+    "hand_backward_over",
     "is_compiled",
     "is_in_bad_fork",
     "is_transformed",
@@ -152,6 +154,15 @@ get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 """Make a tensor of a subclass that has a size, strides, a dtype and a device, and no memory."""
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return the tensor as one of no subclass, which autograd knows as its view; one without values stays one.
+
+    ``as_subclass`` refuses tensors without values in torch 2.8.
+    """
+    return torch.ops.aten.alias.default(tensor) if isinstance(tensor, FakeTensor) else tensor.as_subclass(Tensor)
+
 
 to_copy = torch.ops.aten._to_copy.default
 """The operator into which ``Tensor.to`` turns where it copies."""
@@ -271,6 +282,36 @@ def find_node_number(node: Any) -> int:
     """Return the number of a node of autograd: of those that one thread made, later ones have larger numbers."""
     number: int = node._sequence_nr()
     return number
+
+
+def hand_backward_over(kind: type[Tensor]) -> None:
+    """Let ``torch.autograd.backward`` call a subclass's ``__torch_function__``, as later torch does by itself.
+
+    Torch before 2.11 gives the engine what it is given, which sees no slabs: gradients were lost without a word. Here
+    the engine's own entry asks, so that it matters to nobody by which name ``backward`` was imported, and when.
+    """
+    if "handle_torch_function" in torch.autograd.backward.__code__.co_names:
+        return
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    @wraps(run)
+    def ask(
+        roots: Sequence[Any],
+        gradients: Sequence[Any],
+        keep: bool,
+        create: bool,
+        inputs: Sequence[Any],
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        # Of ``torch.autograd.grad`` every torch asks before.
+        if not options.get("accumulate_grad") or not any(isinstance(tensor, kind) for tensor in (*roots, *inputs)):
+            return run(roots, gradients, keep, create, inputs, *rest, **options)
+        given = {"grad_tensors": gradients, "retain_graph": keep, "create_graph": create, "inputs": inputs or None}
+        return kind.__torch_function__(torch.autograd.backward, (kind,), (roots,), given)
+
+    autograd._engine_run_backward = ask
 
 
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor

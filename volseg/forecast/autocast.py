@@ -3,7 +3,8 @@
 torch keeps a list of operators per kind of device, in C++ [1]_. Which of them run in half precision is nearly the same
 on both kinds. A GPU then keeps half precision where the CPU goes back to float32 (max_pool3d, replication_pad3d), and
 goes back to float32 for what loses too much (exp, layer_norm, softmax, sums). Here the CPU's list is covered by the
-GPU's, operator by operator, in the running version of torch: an operator that this version's GPUs do not cast is not.
+GPU's, operator by operator, in the running version of torch: an operator that this version's GPUs do not cast is not,
+and one that they cast, and that is in no list here, is refused.
 
 References
 ----------
@@ -25,8 +26,10 @@ from volseg.device.torch_internals import (
     log_softmax,
     overriding_operators,
     softmax,
+    tree_leaves,
     tree_map,
 )
+from volseg.errors import FollowError
 
 __all__ = ["FLOAT32", "FLOAT32_RESULT", "HALF", "WIDEST", "casting_like_gpus"]
 
@@ -79,6 +82,7 @@ def casting_like_gpus() -> Iterator[None]:
     for names, cast in ((HALF - on_cpus, _to_half), (FLOAT32, _to_float32), (WIDEST, _to_widest)):
         kernels |= {name: _make_cast(name, cast) for name in names & on_gpus}
     kernels |= {name: _make_float32_result(name) for name in FLOAT32_RESULT & on_gpus}
+    kernels |= {name: _make_refusal(name) for name in on_gpus.difference(HALF, FLOAT32, FLOAT32_RESULT, WIDEST, BANNED)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         with overriding_operators("AutocastCPU", kernels):
@@ -119,6 +123,22 @@ def _make_cast(name: str, cast: Callable[[Any], Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", enabled=False):
             args, kwargs = cast((args, kwargs))
+            return operator(*args, **kwargs)
+
+    return run
+
+
+def _make_refusal(name: str) -> Callable[..., Any]:
+    operator = _find_operator(name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if any(map(_is_eligible, tree_leaves((args, kwargs)))):
+            raise FollowError(
+                f"the step cannot be followed without a GPU: torch {torch.__version__} casts aten::{name} under "
+                "autocast there, and nobody has written down to which type; turn autocast off around it, or measure on "
+                "a GPU"
+            )
+        with torch.autocast("cpu", enabled=False):
             return operator(*args, **kwargs)
 
     return run

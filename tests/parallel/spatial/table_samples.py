@@ -58,7 +58,7 @@ METADATA = [
     *("get_device", "is_contiguous", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn"),
     *("is_mps", "is_xpu", "is_vulkan", "is_nested", "layout", "itemsize", "is_inference", "retains_grad", "output_nr"),
     *("_version", "is_ipu", "is_maia", "is_mtia", "data", "detach", "__dir__", "grad_fn", "__format__", "backward"),
-    *("grad", "register_hook", "__iter__", "cpu", "cuda", "requires_grad_", "retain_grad", "detach_", "names"),
+    *("grad", "register_hook", "__iter__", "cpu", "cuda", "requires_grad_", "retain_grad", "detach_"),
 ]
 
 READ = [

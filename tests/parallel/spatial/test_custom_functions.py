@@ -100,7 +100,18 @@ def test_what_is_not_pointwise_is_refused(call: Any, message: str, read: Any) ->
         read(call(volume))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_function_may_be_declared_that_is_derived_from_a_declared_one() -> None:
+    @pointwise_function
+    class Declared(Gate):
+        pass
+
+    volume = ModelParallel(nn.Identity(), strategy="spatial", devices=DEVICES)(VOLUME.clone().requires_grad_())
+    result = Declared.apply(volume, volume)
+    assert isinstance(result, ShardedVolume)
+    assert torch.equal(result.full_tensor(), VOLUME**3)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_scripted_function_is_refused_as_what_it_is(grad: bool) -> None:
     @torch.jit.script

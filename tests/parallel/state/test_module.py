@@ -118,7 +118,7 @@ def test_a_parameter_changed_in_place_cannot_be_undone() -> None:
         known.put_back()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_scripted_modules_are_remembered_where_they_have_nothing_to_remember() -> None:
     remember(nn.Sequential(torch.jit.script(nn.ReLU())))
     with pytest.raises(ParallelError, match="the scripted module BatchNorm1d has buffers"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import get_storage_key, pytree
+from volseg.device.torch_internals import as_plain, get_storage_key, pytree
 from volseg.errors import ParallelError
 
 __all__ = [
@@ -108,7 +108,7 @@ def split(
         if is_cut:
             # Plain tensors: subclasses such as MONAI's MetaTensor bring torch functions of their own. Narrowed one by
             # one: what ``Tensor.split`` returns may not be changed in place.
-            plain = leaf.as_subclass(Tensor)
+            plain = as_plain(leaf)
             pieces.append([plain.narrow(0, start, size) for start, size in zip(starts, sizes, strict=True)])
         else:
             pieces.append([leaf] * len(sizes))
@@ -125,7 +125,7 @@ def copy_pieces(leaves: Sequence[Any], places: Sequence[int], sizes: Sequence[in
     """
     made: dict[int, list[Tensor]] = {}
     for place in places:
-        leaf = leaves[place].as_subclass(Tensor)
+        leaf = as_plain(leaves[place])
         made.setdefault(id(leaves[place]), [piece.clone() for piece in leaf.split(list(sizes))])
     memory = {id(leaf): get_storage_key(leaf.untyped_storage()) for leaf in leaves if isinstance(leaf, Tensor)}
     if len(set(memory.values())) < len(memory):

@@ -8,7 +8,7 @@ looks at neighbours.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from inspect import getattr_static
 from typing import Any, TypeVar
 
 import torch
@@ -42,18 +42,23 @@ def pointwise_function(function: Function) -> Function:
     ...     def backward(ctx, gradient):
     ...         return gradient * 2
     """
-    plain = function.apply.__func__  # type: ignore[attr-defined]
-    if plain.__module__ == __name__:
+    if isinstance(vars(function).get("apply"), _Declared):
         return function
+    plain: Any = getattr_static(function, "apply")  # torch's is Python's own kind of class method, or C's
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        run = plain.__get__(None, cls)
         if cls is not function or not volumes((args, kwargs)):  # a subclass was not declared
-            return plain(cls, *args, **kwargs)
+            return run(*args, **kwargs)
         with without_subclass_overrides():
-            return _on_slabs(function, partial(plain, cls), args, kwargs)
+            return _on_slabs(function, run, args, kwargs)
 
-    function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    function.apply = _Declared(apply)  # type: ignore[method-assign, assignment]
     return function
+
+
+class _Declared(classmethod):
+    """The ``apply`` of a function that was declared."""
 
 
 def _on_slabs(function: type, apply: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.torch_internals import ScriptMethod, left_out_of_compilation, tree_map, without_subclass_overrides
+from volseg.device.torch_internals import (
+    ScriptMethod,
+    hand_backward_over,
+    left_out_of_compilation,
+    tree_map,
+    without_subclass_overrides,
+)
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.contract import Outline, check, rehearsed
 from volseg.parallel.spatial.copied_view import Origin, mark_copies
@@ -192,3 +198,4 @@ def _check_layouts(func: Callable, result: Any) -> None:
 
 
 ShardedVolume.run_function = staticmethod(left_out_of_compilation(dispatch))
+hand_backward_over(ShardedVolume)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import get_storage_key
+from volseg.device.torch_internals import as_plain, get_storage_key
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.pending import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -51,4 +51,4 @@ class CutInput:
                 "input.clone(), or let the first layer work out of place (inplace=False)"
             )
         with torch.no_grad():
-            self.whole.as_subclass(Tensor).copy_(self.volume.full_tensor())
+            as_plain(self.whole).copy_(self.volume.full_tensor())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
 from volseg.device.pretended import is_pretended, is_recording
-from volseg.device.torch_internals import ConvNd, tree_flatten, tree_map, tree_unflatten
+from volseg.device.torch_internals import ConvNd, as_plain, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
 from volseg.parallel.gradient_sums import GradientSums, is_trained
@@ -267,7 +267,7 @@ class SpatialStrategy:
         """Cut a tensor that is a volume, ``(B, C, D, H, W)`` or ``(B, C, H, W)``; leave everything else."""
         if not isinstance(value, Tensor) or isinstance(value, ShardedVolume):
             return value
-        value = value.as_subclass(Tensor)
+        value = as_plain(value)
         if value.ndim not in (4, 5):
             return value.to(self.communicator.home)
         dims = self.dims_of(value.shape)

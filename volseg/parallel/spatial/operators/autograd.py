@@ -49,7 +49,6 @@ FLAGS = [
     "is_vulkan",
     "is_nested",
     "layout",
-    "names",
     "itemsize",
     "is_inference",
     "retains_grad",
