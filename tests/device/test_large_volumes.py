@@ -94,7 +94,7 @@ def a_norm(last: bool) -> None:
     passes.affine(x, *pairs(2), Activation("elu", 1.0))
     passes.gradient_sums(x, x, *pairs(3))
     passes.gradient_input(x, x, *pairs(4))
-    statistics._compute_moments_of_parts(x)
+    statistics.compute_moments_of_parts(x)
 
 
 def a_sum(last: bool) -> None:
