@@ -56,6 +56,18 @@ def own_cache(tmp_path_factory, monkeypatch):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def watched_kernels(request):
+    """Let Triton's interpreter, where it runs kernels, find what would go wrong on a GPU only."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or request.node.get_closest_marker("kernels") is None:
+        yield
+        return
+    from kernel_sanitizer import watching  # not in the processes that tests start
+
+    with watching():
+        yield
+
+
 @pytest.fixture
 def ready_python(monkeypatch):
     """Let processes of this interpreter begin with everything imported: see the module of that name."""

@@ -17,7 +17,7 @@ from torch import Tensor
 import volseg
 from volseg.device import doubling, layout, triton_tiles
 from volseg.device.convolution import few_taps, many_taps, one_voxel
-from volseg.device.norm import addition, addition_passes, passes, reference, statistics
+from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.grouping import ALONE, Grouping
 from volseg.device.norm.term import Term
@@ -246,23 +246,23 @@ def moments() -> None:
             assert_near(statistics.moments(x), reference.moments(x.double()), 1e-5)
 
 
-@covers("device.norm.statistics._coefficients_kernel", "device.norm.statistics._backward_kernel")
+@covers("device.norm.gathered._coefficients_kernel", "device.norm.gathered._backward_kernel")
 def coefficients() -> None:
     stacked, mean, rstd = values(3, 2, 2, 7), values(2, 7), values(2, 7)
     shares = torch.tensor([0.5, 0.2, 0.3], device=DEVICE).reshape(3, 1, 1)
     for weight, bias in ((values(7), values(7)), (values(7), None), (None, None)):
         wanted = reference.coefficients(*wide(stacked, shares, weight, bias), 1e-5, None)
-        assert_near(statistics.coefficients(stacked, shares, weight, bias, 1e-5), wanted, 1e-5)
+        assert_near(gathered.coefficients(stacked, shares, weight, bias, 1e-5), wanted, 1e-5)
         wanted = reference.backward_coefficients(*wide(stacked, mean, rstd, weight), 77, None)
-        assert_near(statistics.backward_coefficients(stacked, mean, rstd, weight, 77), wanted, 1e-5)
+        assert_near(gathered.backward_coefficients(stacked, mean, rstd, weight, 77), wanted, 1e-5)
 
 
-@covers("device.norm.statistics._given_kernel")
+@covers("device.norm.gathered._given_kernel")
 def given_coefficients() -> None:
     slab, mean, variance = volume(2, 7, 3, 3, 4), values(7), values(7)
     for weight, bias in ((values(7), values(7)), (None, None)):
         wanted = reference.given_coefficients(slab, *wide(mean, variance, weight, bias), 1e-5)
-        assert_near(statistics.given_coefficients(slab, mean, variance, weight, bias, 1e-5), wanted, 1e-5)
+        assert_near(gathered.given_coefficients(slab, mean, variance, weight, bias, 1e-5), wanted, 1e-5)
 
 
 GROUPINGS = [
@@ -274,7 +274,7 @@ GROUPINGS = [
 ]
 
 
-@covers("device.norm.statistics._exchange_coefficients_kernel", "device.norm.statistics._exchange_backward_kernel")
+@covers("device.norm.exchanged._exchange_coefficients_kernel", "device.norm.exchanged._exchange_backward_kernel")
 def exchange_coefficients() -> None:
     """Of one slab, and of the last one of two: the first has sent before, and not waited."""
     for (channels, grouping), shards in fewer(list(itertools.product(GROUPINGS, (1, 2))), 8):
@@ -288,14 +288,14 @@ def exchange_coefficients() -> None:
         shares = torch.tensor(counts, device=DEVICE).reshape(-1, 1, 1) / sum(counts)
         sums = [volume(3, 2, 2, channels) for _ in slabs[:shards]]
         for box, slab in zip(boxes, slabs, strict=False):
-            got = statistics.exchange_coefficients(slab, shares, weight, bias, 1e-5, box, grouping)
+            got = exchanged.exchange_coefficients(slab, shares, weight, bias, 1e-5, box, grouping)
         stacked = torch.stack([reference.moments(slab.double()) for slab in slabs[:shards]])
         assert_near(got, reference.coefficients(stacked, *wide(shares, weight, bias), 1e-5, average), 1e-5)
         stacked = torch.stack([partials.double().sum(0) for partials in sums])
         for given in (False, True):
             for box, partials in zip(boxes, sums, strict=True):
                 settings = grouping, given
-                got = statistics.exchange_backward_coefficients(
+                got = exchanged.exchange_backward_coefficients(
                     partials, mean, rstd, weight, sum(counts), box, *settings
                 )
             exact = wide(mean, rstd, weight)

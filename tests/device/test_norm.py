@@ -8,7 +8,7 @@ from torch import Tensor
 
 from volseg.device import triton_tiles
 from volseg.device.layout import copy_into, in_layout
-from volseg.device.norm import choice, statistics
+from volseg.device.norm import choice, exchanged, gathered
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.grouping import Grouping
 from volseg.device.norm.running import Running
@@ -124,10 +124,10 @@ def test_weights_need_not_be_dense() -> None:
     for weight, bias in ((every_second, one), (one, every_second)):
         results = [
             (
-                statistics.exchange_coefficients(x, share, own_weight, own_bias, 1e-5, None),
-                statistics.coefficients(stacked.abs(), shares, own_weight, own_bias, 1e-5),
-                statistics.exchange_backward_coefficients(sums, mean, rstd, own_weight, 60, None),
-                statistics.backward_coefficients(sums, mean, rstd, own_weight, 180),
+                exchanged.exchange_coefficients(x, share, own_weight, own_bias, 1e-5, None),
+                gathered.coefficients(stacked.abs(), shares, own_weight, own_bias, 1e-5),
+                exchanged.exchange_backward_coefficients(sums, mean, rstd, own_weight, 60, None),
+                gathered.backward_coefficients(sums, mean, rstd, own_weight, 180),
             )
             for own_weight, own_bias in ((weight, bias), (weight.clone().contiguous(), bias.clone().contiguous()))
         ]
@@ -144,7 +144,7 @@ def test_running_statistics_move_as_torchs(batch: int, channels: int) -> None:
         to.copy_(source)
     versions = [get_version(buffer) for buffer in ours]
     share, grouping = torch.ones(1, 1, 1, device=DEVICE), Grouping(over_batch=True)
-    statistics.exchange_coefficients(x, share, None, None, 1e-5, None, grouping, Running(*ours, 0.3))
+    exchanged.exchange_coefficients(x, share, None, None, 1e-5, None, grouping, Running(*ours, 0.3))
     exact = [buffer.double() for buffer in theirs]
     F.batch_norm(x.double(), *exact, None, None, True, 0.3)
     for got, wanted in zip(ours, exact, strict=True):

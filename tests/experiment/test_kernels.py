@@ -47,6 +47,21 @@ def latest(outcome):
     return load_checkpoint(outcome.folder.checkpoints / "latest.pt")
 
 
+def test_on_a_gpu_that_is_too_old_auto_takes_the_plain_network_and_says_why(configured, monkeypatch, caplog):
+    """A V100, of compute capability 7.0: nothing is compiled for it, tried on it, or raised."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr("volseg.device.triton_tiles.available", lambda: True)
+    network, old = FitGrid(UNet(3, 1, 3, channels=[4, 8], strides=[2])), torch.device("cuda:0")
+    reason = "they need a GPU of compute capability 8.0 or more, and cuda:0 has 7.0"
+    for trains in (True, False):
+        caplog.clear()
+        assert kernels.with_fast_kernels(network, configured(), 1, old, trains=trains) is None
+        assert caplog.messages == [f"training.kernels is auto and takes torch's: {reason}"]
+        with pytest.raises(ConfigError, match=r"training\.kernels is fast, but they need a GPU of compute capability"):
+            kernels.with_fast_kernels(network, configured("training.kernels=fast"), 1, old, trains=trains)
+
+
 def test_on_a_cpu_auto_is_the_plain_network_and_says_nothing(configured, task, caplog):
     caplog.set_level(logging.INFO)
     assert type(build_model(configured(), load_task(task), CPU)) is FitGrid

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from volseg.device.layout import layout_of
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import choose_tile, describe_tile, select_device, takes
+from volseg.device.triton_tiles import MOST_VOXELS, choose_tile, describe_tile, select_device, takes
+from volseg.errors import ParallelError
 
 __all__ = ["DoubledPart", "double", "double_plainly", "gather_gradient", "halve", "spread_gradient", "takes"]
 
@@ -153,6 +154,11 @@ def double(slab: Tensor, part: DoubledPart, linear: bool, factor: float = 1.0) -
         Whether voxels are interpolated, without aligned corners; else repeated.
     factor
         That the result is multiplied by.
+
+    Raises
+    ------
+    ParallelError
+        If a channel of the result has more voxels than kernels count.
     """
     batch, channels, _, *within = slab.shape
     start, stop = part.outputs
@@ -160,6 +166,12 @@ def double(slab: Tensor, part: DoubledPart, linear: bool, factor: float = 1.0) -
     out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=layout_of(slab))
     tile = _choose_tile(out)
     voxels = out.shape[2:].numel()
+    if voxels > MOST_VOXELS:
+        raise ParallelError(
+            f"the kernel that doubles volumes counts {MOST_VOXELS} voxels of a channel at most, and the result of "
+            f"{tuple(slab.shape)} has {voxels}; cut it over more devices, or let torch compute it "
+            "(training.kernels: torch)"
+        )
     grid = (triton.cdiv(voxels, tile[0]), triton.cdiv(channels, tile[1]), batch)
     with select_device(slab):
         _double_kernel[grid](

@@ -17,6 +17,7 @@ from volseg.device import pretended
 from volseg.device.triton_kernels import INSTALLED, tl, triton
 
 __all__ = [
+    "MOST_VOXELS",
     "available",
     "choose_tile",
     "count_processors",
@@ -34,14 +35,19 @@ TILE = 4096
 """Elements per tile: 32 bytes in flight per thread of 128 in half precision."""
 
 
+MOST_VOXELS = 2**30
+"""Of a channel: kernels count voxels in 32 bits, and some a few tiles beyond the last. Elements may be more."""
+
+
 def available() -> bool:
     """Say whether there are kernels in Triton: it is installed, or they are only noted."""
     return INSTALLED or pretended.find_pretended() is not None
 
 
 def takes(tensor: Tensor) -> bool:
-    """Say whether Triton's kernels take this tensor: they run on a GPU and count in float32."""
-    return pretended.on_gpu(tensor) and tensor.dtype != torch.float64 and available()
+    """Say whether Triton's kernels take this tensor: they run on a GPU and count in float32, and voxels in 32 bits."""
+    countable = tensor.numel() <= MOST_VOXELS or count_voxels(tensor) <= MOST_VOXELS
+    return countable and pretended.on_gpu(tensor) and tensor.dtype != torch.float64 and available()
 
 
 @triton.jit

@@ -85,8 +85,10 @@ def _decide_kernel(
         if REGIONS:
             chosen = tl.where(value > 0.5, tl.load(values + k).to(tl.int32), chosen)
         else:
-            chosen = tl.where(value > best, k, chosen)
-            best = tl.maximum(best, value)
+            # As torch's argmax: NaN is the largest, and the first one of all that are.
+            is_best = (value > best) | ((value != value) & (best == best))
+            chosen = tl.where(is_best, k, chosen)
+            best = tl.where(is_best, value, best)
         if ENTROPY:
             entropy -= value * tl.log(tl.maximum(value, SMALLEST))
             if REGIONS:
@@ -95,7 +97,9 @@ def _decide_kernel(
         chosen = tl.load(values + chosen, mask=there, other=0).to(tl.int32)
     tl.store(labels + v, chosen.to(labels.dtype.element_ty), mask=there)
     if ENTROPY:
-        tl.store(entropies + v, tl.minimum(tl.maximum(entropy * scale, 0.0), 1.0), mask=there)
+        # Of NaN and a number a GPU's minimum is the number, which here would be certainty.
+        entropy = tl.maximum(entropy * scale, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(entropies + v, tl.minimum(entropy, 1.0, propagate_nan=tl.PropagateNan.ALL), mask=there)
 
 
 def decide(

@@ -51,6 +51,8 @@ def _is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     if not (triton_tiles.available() and pretended.on_gpu(tensor) and tensor.ndim == 5):
         return False
     half = tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
+    if tensor.numel() > triton_tiles.MOST_VOXELS and _count_voxels(tensor) > triton_tiles.MOST_VOXELS:
+        return False
     return half and settings.stride == (1, 1, 1) and settings.groups == 1 and not settings.transposed
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.norm.activation import Activation
-from volseg.device.norm.passes import KINDS, activate, differentiate_activation, find_step, load_alpha
+from volseg.device.norm.passes import KINDS, activate, differentiate_activation, find_step, keep_negative, load_alpha
 from volseg.device.norm.term import Term
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import (
@@ -91,7 +91,7 @@ def _sums_kernel(
             grad *= differentiate_activation(activate(first, xa, XKIND) + activate(second, ya, YKIND), alpha, KIND)
         own = grad
         if XKIND == 3:
-            xthird += tl.sum(grad * tl.minimum(first, 0.0), 0)
+            xthird += tl.sum(grad * keep_negative(first), 0)
         if XKIND != 0:
             own = grad * differentiate_activation(first, xa, XKIND)
         xtotal += tl.sum(own, 0)
@@ -99,7 +99,7 @@ def _sums_kernel(
         if YNORM:
             own = grad
             if YKIND == 3:
-                ythird += tl.sum(grad * tl.minimum(second, 0.0), 0)
+                ythird += tl.sum(grad * keep_negative(second), 0)
             if YKIND != 0:
                 own = grad * differentiate_activation(second, ya, YKIND)
             ytotal += tl.sum(own, 0)

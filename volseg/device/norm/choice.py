@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from volseg.device.norm import passes, reference, statistics
+from volseg.device.norm import exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.grouping import ALONE, Grouping
 from volseg.device.norm.running import Running
@@ -55,7 +55,7 @@ def coefficients(
         See ``reference.coefficients``.
     """
     if average is None and takes(stacked) and stacked.dtype == torch.float32:
-        return statistics.coefficients(stacked, shares, weight, bias, eps)
+        return gathered.coefficients(stacked, shares, weight, bias, eps)
     return reference.coefficients(stacked, shares, weight, bias, eps, average)
 
 
@@ -76,7 +76,7 @@ def backward_coefficients(
         See ``reference.backward_coefficients``.
     """
     if average is None and not given and takes(stacked) and stacked.dtype == torch.float32:
-        return statistics.backward_coefficients(stacked, mean, rstd, weight, voxels)
+        return gathered.backward_coefficients(stacked, mean, rstd, weight, voxels)
     return reference.backward_coefficients(stacked, mean, rstd, weight, voxels, average, given)
 
 
@@ -106,7 +106,7 @@ def exchange_coefficients(
         What the kernel moves towards them, where there is one slab: elsewhere it may run more than once.
     """
     assert running is None or mailbox is None
-    return statistics.exchange_coefficients(slab, shares, weight, bias, eps, mailbox, grouping, running)
+    return exchanged.exchange_coefficients(slab, shares, weight, bias, eps, mailbox, grouping, running)
 
 
 def given_coefficients(
@@ -119,8 +119,9 @@ def given_coefficients(
     slab, mean, variance, weight, bias, eps
         See ``reference.given_coefficients``.
     """
-    compute = statistics if takes(slab) and takes(mean) and mean.dtype == torch.float32 else reference
-    return compute.given_coefficients(slab, mean, variance, weight, bias, eps)
+    ours = takes(slab) and takes(mean) and mean.dtype == torch.float32
+    compute = gathered.given_coefficients if ours else reference.given_coefficients
+    return compute(slab, mean, variance, weight, bias, eps)
 
 
 def exchange_backward_coefficients(
@@ -147,7 +148,7 @@ def exchange_backward_coefficients(
         See ``exchange_coefficients``.
     """
     partials, mean = (value.to(rstd.device, non_blocking=True) for value in (partials, mean))
-    return statistics.exchange_backward_coefficients(partials, mean, rstd, weight, voxels, mailbox, grouping, given)
+    return exchanged.exchange_backward_coefficients(partials, mean, rstd, weight, voxels, mailbox, grouping, given)
 
 
 def gradient_sums_of_parts(

@@ -1,3 +1,5 @@
+# ruff: noqa: N803  (upper case: what Triton is compiled for)
+# mypy: disable-error-code="no-untyped-def"
 """Which (sample, channel) pairs of a norm share statistics, and in which order a kernel takes them."""
 
 from dataclasses import dataclass
@@ -5,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from volseg.device.triton_kernels import triton
+from volseg.device.triton_kernels import tl, triton
 
-__all__ = ["ALONE", "Grouping", "PairBlocks"]
+__all__ = ["ALONE", "Grouping", "PairBlocks", "find_pairs", "find_slots", "join_lanes"]
 
 LANES = 8
 """Groups that a program joins side by side."""
@@ -76,3 +78,41 @@ class Grouping:
 
 
 ALONE = Grouping()
+
+
+@triton.jit
+def find_pairs(step, groups, members, ACROSS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the pairs that a program takes in a step, and which of them there are: see ``PairBlocks``."""
+    lane = tl.arange(0, BLOCK)
+    if ACROSS:
+        channel = step * BLOCK + lane
+        i = tl.program_id(0) * members + channel
+        inside = channel < members
+    else:
+        group = tl.program_id(0) * BLOCK + lane
+        i = step * groups + group
+        inside = group < groups
+    return i, inside
+
+
+@triton.jit
+def find_slots(groups, ACROSS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the numbers of a program's groups, which of its lanes speak for one, and which listen."""
+    lane = tl.arange(0, BLOCK)
+    if ACROSS:
+        slot = tl.program_id(0) + 0 * lane
+        speaks = lane == 0
+        listens = lane >= 0
+    else:
+        slot = tl.program_id(0) * BLOCK + lane
+        speaks = slot < groups
+        listens = speaks
+    return slot, speaks, listens
+
+
+@triton.jit
+def join_lanes(values, ACROSS: tl.constexpr):
+    """Return the sums over the members that the lanes hold, on all of them."""
+    if ACROSS:
+        values = tl.broadcast_to(tl.sum(values, 0), values.shape)
+    return values

@@ -26,10 +26,17 @@ __all__ = [
     "find_step",
     "gradient_input",
     "gradient_sums",
+    "keep_negative",
     "load_alpha",
 ]
 
 KINDS = {"none": 0, "leaky": 1, "elu": 2, "prelu": 3, "sigmoid": 4, "silu": 5, "gelu": 6}
+
+
+@triton.jit
+def keep_negative(value):
+    """Return what is below 0, and NaN: a GPU's own minimum of NaN and 0 is 0, which would pass for a number."""
+    return tl.minimum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -38,7 +45,7 @@ def activate(value, alpha, KIND: tl.constexpr):
     if KIND == 1 or KIND == 3:
         value = tl.where(value > 0, value, value * alpha)
     if KIND == 2:
-        value = tl.where(value > 0, value, alpha * (tl.exp(tl.minimum(value, 0.0)) - 1.0))
+        value = tl.where(value > 0, value, alpha * (tl.exp(keep_negative(value)) - 1.0))
     if KIND == 4:
         value = tl.sigmoid(value)
     if KIND == 5:
@@ -54,7 +61,7 @@ def differentiate_activation(value, alpha, KIND: tl.constexpr):
     if KIND == 1 or KIND == 3:
         result = tl.where(value > 0, 1.0, alpha)
     elif KIND == 2:
-        result = tl.where(value > 0, 1.0, alpha * tl.exp(tl.minimum(value, 0.0)))
+        result = tl.where(value > 0, 1.0, alpha * tl.exp(keep_negative(value)))
     elif KIND == 4:
         part = tl.sigmoid(value)
         result = part * (1.0 - part)
@@ -119,7 +126,7 @@ def _sums_kernel(
         if KIND != 0:
             before = value * a[None, :] + s[None, :]
             if KIND == 3:
-                third_sum += tl.sum(grad * tl.minimum(before, 0.0), 0)
+                third_sum += tl.sum(grad * keep_negative(before), 0)
             grad *= differentiate_activation(before, alpha, KIND)
         first_sum += tl.sum(grad, 0)
         second_sum += tl.sum(grad * (value - m[None, :]), 0)

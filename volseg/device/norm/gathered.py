@@ -1,0 +1,185 @@
+# ruff: noqa: N803  (upper case: what Triton is compiled for)
+# mypy: disable-error-code="no-untyped-def"
+"""Coefficients of the norms in Triton, of statistics that are there: scale and shift, and those of backward."""
+
+import torch
+from torch import Tensor
+
+from volseg.device.norm.grouping import find_pairs, join_lanes
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import select_device
+
+__all__ = [
+    "backward_coefficients",
+    "coefficients",
+    "given_coefficients",
+    "keep_gradients",
+    "make_dense",
+    "store_backward",
+    "store_coefficients",
+]
+
+
+@triton.jit
+def store_coefficients(
+    mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """Store mean, variance, reciprocal deviation, scale and shift of the pairs ``i``."""
+    rstd = 1.0 / tl.sqrt_rn(variance + eps)
+    scale = rstd
+    if WEIGHT:
+        scale *= tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
+    shift = -mean * scale
+    if BIAS:
+        shift += tl.load(bias + i % C, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + i, mean, mask=inside)
+    tl.store(out + pairs + i, variance, mask=inside)
+    tl.store(out + 2 * pairs + i, rstd, mask=inside)
+    tl.store(out + 3 * pairs + i, scale, mask=inside)
+    tl.store(out + 4 * pairs + i, shift, mask=inside)
+
+
+@triton.jit
+def keep_gradients(
+    total, moment, rstd, weight, out, i, inside, C, pairs, WEIGHT: tl.constexpr
+):  # fmt: skip
+    """Store the gradients of bias and weight of the pairs ``i``; return what they add to their groups' sums."""
+    moment *= tl.load(rstd + i, mask=inside, other=0.0)
+    tl.store(out + 2 * pairs + i, moment, mask=inside)
+    tl.store(out + 3 * pairs + i, total, mask=inside)
+    if WEIGHT:
+        w = tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
+        total *= w
+        moment *= w
+    return total, moment
+
+
+@triton.jit
+def store_backward(
+    first, second, mean, rstd, out, voxels, groups, members, steps, pairs,
+    ACROSS: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store factor and offset of the input's gradient for the pairs of a program."""
+    first = join_lanes(first, ACROSS) / members
+    second = join_lanes(second, ACROSS) / members
+    for step in range(steps):
+        i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
+        m = tl.load(mean + i, mask=inside, other=0.0)
+        r = tl.load(rstd + i, mask=inside, other=0.0)
+        slope = -r * r * second / voxels
+        offset = -r * first / voxels - slope * m
+        if GIVEN:  # statistics that do not come from the input have no gradient to it
+            slope = tl.zeros((BLOCK,), tl.float32)
+            offset = slope
+        tl.store(out + i, slope, mask=inside)
+        tl.store(out + pairs + i, offset, mask=inside)
+
+
+@kernel()
+def _given_kernel(
+    mean, variance, weight, bias, out, eps, C, pairs, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < pairs
+    m = tl.load(mean + i % C, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(variance + i % C, mask=inside, other=0.0).to(tl.float32)
+    store_coefficients(m, v, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
+
+
+@kernel()
+def _coefficients_kernel(
+    stacked, shares, weight, bias, out, eps, C, pairs, shards,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < pairs
+    mean = tl.zeros((BLOCK,), tl.float32)
+    for shard in range(shards):
+        mean += tl.load(shares + shard) * tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
+    variance = tl.zeros((BLOCK,), tl.float32)
+    for shard in range(shards):
+        share = tl.load(shares + shard)
+        delta = tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0) - mean
+        own = tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
+        variance += share * (own + delta * delta)
+    store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
+
+
+@kernel()
+def _backward_kernel(
+    stacked, mean, rstd, weight, out, voxels, C, pairs, shards,
+    WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < pairs
+    total = tl.zeros((BLOCK,), tl.float32)
+    moment = tl.zeros((BLOCK,), tl.float32)
+    for shard in range(shards):
+        total += tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
+        moment += tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
+    first, second = keep_gradients(total, moment, rstd, weight, out, i, inside, C, pairs, WEIGHT)
+    store_backward(first, second, mean, rstd, out, voxels, pairs, 1, 1, pairs, False, False, BLOCK)
+
+
+def given_coefficients(
+    slab: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Compute ``reference.given_coefficients``.
+
+    Parameters
+    ----------
+    slab, mean, variance, weight, bias, eps
+        See ``reference.given_coefficients``.
+    """
+    batch, channels = slab.shape[:2]
+    pairs = batch * channels
+    out = mean.new_empty((5, batch, channels), dtype=torch.float32)
+    with select_device(mean):
+        _given_kernel[(triton.cdiv(pairs, 128),)](
+            mean.contiguous(), variance.contiguous(), make_dense(weight), make_dense(bias), out, eps, channels, pairs,
+            WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def coefficients(stacked: Tensor, shares: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Compute ``reference.coefficients``.
+
+    Parameters
+    ----------
+    stacked, shares, weight, bias, eps
+        See ``reference.coefficients``.
+    """
+    shards, _, batch, channels = stacked.shape
+    pairs = batch * channels
+    out = stacked.new_empty((5, batch, channels))
+    with select_device(stacked):
+        _coefficients_kernel[(triton.cdiv(pairs, 128),)](
+            stacked, shares, make_dense(weight), make_dense(bias), out, eps, channels, pairs, shards,
+            WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def backward_coefficients(stacked: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, voxels: int) -> Tensor:
+    """Compute ``reference.backward_coefficients``.
+
+    Parameters
+    ----------
+    stacked, mean, rstd, weight, voxels
+        See ``reference.backward_coefficients``.
+    """
+    shards, _, batch, channels = stacked.shape
+    pairs = batch * channels
+    out = stacked.new_empty((4, batch, channels))
+    with select_device(stacked):
+        _backward_kernel[(triton.cdiv(pairs, 128),)](
+            stacked, mean, rstd, make_dense(weight), out, float(voxels), channels, pairs, shards,
+            WEIGHT=weight is not None, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def make_dense(values: Tensor | None) -> Tensor | None:
+    """Return weights or biases as the kernels read them: one behind the other, which those of a style may not be."""
+    return None if values is None else values.contiguous()
