@@ -123,7 +123,8 @@ class TiledSum(Waiting):
         # Where there is a recipe, the slabs stand for their history alone.
         self.columns = second.pending.parts or [second._slabs]
         dtype = torch.promote_types(norm.stand_ins[0].dtype, second.dtype)
-        planes = -(-min(slab.shape[DIM] for slab in norm.stand_ins) // tiles)
+        # Half of a tile: of a sum's own type six of them lie there at a time.
+        planes = -(-min(slab.shape[DIM] for slab in norm.stand_ins) // (2 * tiles))
         has_slope = norm.slope is not None
         self.write_sum = _Addition(norm.activation, has_slope, recipe.write, second.dtype, dtype, planes)
         with norm.moment.restored():
