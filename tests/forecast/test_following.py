@@ -223,7 +223,7 @@ def test_a_recording_takes_memory_of_its_own() -> None:
 
     (trace,) = follow(step, gpu=Gpu())
     marks = [event.name for event in trace.events if isinstance(event, Mark)]
-    assert marks == [*["step"] * 4, "empty_cache", "record", "replay", "step", "replay"]
+    assert marks == [*["step"] * 4, "empty_cache", "empty_cache", "record", "empty_cache", "replay", "step", "replay"]
     pools = Counter(event.pool for event in trace.events if isinstance(event, Allocate))
     assert len(pools) == 2
     last = len(trace.events) - 1 - trace.events[::-1].index(Mark("replay"))

@@ -11,13 +11,16 @@ once.
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.device.graph import RecordedFunction
+from volseg.device.moving import move_together
 from volseg.device.pretended import is_gpu
 from volseg.device.record_policy import Recorder
 from volseg.device.streams import find_current_stream, make_stream, on_stream
@@ -28,6 +31,9 @@ from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.state.recorded import RecordedState
 
 __all__ = ["RecordedStep"]
+
+_MOVED: WeakSet[Optimizer] = WeakSet()
+"""Optimizers whose state was moved together."""
 
 
 class RecordedStep:
@@ -50,7 +56,8 @@ class RecordedStep:
         Number of shapes to record; calls with further shapes run as they are.
     optimizer
         Whose step is part of ``step``, fused. Its learning rates move to the device, where the recording reads them:
-        change them in place (``group["lr"].fill_(rate)``).
+        change them in place (``group["lr"].fill_(rate)``). Before the first recording its state, and gradients, get
+        new memory: a CUDA graph of one's own that has their addresses must be made afterwards.
     shares
         A step whose recordings and these may take the same memory: what either returns holds until the next call of
         either.
@@ -75,7 +82,7 @@ class RecordedStep:
         self._shares = shares
         network = model.module if isinstance(model, ModelParallel) else model
         # Where the attempt fails, the rates of all processes go back: a tensor rounds to float32, a number does not.
-        state = RecordedState(network, optimizer, partial(_move_rates, optimizer, self.device))
+        state = RecordedState(network, optimizer, partial(_prepare, network, optimizer, self.device))
         self._recorder = Recorder(
             self._run, self._record, self._all_agree, warm_up=warm_up, limit=limit, state=state, **messages
         )
@@ -170,6 +177,20 @@ class _RecordedStep:
                 parameter.grad = None
         self._gradients = []
         self.function.release()
+
+
+def _prepare(network: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
+    """Move an optimizer's rates to the device, and what the first steps have left together.
+
+    Once: a recording that there is, of this step or another, knows where the optimizer's state lies.
+    """
+    _move_rates(optimizer, device)
+    if optimizer is None or optimizer in _MOVED:
+        return
+    _MOVED.add(optimizer)
+    gradients = [parameter.grad for parameter in network.parameters()]
+    left = chain(gradients, *(state.values() for state in optimizer.state.values()))
+    move_together([value for value in left if isinstance(value, Tensor)])
 
 
 def _move_rates(optimizer: Optimizer | None, device: torch.device) -> None:

@@ -82,3 +82,26 @@ def test_a_skip_takes_no_memory_while_it_waits() -> None:
     skip, joined = seen
     torch.testing.assert_close(joined.to_local()[:, :4], skip.to_local())
     assert skip.to_local().abs().sum() > 0
+
+
+def test_a_sum_at_the_end_of_a_recomputed_block_keeps_nothing_but_itself() -> None:
+    """It waits for an activation; behind the block autograd would have kept both of what is added."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, channels: int) -> None:
+            super().__init__()
+            self.first = torch.nn.Conv3d(channels, 4, 3, padding=1)
+            self.second, self.norm = torch.nn.Conv3d(4, 4, 3, padding=1), torch.nn.InstanceNorm3d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = torch.nn.functional.relu(self.norm(self.first(x)))
+            return torch.nn.functional.elu(self.norm(self.second(first)) + first)
+
+    net = torch.nn.Sequential(Block(1), Block(4), Block(4))
+    model = ModelParallel(net, strategy="spatial", devices=["cpu"], checkpoint="all")
+    with Living() as living:
+        output = model(torch.randn(1, 1, 16, 16, 16))
+        gc.collect()
+        # Of three blocks, the last of which is the result.
+        assert living.of_size(4 * 4 * 16**3) == 3
+        output.sum().backward()

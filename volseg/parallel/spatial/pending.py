@@ -219,6 +219,26 @@ class Pending(ABC):
         """Return the recipe to an operator that needs no more of the slabs than that, and their history."""
         return self.find_recipe(volume)
 
+    def hold(self, volume: "ShardedVolume") -> Recipe | None:
+        """Return the recipe to a block that is recomputed from it; write the slabs unless that would take more."""
+        self.settle(volume)
+        return volume.pending.find_recipe(volume)
+
+    def narrow(self, volume: "ShardedVolume", dtype: torch.dtype) -> list[Tensor]:
+        """Return the history of the slabs for an operator that reads the recipe, and casts what it reads.
+
+        Its gradient may come in the type that it casts to, where the volume can stand for a cast of itself.
+        """
+        del dtype
+        return volume._slabs
+
+    def end_block(self, volume: "ShardedVolume") -> None:
+        """Write, at the end of a block that is recomputed, what would keep more by waiting than its slabs take.
+
+        Behind the block autograd would keep what it is written from, as it keeps what no checkpoint forgets.
+        """
+        del volume
+
 
 class Waiting(Pending):
     """The slabs are still to be written.
@@ -249,6 +269,11 @@ class Waiting(Pending):
         """Return the slabs without memory, with their history, and how to write them; None where nobody can."""
         return None
 
+    def outline_in(self, dtype: torch.dtype) -> list[Tensor] | None:
+        """Return other such slabs, of another element type: what reads them has a gradient of that type."""
+        del dtype
+        return None
+
     def check(self) -> None:
         """Refuse to write from what was changed."""
         if not self.unchanged.holds():
@@ -270,7 +295,7 @@ class Waiting(Pending):
             return self.find_recipe(volume)
         volume._slabs, recipe = outlined.slabs, outlined.recipe
         written = Written(recipe, Unchanged((*volume._slabs, *recipe.tensors)), self.parts)
-        volume.pending = Released(written, [0] * len(volume._slabs), self.parts, outlined.layout)
+        volume.pending = Released(written, [0] * len(volume._slabs), self.parts, outlined.layout, self)
         return recipe
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
@@ -354,12 +379,15 @@ class Released(Pending):
         See ``Pending``.
     layout
         In which slabs are to lie that are an outline so far; None where they have a layout.
+    waiting
+        What was outlined, if anything was.
     """
 
     written: Written
     bytes: list[int]
     parts: list[list[Tensor]] | None = None
     layout: torch.memory_format | None = None
+    waiting: Waiting | None = None
 
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
         """Write the slabs again and return them."""
@@ -374,6 +402,15 @@ class Released(Pending):
     def find_recipe(self, volume: "ShardedVolume") -> Recipe | None:
         """Return the recipe if it holds."""
         return self.written.find_recipe(volume)
+
+    def narrow(self, volume: "ShardedVolume", dtype: torch.dtype) -> list[Tensor]:
+        """Return the history in another type where what was outlined has one."""
+        known = self.waiting is None or dtype == volume.dtype
+        found = None if known or self.waiting is None else self.waiting.outline_in(dtype)
+        if found is None:
+            return volume._slabs
+        volume.is_bypassed = True  # its own gradient is not all of it
+        return found
 
     def _restore(self, volume: "ShardedVolume") -> None:
         recipe = self.find_recipe(volume)

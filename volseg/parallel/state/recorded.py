@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from volseg.device.pretended import on_gpu
+from volseg.device.pretended import find_device, on_gpu, release_cache
 from volseg.device.torch_internals import get_version, tree_leaves
 from volseg.errors import ParallelError
 from volseg.parallel.state.attempt import Attempt
@@ -121,8 +121,9 @@ class RecordedState:
         self._attempt = None
 
     def done(self) -> None:
-        """Forget what an attempt would be undone with."""
+        """Forget what an attempt would be undone with, and give its memory back."""
         self._attempt = None
+        release_cache({find_device(parameter) for parameter in self._net.parameters()})
 
     def find_change(self) -> str | None:
         """Name what is not as it was when the step was recorded, or None; recordings are made anew then."""

@@ -15,7 +15,7 @@ from volseg.parallel.spatial.plan.windows import Window
 from volseg.parallel.spatial.transport.halo import Halo, plan_halos
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["TILE_ELEMENTS", "ConvolutionPlan", "count_tiles", "plan_convolution"]
+__all__ = ["TILE_ELEMENTS", "ConvolutionPlan", "count_slab_tiles", "count_tiles", "plan_convolution"]
 
 TILE_ELEMENTS = 2**26
 """Of a convolution's input in one tile: 128 MiB in half precision, which still fills a GPU."""
@@ -110,6 +110,25 @@ def _count_tiles(volume: ShardedVolume, settings: Settings, outputs: int, reach:
 def count_tiles(elements: int, most: int) -> int:
     """Return in how many tiles so many elements are computed: one where they are few."""
     return max(1, min(most, MOST_TILES, -(-elements // TILE_ELEMENTS)))
+
+
+def count_slab_tiles(volume: ShardedVolume, channels: int, itemsize: int) -> int:
+    """Return in how many tiles a slab of so many channels on a volume's grid is written; one where it lies there.
+
+    Parameters
+    ----------
+    volume
+        Of any number of channels.
+    channels, itemsize
+        Of the slab that is written.
+    """
+    context = volume.context
+    known = volume.ndim == 5 and volume.dims == (DIM,) and volume.merged is None and context.communicator.is_direct
+    if not context.tiled or not known:
+        return 1
+    num_shards = context.communicator.num_shards
+    elements = volume.shape[0] * channels * volume.shape[DIM:].numel() * max(itemsize // 2, 1) // num_shards
+    return count_tiles(elements, volume.shape[DIM] // num_shards)
 
 
 def _count(size: int, num_shards: int) -> list[int]:

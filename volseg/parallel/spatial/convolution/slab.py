@@ -69,8 +69,7 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
     work = _Input([slab.detach() for slab in slabs], plan, recipe, room, wait, len(biases))
     results = _Convolve.apply(work, *weights, *biases, *chain.from_iterable(columns))
     work.slabs = []
-    if recipe is not None:
-        volume.pending.release(volume)
+    volume.pending.release(volume)  # where it has a recipe: kept as that, or as a cast
     shape = list(results[0].shape)
     shape[volume.dims[0]] = plan.outputs
     return ShardedVolume(results, volume.dims, shape, context)

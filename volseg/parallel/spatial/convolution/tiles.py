@@ -55,7 +55,7 @@ def convolve_by_tiles(
         dtype = torch.get_autocast_dtype(kind)
         weights = [context.cast(copy, dtype) for copy in weights]
         biases = [context.cast(copy, dtype) for copy in biases]
-    columns = [volume._slabs]
+    columns = [volume.pending.narrow(volume, dtype)]
     if volume.pending.parts is not None:
         columns, volume.is_bypassed = volume.pending.parts, True
     work = _TiledInput(plan, recipe, [slab.shape for slab in volume._slabs], volume.dtype, dtype, len(biases))
@@ -75,7 +75,7 @@ class _TiledInput:
     shapes: Sequence[torch.Size]
     """Of the slabs."""
     kept_in: torch.dtype
-    """Of the slabs, which is that of their gradients."""
+    """Of the slabs."""
     dtype: torch.dtype
     """To compute in."""
     num_biases: int
@@ -129,7 +129,7 @@ class _ConvolveByTiles(torch.autograd.Function):
     def forward(ctx: Any, work: _TiledInput, *tensors: Tensor) -> tuple[Tensor, ...]:
         count, rows = len(work.shapes), work.recipe.rows
         weights, biases = tensors[:count], tensors[count : count + work.num_biases]
-        ctx.channels = [part.shape[1] for part in tensors[count + work.num_biases :: count]]
+        ctx.columns = [(part.shape[1], part.dtype) for part in tensors[count + work.num_biases :: count]]
         ctx.plan, ctx.write, ctx.shapes = work.plan, work.recipe.write, work.shapes
         ctx.dtypes, ctx.num_biases, ctx.sizes = (work.kept_in, work.dtype), work.num_biases, [len(row) for row in rows]
         slabs = _surround(ctx, rows, [() for _ in rows])
@@ -237,11 +237,11 @@ def _differentiate(
     plan, needs_input = ctx.plan, needed[0]
     bias_sizes = [weight.shape[0]] if needed[2] else None
     sums: list[Tensor | None] = [None, None]
-    parts: list[Tensor | None] = [None] * len(ctx.channels)
+    parts: list[Tensor | None] = [None] * len(ctx.columns)
     if needs_input:
-        shapes = [[slab.shape[0], channels, *slab.shape[DIM:]] for channels in ctx.channels]
+        own = [([slab.shape[0], channels, *slab.shape[DIM:]], dtype) for channels, dtype in ctx.columns]
         device = gradient.row[0].device
-        parts = [torch.empty(s, dtype=slab.kept_in, device=device, memory_format=slab.layout) for s in shapes]
+        parts = [torch.empty(s, dtype=dtype, device=device, memory_format=slab.layout) for s, dtype in own]
     for start, stop in spans(slab.shape[DIM], plan.tiles):
         of_input, *found = _differentiate_tile(plan, (start, stop), gradient, slab, weight, bias_sizes, needed)
         sums = [add_in_float32(total, part) for total, part in zip(sums, found, strict=True)]

@@ -62,6 +62,10 @@ class WaitingSum(Waiting):
         vars(taken).update(vars(self), activation=activation)
         return taken
 
+    def end_block(self, volume: ShardedVolume) -> None:
+        """Write it: two slabs would be kept for one."""
+        self.settle(volume)
+
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Add up."""
         del halos

@@ -1,6 +1,7 @@
 """Channels of several volumes side by side, in slabs with room for their halos that need not be kept."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
-from volseg.parallel.spatial.lazy.recipes import join_recipes, recipe_of_kept
+from volseg.parallel.spatial.lazy.recipes import Convert, join_recipes, recipe_of_kept
 from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
 from volseg.parallel.spatial.pending import Moment, Outline, Recipe, Unchanged, Waiting, find_likes, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
@@ -19,11 +20,18 @@ from volseg.parallel.spatial.volume import ShardedVolume, defer
 __all__ = ["join_channels"]
 
 
-def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
+def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> ShardedVolume:
     """Join volumes that are cut alike along the channels.
 
     The copy waits for the next operator. The result's recipe are the parts' recipes: a convolution behind an encoder's
     skip keeps neither the join nor the activated skip.
+
+    Parameters
+    ----------
+    parts
+        The volumes.
+    later
+        Whether parts of several element types are joined when they are read, too.
     """
     like = parts[0]
     find = [part.pending.spare if part.context.tiled else part.pending.find_recipe for part in parts]
@@ -32,18 +40,25 @@ def join_channels(parts: Sequence[ShardedVolume]) -> ShardedVolume:
     columns = [part.slabs if recipe is None else part._slabs for part, recipe in zip(parts, recipes, strict=True)]
     shape = list(like.shape)
     shape[1] = sum(column[0].shape[1] for column in columns)
-    if len({column[0].dtype for column in columns}) > 1:
-        joined = [torch.cat(row, 1) for row in zip(*(part.slabs for part in parts), strict=True)]
-        return ShardedVolume(joined, like.dims, shape, like.context)
-    recipe = join_recipes(
-        [recipe or recipe_of_kept(column) for recipe, column in zip(recipes, columns, strict=True)],
-        [column[0].shape[1] for column in columns],
-    )
+    dtypes = [column[0].dtype for column in columns]
+    dtype = reduce(torch.promote_types, dtypes)
+    mixed = len(set(dtypes)) > 1
+    if mixed and not later:
+        slabs = [torch.cat(row, 1) for row in zip(*(part.slabs for part in parts), strict=True)]
+        return ShardedVolume(slabs, like.dims, shape, like.context)
+    found = [recipe or recipe_of_kept(column) for recipe, column in zip(recipes, columns, strict=True)]
+    if mixed:
+        found = [Recipe(own.rows, Convert(own.write, dtype)) for own, dtype in zip(found, dtypes, strict=True)]
+    recipe = join_recipes(found, [column[0].shape[1] for column in columns])
     cut_along_depth = like.context.communicator.num_shards > 1 and like.dims == (DIM,)
     # A stand-in has the slab's shape, and not its layout.
     firsts = like.pending.likes if isinstance(like.pending, RecomputedInput) else find_likes(like)
+    firsts = [own.to(dtype) for own in firsts]
     waiting = WaitingJoin(columns, recipe, firsts, like.context.room if cut_along_depth else 0)
-    return defer(waiting, like.dims, shape, like.context)
+    joined = defer(waiting, like.dims, shape, like.context)
+    if mixed:
+        waiting.spare(joined)  # what stands for it has the type of one part
+    return joined
 
 
 class WaitingJoin(Waiting):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from volseg.device.layout import DIM, copy_into
@@ -19,7 +20,7 @@ from volseg.device.norm import choice
 from volseg.device.norm.activation import Activation
 from volseg.parallel.spatial.pending import Recipe, Write
 
-__all__ = ["Copy", "Join", "Normalize", "join_recipes", "recipe_of_kept", "recipe_of_norm"]
+__all__ = ["Convert", "Copy", "Join", "Normalize", "join_recipes", "recipe_of_kept", "recipe_of_norm"]
 
 
 def _view_planes(slab: Tensor, start: int, out: Tensor) -> Tensor:
@@ -47,6 +48,23 @@ class Copy:
     def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
         """Copy it."""
         copy_into(_view_planes(tensors[0], start, out), out)
+
+
+@dataclass(frozen=True, slots=True)
+class Convert:
+    """What ``write`` writes in a type of its own, in the type of whoever reads it."""
+
+    write: Write
+    dtype: torch.dtype
+
+    def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
+        """Write it, and convert it."""
+        if out.dtype == self.dtype:
+            self.write(tensors, out, start)
+            return
+        own = torch.empty_like(out, dtype=self.dtype)
+        self.write(tensors, own, start)
+        out.copy_(own)
 
 
 @dataclass(frozen=True, slots=True)

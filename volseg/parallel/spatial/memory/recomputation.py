@@ -135,7 +135,10 @@ class Recomputation:
                 given = [leaf.take() if isinstance(leaf, _HeldTensors) else leaf for leaf in held]
                 taken_args, taken_kwargs = tree_unflatten(given, structure)
                 with self.context.own_hooks():
-                    return forward(*taken_args, **taken_kwargs)
+                    result = forward(*taken_args, **taken_kwargs)
+                    for volume in volumes((result,)):
+                        volume.pending.end_block(volume)
+                    return result
 
         # No arguments: checkpoint would keep them as they are. Random numbers: see ``_Repetition``.
         result = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
@@ -252,8 +255,7 @@ class _HeldTensors:
     """A block's input, kept as its recipe once the block has run: half as much, or nothing that is not kept anyway."""
 
     def __init__(self, volume: ShardedVolume) -> None:
-        volume.settle()
-        self.recipe = volume.pending.find_recipe(volume)
+        self.recipe = volume.pending.hold(volume)
         self.requires_grad = volume.requires_grad
         self.dims, self.shape, self.context = volume.dims, volume.shape, volume.context
         self.volume: ShardedVolume | None = volume

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
+from volseg.parallel.spatial.lazy.repeated import repeat_later
 from volseg.parallel.spatial.operators.pointwise import cut_like
 from volseg.parallel.spatial.plan.shards import Merged, can_split, spans
 from volseg.parallel.spatial.signatures import bind
@@ -91,6 +93,11 @@ def repeat(func: Callable, input: Any, repeats: Sequence[int] = (), dims: Sequen
     cut = [dim + len(counts) - input.ndim for dim in input.dims]
     if any(counts[dim] != 1 for dim in cut):
         refuse("a cut dim cannot be repeated")
+    if len(counts) == 5 == input.ndim and counts[1] > 1 and counts[0] == 1 == counts[3] * counts[4]:
+        tiles = count_slab_tiles(input, counts[1] * input.shape[1], input.dtype.itemsize)
+        later = repeat_later(input, counts[1]) if tiles > 1 else None
+        if later is not None:
+            return later
     return wrap(input, [slab.repeat(counts) for slab in input.slabs], cut)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.lazy.join import join_channels
@@ -30,7 +31,9 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return _cat_along_cut(parts, volumes(parts)[0], dim)
     alike = [_cut_alike(part, like) for part in parts]
     if dim == 1 and like.ndim == 5 and like.merged is None and like.context.communicator.is_direct:
-        return join_channels(alike)
+        itemsize = max(part.dtype.itemsize for part in alike)
+        tiles = count_slab_tiles(like, sum(part.shape[1] for part in alike), itemsize)
+        return join_channels(alike, later=tiles > 1)
     slabs = [torch.cat(column, dim) for column in zip(*(part.slabs for part in alike), strict=True)]
     return wrap(like, slabs)
 

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from volseg.device.torch_internals import tree_flatten, tree_unflatten
 from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.gathered import nested, run_gathered, volumes
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting
+from volseg.parallel.spatial.lazy.tiled_addition import add_later
 from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
@@ -284,11 +286,21 @@ def rewrap(like: ShardedVolume, results: list[Any]) -> Any:
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab; a sum waits with the norms in front of it."""
     if func in SUMS and len(args) == 2 and not kwargs:
-        waiting = add_waiting(*args)
+        waiting = _add_later(*args)
+        waiting = add_waiting(*args) if waiting is None else waiting
         if waiting is not None:
             return waiting
     like, results = run_local(func, args, kwargs)
     return rewrap(like, results)
+
+
+def _add_later(first: Any, second: Any) -> ShardedVolume | None:
+    """Return a sum that is large, unwritten; None where it is written."""
+    if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or first.ndim < 2:
+        return None
+    itemsize = torch.promote_types(first.dtype, second.dtype).itemsize
+    tiles = count_slab_tiles(first, first.shape[1], itemsize)
+    return None if tiles == 1 else add_later(first, second, tiles)
 
 
 @handles("Activations", *ACTIVATIONS, rehearse=False)

@@ -1,0 +1,292 @@
+"""A sum that is larger than what it follows from: written tile by tile, by whoever reads it.
+
+V-Net adds a norm in half precision to the image, repeated, in float32, and the sum is float32 as in the plain network:
+64 bytes per voxel that follow from 36. Where memory matters most (``checkpoint="tiled"``) such a sum keeps its recipe
+alone, ``act(norm(x) + y)`` with ``y`` from its own recipe, and the backward pass writes both terms again, some planes
+at a time. Nothing is rounded that is not rounded in a sum that lies there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device import fusions
+from volseg.device.first_order import first_order
+from volseg.device.layout import DIM, copy_into, layout_of
+from volseg.device.norm import addition
+from volseg.device.norm.activation import IDENTITY, Activation
+from volseg.device.norm.term import Term
+from volseg.parallel.spatial.lazy.norm import WaitingNorm, combine_sums, sum_to_slope
+from volseg.parallel.spatial.lazy.vanishing import note_vanishing
+from volseg.parallel.spatial.pending import Outline, Recipe, Waiting, Write, outline_slab
+from volseg.parallel.spatial.plan.shards import spans
+from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.volume import ShardedVolume, defer
+
+__all__ = ["add_later"]
+
+
+def add_later(first: Any, second: Any, tiles: int) -> ShardedVolume | None:
+    """Return the sum, unwritten; None where it is not of a norm that waits, in fewer digits, and what has a recipe.
+
+    Parameters
+    ----------
+    first, second
+        What is added.
+    tiles
+        In how many pieces a slab is written.
+    """
+    waiting = _find(first, second, tiles) or _find(second, first, tiles)
+    return None if waiting is None else defer(waiting, first.dims, first.shape, first.context)
+
+
+def _find(first: Any, second: Any, tiles: int) -> "TiledSum | None":
+    if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or not fusions.is_on("sums"):
+        return None
+    norm = first.pending
+    if not isinstance(norm, WaitingNorm) or isinstance(second.pending, WaitingNorm) or not norm.moment.is_now():
+        return None
+    alike = first.context is second.context and first.shape == second.shape and first.dims == second.dims
+    plain = first.merged is None and second.merged is None and second.origin is None
+    if not alike or not plain or not has_fewer_digits(first.dtype, second.dtype):
+        return None
+    recipe = second.pending.spare(second)
+    if recipe is None:
+        return None
+    second.is_bypassed = second.is_bypassed or second.pending.parts is not None
+    return TiledSum(norm, second, recipe, tiles)
+
+
+def has_fewer_digits(first: torch.dtype, second: torch.dtype) -> bool:
+    """Say whether a norm of the first type takes less than its sum with the second: its input is half of the sum."""
+    return first.is_floating_point and second.is_floating_point and first.itemsize < second.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Addition:
+    """Writes the sum from the norm's input, scale and shift, PReLU's slope if it has one, and the other's tensors."""
+
+    inner: Activation
+    has_slope: bool
+    write: Write
+    kept_in: torch.dtype
+    """What ``write`` writes."""
+    dtype: torch.dtype
+    """Of the sum."""
+    planes: int
+    """To write at a time."""
+    activation: Activation = IDENTITY
+
+    def __call__(self, tensors: Sequence[Tensor], out: Tensor, start: int = 0) -> None:
+        """Write planes of the sum."""
+        for begin, end in self.cut(out.shape[DIM]):
+            tile = out.narrow(DIM, begin, end - begin)
+            copy_into(addition.add(*self.read(tensors, start + begin, end - begin), self.activation), tile)
+
+    def cut(self, planes: int) -> list[tuple[int, int]]:
+        """Return the spans of planes to write at a time."""
+        return spans(planes, -(-planes // self.planes)) if planes else []
+
+    def read(self, tensors: Sequence[Tensor], start: int, count: int, mean: Tensor | None = None) -> tuple[Term, Term]:
+        """Return some planes of both terms, in the sum's type: the norm's, and the other's as they are."""
+        slab, scale, shift, *row = tensors
+        slope = row.pop(0) if self.has_slope else None
+        planes = slab.narrow(DIM, start, count)
+        other = torch.empty(planes.shape, dtype=self.kept_in, device=slab.device, memory_format=layout_of(slab))
+        self.write(row, other, start)
+        return Term(planes.to(self.dtype), mean, scale, shift, self.inner, slope), Term(other.to(self.dtype))
+
+
+class TiledSum(Waiting):
+    """A norm, perhaps with its activation, plus what has a recipe, and perhaps an activation.
+
+    Parameters
+    ----------
+    norm
+        The first.
+    second
+        The other.
+    recipe
+        Of the other.
+    tiles
+        In how many pieces a slab is written.
+    """
+
+    room = 0
+
+    def __init__(self, norm: WaitingNorm, second: ShardedVolume, recipe: Recipe, tiles: int) -> None:
+        self.context, self.norm = norm.context, norm
+        # Where there is a recipe, the slabs stand for their history alone.
+        self.columns = second.pending.parts or [second._slabs]
+        dtype = torch.promote_types(norm.stand_ins[0].dtype, second.dtype)
+        # Half of a tile: of a sum's own type six of them lie there at a time.
+        planes = -(-min(slab.shape[DIM] for slab in norm.stand_ins) // (2 * tiles))
+        has_slope = norm.slope is not None
+        self.write_sum = _Addition(norm.activation, has_slope, recipe.write, second.dtype, dtype, planes)
+        with norm.moment.restored():
+            self.slopes: list[Tensor] = [] if norm.slope is None else self.context.spread(norm.slope)
+        found = [self.context.spread(value) for value in (norm.found.scale, norm.found.shift)]
+        detached = [[slope.detach() for slope in self.slopes]] if has_slope else []
+        own = zip(norm.stand_ins, *found, *detached, strict=True)
+        self.rows = tuple((*mine, *row) for mine, row in zip(own, recipe.rows, strict=True))
+        self.moment = norm.moment
+        self.unchanged = norm.unchanged.including(*chain.from_iterable(self.columns), *recipe.tensors)
+        self.stand_ins = [outline_slab(slab.shape, dtype, slab.device) for slab in norm.stand_ins]
+
+    @property
+    def recipe(self) -> Recipe:
+        """How to write it."""
+        return Recipe(self.rows, self.write_sum)
+
+    def activate(self, activation: Activation, slope: Tensor | None = None) -> "TiledSum | None":
+        """Return this with an activation behind; None where there is one already, or it has a slope or another history.
+
+        Parameters
+        ----------
+        activation, slope
+            See ``Pending.activate``.
+        """
+        if self.write_sum.activation != IDENTITY or slope is not None or not self.moment.is_now():
+            return None
+        taken = TiledSum.__new__(TiledSum)
+        vars(taken).update(vars(self), write_sum=replace(self.write_sum, activation=activation))
+        return taken
+
+    def hold(self, volume: ShardedVolume) -> Recipe | None:
+        """Leave it unwritten."""
+        return self.spare(volume)
+
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Add up."""
+        del halos  # there is no room for them
+
+        def fill() -> list[Tensor]:
+            outs = [torch.empty_like(slab, dtype=self.write_sum.dtype) for slab in self.norm.stand_ins]
+            for row, out in zip(self.rows, outs, strict=True):
+                self.write_sum(row, out)
+            return outs
+
+        return self._run(fill), self.recipe, None
+
+    def outline(self) -> Outline | None:
+        """Note it for the backward pass."""
+        return Outline(self.outline_in(self.write_sum.dtype), self.recipe, layout_of(self.norm.stand_ins[0]))
+
+    def outline_in(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return its history for an operator that reads it in another type, and whose gradient has that type."""
+        return self._run(lambda: [outline_slab(slab.shape, dtype, slab.device) for slab in self.norm.stand_ins])
+
+    def _run(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+        norm = self.norm
+        with self.moment.restored():
+            slabs = _AddInTiles.apply(
+                self, fill, norm.weight, norm.bias, *self.slopes, *norm.stand_ins, *chain.from_iterable(self.columns)
+            )
+        return list(slabs)
+
+
+class _AddInTiles(torch.autograd.Function):
+    """Gets weight and bias, a slope for each slab where there is one, the norm's slabs, then those of the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        waiting: TiledSum,
+        fill: Callable[[], list[Tensor]],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        norm = waiting.norm
+        ctx.context, ctx.pooled, ctx.voxels, ctx.has_bias = (
+            norm.context,
+            norm.pooled,
+            norm.found.voxels,
+            bias is not None,
+        )
+        ctx.write, ctx.sizes = waiting.write_sum, [len(row) for row in waiting.rows]
+        ctx.slopes = [(slope.dtype, slope.shape) for slope in waiting.slopes]
+        ctx.columns = [(column[0].shape[1], column[0].dtype) for column in waiting.columns]
+        ctx.save_for_backward(norm.found.mean, norm.found.rstd, weight, *chain.from_iterable(waiting.rows))
+        del tensors
+        return tuple(fill())
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        mean, rstd, weight, *kept = ctx.saved_tensors
+        rows, means = _split(kept, ctx.sizes), ctx.context.spread(mean)
+        slabs = [row[0] for row in rows]
+        sums = [_add_sums(ctx.write, *own) for own in zip(gradients, rows, means, strict=True)]
+        found = combine_sums(ctx.context, ctx.pooled, sums, mean, rstd, weight, ctx.voxels, slabs)
+        moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
+        factors = zip(*map(ctx.context.spread, found[:2]), strict=True)
+        first = 4 + len(ctx.slopes) + len(slabs)
+        columns = [
+            own if any(ctx.needs_input_grad[first + place * len(slabs) :][: len(slabs)]) else (own[0], None)
+            for place, own in enumerate(ctx.columns)
+        ]
+        each = zip(gradients, rows, factors, strict=True)
+        found_inputs = [_differentiate(ctx.write, *own, columns) for own in each]
+        inputs = list(zip(*found_inputs, strict=True))
+        if ctx.pooled.ignores_channels(*mean.shape):
+            for gradient in inputs[0]:
+                note_vanishing(gradient)
+        of_weight = None if weight is None else moment.to(weight)
+        of_bias = total.to(rstd if weight is None else weight) if ctx.has_bias else None
+        slopes = [row[3] for row in rows] if ctx.slopes else []
+        of_slopes = [sum_to_slope(own, slope) for own, slope in zip(sums, slopes, strict=False)]
+        return None, None, of_weight, of_bias, *of_slopes, *chain.from_iterable(inputs)
+
+
+def _split(kept: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
+    """Return the tensors of each slab."""
+    rows, start = [], 0
+    for size in sizes:
+        rows.append(kept[start : start + size])
+        start += size
+    return rows
+
+
+def _add_sums(write: _Addition, gradient: Tensor, row: Sequence[Tensor], mean: Tensor) -> Tensor:
+    """Return the sums of a slab's parts, of all tiles: see ``addition.add_sums``."""
+    parts = []
+    for start, stop in write.cut(gradient.shape[DIM]):
+        own = gradient.narrow(DIM, start, stop - start).to(write.dtype)
+        parts += addition.add_sums(own, *write.read(row, start, stop - start, mean), write.activation)
+    return torch.cat(parts)
+
+
+def _differentiate(
+    write: _Addition,
+    gradient: Tensor,
+    row: Sequence[Tensor],
+    found: tuple[Tensor, Tensor],
+    columns: Sequence[tuple[int, torch.dtype | None]],
+) -> list[Tensor | None]:
+    """Return the gradients of the norm's input, and of each volume that is joined in the other, of the types given."""
+    slab = row[0]
+    layout = layout_of(slab)
+    of_norm = torch.empty_like(slab)
+    parts = [
+        None
+        if dtype is None
+        else torch.empty(
+            [slab.shape[0], channels, *slab.shape[DIM:]], dtype=dtype, device=slab.device, memory_format=layout
+        )
+        for channels, dtype in columns
+    ]
+    for start, stop in write.cut(slab.shape[DIM]):
+        planes = stop - start
+        own = gradient.narrow(DIM, start, planes).to(write.dtype)
+        first, second = addition.add_gradients(own, *write.read(row, start, planes), [found], write.activation)
+        copy_into(first, of_norm.narrow(DIM, start, planes))
+        for part, split in zip(parts, second.split([channels for channels, _ in columns], 1), strict=True):
+            if part is not None:
+                copy_into(split, part.narrow(DIM, start, planes))
+        del own, first, second  # before the next tile is written
+    return [of_norm, *parts]
