@@ -122,9 +122,9 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
     """
     begun = _find_begun(loaded, num_gpus) if resume else None
     if begun is not None:
-        settings, count = begun
-        logger.info("parallel: auto goes on as the run was begun, with %s", settings)
-        return [f"parallel={settings}"], count
+        parallel, count = begun
+        logger.info("parallel: auto goes on as the run was begun, with %s", parallel)
+        return [f"parallel={parallel}"], count
     if loaded.device == "cpu" or not count_gpus():
         return [], num_gpus
     # They import what trains, as following it does.

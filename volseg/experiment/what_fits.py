@@ -134,8 +134,11 @@ def plan_words(
     if plan.chosen is not None:
         lines += [f"  {shlex.join(_list_command(plan.chosen.candidate, config, overrides, components))}"]
     lines += [f"It would fit: {remedy}." for remedy in plan.remedies]
-    refused = [each for each in plan.forecasts if each.memory is None]
-    lines += [f"Refused: {name_candidate(each.candidate)}: {each.refused}." for each in refused]
+    refused: dict[str, list[str]] = {}
+    for each in plan.forecasts:
+        if each.memory is None:
+            refused.setdefault(str(each.refused), []).append(name_candidate(each.candidate))
+    lines += [f"Refused: {'; '.join(names)}: {reason}." for reason, names in refused.items()]
     lines += [
         "",
         "GiB of the fullest GPU: `used` by tensors; `reserved` with what torch and its libraries hold besides.",

@@ -79,9 +79,9 @@ def _list_meshes(num_gpus: int, batch_size: int, planes: int, free: Freedom) -> 
                 )
                 uses_all = count == num_gpus or (data == most_data and count == data)
                 alone = count == 1 and not decided
-                # A pipeline per replica is for who asks for it: it needs batches for both.
-                unusual = data > 1 and pipeline > 1 and free.pipeline is None
-                refused = cuts_both or unusual or (free.whole and spatial * pipeline > 1)
+                # Stages of a replica that gets one sample wait for each other: for who asks for it.
+                idle = data > 1 and pipeline > 1 and batch_size < 2 * data and free.pipeline is None
+                refused = cuts_both or idle or (free.whole and spatial * pipeline > 1)
                 if asked and not refused and (uses_all or alone):
                     yield data, spatial, pipeline
 
