@@ -95,6 +95,13 @@ class ParallelConfig(ConfigModel):
         return self.devices == 1
 
     @property
+    def may_cut(self) -> bool:
+        """Whether volumes or the network are cut, or may be, by what is found out or by the number of processes."""
+        if self.model_strategy == "spatial" and (self.spatial or 1) == 1:
+            return not (self.is_on_one_device or self.spatial == 1)
+        return self.model_strategy != "none"
+
+    @property
     def only_chooses_kernels(self) -> bool:
         """Whether one process would cut nothing and recompute nothing: what ``training.kernels`` is for."""
         plain = self.checkpoint is None and self.on_unsupported == "raise"

@@ -33,7 +33,7 @@ class Freedom:
     records: bool = True
     """Whether a step that can be recorded is."""
     whole: bool = False
-    """Whether neither volumes nor the network are cut, and nothing is recomputed."""
+    """Whether neither volumes nor the network are cut."""
     one_process: bool = False
     """Whether one process has all GPUs: then there are no replicas."""
 
@@ -114,7 +114,7 @@ def relieve(candidate: Candidate, free: Freedom) -> list[Candidate]:
     >>> [name_candidate(each) for each in relieve(Candidate(spatial=2), Freedom())][:2]
     ['spatial: 2, checkpoint: 1', 'spatial: 2, checkpoint: 2']
     """
-    if free.whole or candidate.pipeline > 1 or candidate.checkpoint is not None or free.checkpoint is not None:
+    if candidate.pipeline > 1 or candidate.checkpoint is not None or free.checkpoint is not None:
         return []
     return [replace(candidate, checkpoint=level, kernels="fast") for level in LEVELS]  # type: ignore[arg-type]
 
