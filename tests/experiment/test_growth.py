@@ -1,5 +1,6 @@
 """Patches that grow in the course of a training."""
 
+import json
 import os
 import signal
 from types import SimpleNamespace
@@ -8,10 +9,11 @@ import pytest
 import torch
 
 from volseg.errors import ConfigError
-from volseg.experiment import load_config, train
+from volseg.experiment import find_machine, load_config, train
 from volseg.experiment.forecasting import find_freedom
-from volseg.experiment.what_fits import list_settings
+from volseg.experiment.what_fits import list_settings, plan_training
 from volseg.monitoring.memory import FirstSteps
+from volseg.parallel import ModelParallel
 from volseg.parallel.candidates.listing import list_candidates, relieve
 from volseg.workflow import Hook, load_checkpoint
 
@@ -61,9 +63,52 @@ def test_a_plan_for_patches_that_grow_lists_nothing_that_the_training_refuses(co
     free = find_freedom(config, torch.float32, has_fast_kernels=True)
     listed = list_candidates(4, 4, config.patch.size, free)
     assert [(each.data, each.spatial, each.pipeline) for each in listed] == [(1, 1, 1), (4, 1, 1)]
-    assert not any(relieve(each, free) for each in listed)
-    for each in listed:
-        configured(*GROWTH, "patch.batch=4", *list_settings(each))
+    for each in (*listed, *(less for one in listed for less in relieve(one, free))):
+        settled = configured(*GROWTH, "patch.batch=4", *list_settings(each))
+        settled.with_mesh(settled.mesh(each.num_gpus))
+
+
+def test_what_grows_may_be_computed_again_and_not_cut(configured, grown):
+    """`on_oom: replan` found nothing that takes less, as recomputation was refused with what does cut."""
+    recomputed = ["parallel={strategy: spatial, devices: 1, checkpoint: all}"]
+    again = train(configured(*GROWTH, *recomputed))
+    one, other = (load_checkpoint(run.folder.checkpoints / "latest.pt") for run in (grown[0], again))
+    torch.testing.assert_close(one.model, other.model, rtol=1e-3, atol=1e-5)  # float32, in another order of sums
+    with pytest.raises(ConfigError, match="settled who computes what"):
+        configured(*GROWTH, *recomputed).with_mesh(configured("parallel.strategy=spatial").mesh(2))
+
+
+def test_a_growing_training_without_memory_goes_on_recomputed(configured):
+    config = configured(*GROWTH, "parallel.on_oom=replan")
+
+    class Full(Hook):
+        def on_batch_begin(self, training, batch):
+            if training.epoch == 3 and not isinstance(training.network, ModelParallel):
+                torch.empty(1 << 50, dtype=torch.uint8)
+
+    watch = Watch()
+    outcome = train(config, hooks=[Full(), watch])
+    assert len(outcome.history) == 4
+    assert watch.seen[-3:] == [(3, (16, 16, 16))] * 3
+    record = json.loads((config.folder / "replanned.json").read_text(encoding="utf-8"))
+    assert record["parallel"]["checkpoint"] == "all"
+
+
+def test_seconds_are_told_by_size(request):
+    config = load_config(
+        request.config.rootpath / "configs" / "task04_vnet.yaml",
+        [
+            "network={name: UNet, channels: [4, 8, 8], strides: [2, 2]}",
+            "patch={size: [32, 32, 32], batch: 2}",
+            "patch.growth=[{until: 0.5, size: [8, 8, 8]}, {until: 0.75, size: [16, 16, 16]}]",
+            "training.epochs=8",
+        ],
+    )
+    plan = plan_training(config, find_machine(kind="v100-16"))
+    (told,) = [note for note in plan.notes if note.startswith("patches grow")]
+    assert "of 8 epochs 4 of 8 x 8 x 8 take " in told
+    assert "2 of 16 x 16 x 16 take " in told
+    assert "2 of 32 x 32 x 32 take " in told
 
 
 def test_memory_is_read_on_patches_of_the_size_that_is_forecast(grown):

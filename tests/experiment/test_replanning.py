@@ -160,6 +160,29 @@ def test_what_is_taken_follows_from_forecasts(configured, monkeypatch, gib, take
     assert ("GiB, " in record["why"]) == bool(gib)
 
 
+@pytest.mark.parametrize(
+    ("processes", "tried", "taken"),
+    [
+        (2, Candidate(data=2), {"spatial": 2, "data": 1, "pipeline": None}),
+        (1, Candidate(spatial=2), {"pipeline": 2, "spatial": None, "data": None}),
+        (2, Candidate(data=2, pipeline=2, split_size=2), {"data": 2, "pipeline": 2, "split_size": 1}),
+    ],
+)
+def test_processes_stay_as_many_as_they_are(configured, monkeypatch, processes, tried, taken):
+    """Two processes of a GPU each took a pipeline, for which one of them has two, and ended for want of GPUs."""
+    memory = MemoryUse(used=0, reserved=2**30, outside=0, peak_in="backward")
+    ways = [
+        Candidate(pipeline=tried.num_gpus, split_size=1),
+        Candidate(spatial=tried.num_gpus, checkpoint="all"),
+        Candidate(data=2, pipeline=2, split_size=1),
+    ]
+    known = [Forecast(candidate=each, memory=memory, seconds=1.0 + place) for place, each in enumerate(ways)]
+    monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: Answer(forecasts=known))
+    failure = replanning.Failure(where="process 0", at="train", said="full", tried=tried)
+    parallel = replanning._choose(configured(REPLAN), failure, processes).parallel
+    assert {name: parallel[name] for name in taken} == taken
+
+
 def test_a_second_time_ends_the_run_even_after_it_was_resumed(configured):
     config = configured(REPLAN)
     with pytest.raises(OutOfMemoryError, match=r"since then, and once only, .* A second time ends the run\."):

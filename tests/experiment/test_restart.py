@@ -18,7 +18,7 @@ from volseg.config.loading import format_config, load_config
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment import RunFolder, predict, train, validate
 from volseg.experiment.folder_lock import LOCK
-from volseg.experiment.launching import _choose_settings
+from volseg.experiment.launching import _choose_settings, count_workers
 from volseg.experiment.same_run import find_finished_report
 from volseg.monitoring.spot_notices import ENDPOINT_VARIABLE
 from volseg.workflow import load_checkpoint
@@ -270,3 +270,20 @@ def test_auto_goes_on_as_the_run_was_begun_where_it_has_as_many_gpus(configured,
     assert again == first.parallel.model_copy(update={"timeout": 100.0})
     assert _choose_settings(configured(*auto), 4, resume=True) == ([], 4)
     assert _choose_settings(configured(*auto), 2, resume=False) == ([], 2)
+
+
+@pytest.mark.parametrize(
+    ("begun", "gpus"), [(["data=2"], 2), (["strategy=spatial", "devices=1", "checkpoint=1"], 1), ([], 1)]
+)
+def test_auto_goes_on_with_the_fewer_gpus_that_it_had_chosen(configured, config_file, begun, gpus):
+    """It chose anew and took sums in another order: the run folder did not say of how many GPUs it had chosen some."""
+    first = configured(*[f"parallel.{value}" for value in begun], "parallel.chosen_for=4")
+    first.folder.mkdir()
+    (first.folder / "config.yaml").write_text(format_config(first), encoding="utf-8")
+    auto = ["parallel=auto", "device=cpu"]
+    settings, count = _choose_settings(configured(*auto), 4, resume=True)
+    assert count == gpus
+    again = load_config(config_file, [*auto, *settings])
+    assert again.parallel == first.parallel
+    assert count_workers(again, count) == gpus
+    assert _choose_settings(configured(*auto), 3, resume=True) == ([], 3), "on others it chooses anew"

@@ -17,6 +17,7 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
 from volseg.parallel.candidates import PlanReport
 from volseg.parallel.candidates.report import VolumesReport
+from volseg.workflow.components import LOSSES
 
 GIB = 2**30
 SMALL = [
@@ -166,6 +167,34 @@ def test_a_loss_that_looks_at_its_class_weights_is_followed(vnet):
     )
     assert weighted.runs
     assert weighted.memory.used >= plain.memory.used
+
+
+LOSSES_THAT_LOOK_AT_VOXELS = {"BoundaryLoss", "HausdorffDTLoss", "LogHausdorffDTLoss"}
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_losses_are_followed_or_refused_in_a_sentence(vnet, name):
+    """Most of MONAI's sum over ``torch.arange(2, 5).tolist()``: numbers, which a followed step has."""
+    if name in LOSSES_THAT_LOOK_AT_VOXELS:
+        with pytest.raises(ParallelError, match=rf"{name} .*asks for a tensor's value.*plan with another loss.*DiceCE"):
+            plan_small(vnet, f"losses=[{{name: {name}}}]", kind="v100-16")
+    else:
+        assert plan_small(vnet, f"losses=[{{name: {name}}}]", kind="v100-16").forecasts[0].runs
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "{name: DiceCELoss, weight: [0.2, 0.3, 0.5]}",
+        "{name: DiceFocalLoss, include_background: false, batch: true, weight: [0.3, 0.7]}",
+        "{name: FocalLoss, alpha: 0.5}",
+        "{name: TverskyLoss, reduction: sum}",
+    ],
+)
+def test_options_of_losses_are_followed(vnet, loss):
+    deep = "network={name: DynUNet, filters: [4, 8, 8], kernel_size: [3, 3, 3], strides: [1, 2, 2], deep_supr_num: 1}"
+    for network in ((), (deep, "network.deep_supervision=true")):
+        assert plan_small(vnet, *network, f"losses=[{loss}]", kind="v100-16").forecasts[0].runs
 
 
 def test_an_unknown_data_set_is_asked_for(vnet):

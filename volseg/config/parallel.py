@@ -73,6 +73,9 @@ class ParallelConfig(ConfigModel):
     checkpoint: Literal["all", "tiled"] | Count | None = None
     """Activations of the spatial strategy to recompute instead of keep: all, or those of that many finest levels;
     ``tiled`` recomputes all, and the inputs of large convolutions tile by tile, which takes least memory."""
+    chosen_for: Count | None = None
+    """GPUs for which ``parallel: auto`` chose the rest, written by ``volseg train`` into the run folder: fewer may be
+    the fastest. ``--resume`` on as many goes on as the run was begun."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds after which processes no longer wait for one that does not answer."""
     on_oom: Literal["raise", "replan"] = "raise"
@@ -90,6 +93,13 @@ class ParallelConfig(ConfigModel):
     def is_on_one_device(self) -> bool:
         """Whether each process has one device."""
         return self.devices == 1
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether volumes or the network are cut, or may be, by what is found out or by the number of processes."""
+        if self.model_strategy == "spatial" and (self.spatial or 1) == 1:
+            return not (self.is_on_one_device or self.spatial == 1)
+        return self.model_strategy != "none"
 
     @property
     def only_chooses_kernels(self) -> bool:

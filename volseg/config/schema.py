@@ -426,12 +426,11 @@ class ExperimentConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _what_grows_is_whole(self) -> "ExperimentConfig":
-        parallel = self.parallel
-        cut = (parallel.spatial or 1) > 1 or (parallel.pipeline or 1) > 1 or parallel.strategy != "none"
-        if self.patch.growth and cut:
+        if self.patch.growth and self.parallel.may_cut:
             raise ValueError(
                 "patch.growth changes the size of volumes, for which parallel has settled who computes what; train "
-                "without patch.growth, or on whole volumes (parallel.data alone)"
+                "without patch.growth, or on whole volumes (parallel.data, and parallel.strategy: spatial with "
+                "parallel.devices: 1 or parallel.spatial: 1 where activations are recomputed)"
             )
         return self
 

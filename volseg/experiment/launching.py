@@ -116,13 +116,15 @@ def _require_sound(loaded: ExperimentConfig, resume: bool) -> None:
 def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -> tuple[list[str], int]:
     """Return the settings by which ``parallel: auto`` is trained on GPUs of this machine, and how many these take.
 
-    Those with which the run was begun, where it goes on with as many GPUs: others would take sums in another order.
-    Else those that are forecast to be fastest. Without GPUs, and where nothing can be forecast, nothing is set.
+    Those with which the run was begun, where it goes on with as many GPUs, or with as many as were chosen among then:
+    others would take sums in another order. Else those that are forecast to be fastest. Without GPUs, and where nothing
+    can be forecast, nothing is set.
     """
     begun = _find_begun(loaded, num_gpus) if resume else None
     if begun is not None:
-        logger.info("parallel: auto goes on as the run was begun, with %s", begun)
-        return [f"parallel={begun}"], num_gpus
+        parallel, count = begun
+        logger.info("parallel: auto goes on as the run was begun, with %s", parallel)
+        return [f"parallel={parallel}"], count
     if loaded.device == "cpu" or not count_gpus():
         return [], num_gpus
     # They import what trains, as following it does.
@@ -142,16 +144,17 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
         return [], num_gpus
     candidate = plan.chosen.candidate
     logger.info("parallel: auto takes %s: %s", name_candidate(candidate), plan.why)
-    return ["parallel.strategy=none", *list_settings(candidate)], candidate.num_gpus
+    settings = ["parallel.strategy=none", *list_settings(candidate), f"parallel.chosen_for={num_gpus}"]
+    return settings, candidate.num_gpus
 
 
-def _find_begun(loaded: ExperimentConfig, num_gpus: int) -> str | None:
-    """Return how the run of a config was begun, as a value of ``parallel``; None if on other GPUs, or open."""
+def _find_begun(loaded: ExperimentConfig, num_gpus: int) -> tuple[str, int] | None:
+    """Return how the run of a config was begun, as a value of ``parallel`` and its GPUs; None if on others, or open."""
     from volseg.experiment.run_folder import RunFolder  # imports what trains
 
     folder = RunFolder(loaded.folder)
     parallel = folder.config().parallel if folder.exists else loaded.parallel
-    if parallel.num_gpus != num_gpus:
+    if num_gpus not in (parallel.num_gpus, parallel.chosen_for):
         return None
     kept = {"timeout": loaded.parallel.timeout, "on_oom": loaded.parallel.on_oom}
-    return json.dumps({**parallel.model_dump(mode="json", exclude_defaults=True), **kept})
+    return json.dumps({**parallel.model_dump(mode="json", exclude_defaults=True), **kept}), parallel.num_gpus

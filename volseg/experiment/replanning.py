@@ -296,7 +296,11 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
         If nothing takes less.
     """
     forecasts = _forecast(config, failure.tried, more_gpus=False).forecasts
-    ways = [way for way in _list_ways(config, failure, forecasts) if way.candidate.num_gpus == failure.tried.num_gpus]
+    ways = [
+        way
+        for way in _list_ways(config, failure, forecasts)
+        if way.candidate.num_gpus == failure.tried.num_gpus and _suits(way.candidate, processes)
+    ]
     if not any(way.runs for way in ways):  # what takes least comes first then: this is done once
         ways.reverse()  # the most thorough first, where nobody knows how much it needs
         ways.sort(key=lambda way: math.inf if way.memory is None else way.memory.total)
@@ -318,6 +322,11 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
     raise OutOfMemoryError(
         f"{failure.said}. parallel.on_oom: replan found nothing that takes less memory on the same devices"
     )
+
+
+def _suits(candidate: Candidate, processes: int) -> bool:
+    """Tell whether so many processes can run a candidate: they stay as many, each with the GPUs that it has."""
+    return candidate.data * candidate.spatial == processes if processes > 1 else candidate.data == 1
 
 
 def _list_ways(config: ExperimentConfig, failure: Failure, forecasts: Sequence[Forecast]) -> list[Forecast]:

@@ -2,8 +2,9 @@
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from volseg.config.schema import ExperimentConfig
 from volseg.experiment.building import check_components
 from volseg.experiment.data_facts import DataFacts, find_facts
 from volseg.experiment.forecasting import Described, at_size, describe_training, find_freedom, find_reserve
-from volseg.forecast.candidate import Candidate
-from volseg.parallel.candidates.choosing import GIB
+from volseg.forecast.candidate import Candidate, Forecast
+from volseg.parallel.candidates.choosing import GIB, describe_seconds
 from volseg.parallel.candidates.forecasting import Machine, Planned
 from volseg.parallel.candidates.listing import name_candidate
 from volseg.parallel.candidates.planning import StepPlan, list_largest, plan_work
@@ -62,13 +63,31 @@ def plan_training(
         If the training cannot be followed.
     """
     planned, notes = _describe(config, machine, channels, classes, facts)
-    return plan_work(
-        planned,
-        notes=notes,
-        steps_per_epoch=math.ceil(config.training.iterations / config.training.accumulate),
-        only=only,
-        thorough=thorough,
-        beside=beside,
+    steps = math.ceil(config.training.iterations / config.training.accumulate)
+    plan = plan_work(planned, notes=notes, steps_per_epoch=steps, only=only, thorough=thorough, beside=beside)
+    if not config.patch.growth or plan.chosen is None:
+        return plan
+    return replace(plan, notes=(*plan.notes, _describe_growth(config, planned, plan.chosen, steps)))
+
+
+def _describe_growth(config: ExperimentConfig, planned: Planned, chosen: Forecast, steps: int) -> str:
+    """Return how long the epochs of each size of the patches take, and all of them."""
+    epochs = config.training.epochs
+    counts = Counter(config.patch.size_in(epoch, epochs) for epoch in range(epochs))
+    assert planned.resize is not None
+    parts, whole = [], 0.0
+    for size, count in counts.items():
+        work, reserve = planned.resize(size)
+        is_last = size == config.patch.size
+        found = chosen if is_last else replace(planned, work=work, reserve=reserve).forecast(chosen.candidate)
+        if found.seconds is None:
+            parts.append(f"{count} of {' x '.join(map(str, size))} cannot be forecast ({found.refused})")
+            continue
+        whole += count * steps * found.seconds
+        parts.append(f"{count} of {' x '.join(map(str, size))} take {describe_seconds(steps * found.seconds)} each")
+    return (
+        f"patches grow, and the table is of the last size: of {epochs} epochs {', '.join(parts)}; "
+        f"{describe_seconds(whole)} of steps in all"
     )
 
 
@@ -134,8 +153,11 @@ def plan_words(
     if plan.chosen is not None:
         lines += [f"  {shlex.join(_list_command(plan.chosen.candidate, config, overrides, components))}"]
     lines += [f"It would fit: {remedy}." for remedy in plan.remedies]
-    refused = [each for each in plan.forecasts if each.memory is None]
-    lines += [f"Refused: {name_candidate(each.candidate)}: {each.refused}." for each in refused]
+    refused: dict[str, list[str]] = {}
+    for each in plan.forecasts:
+        if each.memory is None:
+            refused.setdefault(str(each.refused), []).append(name_candidate(each.candidate))
+    lines += [f"Refused: {'; '.join(names)}: {reason}." for reason, names in refused.items()]
     lines += [
         "",
         "GiB of the fullest GPU: `used` by tensors; `reserved` with what torch and its libraries hold besides.",
@@ -167,7 +189,8 @@ def list_settings(candidate: Candidate) -> list[str]:
     if candidate.checkpoint is not None:
         # Recomputation belongs to the strategy that cuts, where nothing is cut too.
         settings += ["parallel.strategy=spatial"] if candidate.spatial == 1 else []
-        settings += ["parallel.devices=1"] if candidate.num_gpus == 1 else []
+        whole = "parallel.devices=1" if candidate.num_gpus == 1 else "parallel.spatial=1"
+        settings += [whole] if candidate.spatial == 1 else []
         settings.append(f"parallel.checkpoint={candidate.checkpoint}")
     return settings
 

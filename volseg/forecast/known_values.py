@@ -1,19 +1,21 @@
-"""The values of small tensors that a step makes of numbers: class weights, which losses look at.
+"""The values of small tensors that a step makes of numbers: class weights and lists of dims, which losses look at.
 
 A step that is followed has no values, and one that looks at some cannot be followed. What somebody writes down as
-numbers has values all the same: ``FocalLoss`` asks in every call whether one of its class weights is negative. So what
-is made of such tensors alone, by operators that ask or convert, is computed beside, on the host.
+numbers has values all the same: ``FocalLoss`` asks in every call whether one of its class weights is negative, and
+most of MONAI's losses sum over ``torch.arange(2, 5).tolist()``. So what is made of numbers and of such tensors alone,
+by operators that ask, convert or choose, is computed beside, on the host.
 
-Torch does the like for single numbers (``FakeTensor.constant``); what it computes by them lies on the host.
+Torch does the like for single numbers (``FakeTensor.constant``), as long as they stay on the host.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from volseg.device.torch_internals import FakeTensor, get_schema, without_dispatch
+from volseg.device.torch_internals import FakeTensor, get_schema, get_storage_key, without_dispatch
 from volseg.forecast.kernel_work import list_tensors
 
 __all__ = ["KnownValues"]
@@ -26,15 +28,20 @@ MOST = 256
 MADE = frozenset({aten.lift_fresh, aten.lift, aten.lift_fresh_copy})
 """What makes a tensor of numbers."""
 
+COUNTED = frozenset({aten.arange, aten.full, aten.zeros, aten.ones, aten.linspace, aten.scalar_tensor, aten.eye})
+"""What makes a tensor by a rule."""
+
 ASKING = frozenset(
     {
         *(aten._to_copy, aten.clone),
         *(aten.lt, aten.le, aten.gt, aten.ge, aten.eq, aten.ne, aten.isnan, aten.isinf, aten.isfinite),
         *(aten.logical_not, aten.logical_and, aten.logical_or, aten.abs),
         *(aten.any, aten.all, aten.min, aten.max, aten.sum),
+        *(aten.unbind, aten.select, aten.slice, aten.view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.expand),
+        *(aten.detach, aten.alias, aten.stack, aten.cat),
     }
 )
-"""Operators with new results, by which code asks."""
+"""Operators by which code asks: with new results, or views of what they are given."""
 
 
 class KnownValues:
@@ -55,24 +62,42 @@ class KnownValues:
         """Put down what an operator did: a tensor that was made of numbers, asked about, or changed."""
         packet = function.overloadpacket
         if packet in MADE:
-            if not isinstance(args[0], FakeTensor) and args[0].ndim:  # of single numbers torch knows by itself
+            if not isinstance(args[0], FakeTensor):
                 self._keep(out, args[0])
+            return
+        if packet in COUNTED:
+            if isinstance(out, FakeTensor) and out.numel() <= MOST:
+                self._compute(function, args, kwargs, out)
             return
         if not self._known:
             return
+        tensors = list_tensors((args, kwargs))
         if get_schema(function).is_mutable:
-            for tensor in list_tensors((args, kwargs)):
-                self._known.pop(tensor, None)
-        elif packet in ASKING and isinstance(out, Tensor) and out.numel() <= MOST:
-            tensors = list_tensors((args, kwargs))
-            if all(tensor in self._known for tensor in tensors):
-                self._compute(function, args, kwargs, out)
+            self._forget(tensors)
+        elif packet in ASKING and tensors and all(tensor in self._known for tensor in tensors):
+            self._compute(function, args, kwargs, out)
+
+    def _forget(self, tensors: Sequence[Tensor]) -> None:
+        """Know nothing any more of tensors that may have been changed, nor of what shares their memory."""
+        changed = {get_storage_key(tensor.untyped_storage()) for tensor in tensors if isinstance(tensor, FakeTensor)}
+        for tensor in list(self._known):
+            if get_storage_key(tensor.untyped_storage()) in changed:
+                del self._known[tensor]
 
     def _compute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        given = [self._known[value] if isinstance(value, Tensor) else value for value in args]
         on_host = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         with without_dispatch():
-            self._keep(out, function(*given, **on_host))
+            computed = function(*self._fill(args), **self._fill(on_host))
+        for tensor, value in zip(list_tensors(out), list_tensors(computed), strict=True):
+            self._keep(tensor, value)
+
+    def _fill(self, values: Any) -> Any:
+        """Return an operator's arguments with the values of the tensors among them."""
+        if isinstance(values, Tensor):
+            return self._known[values]
+        if isinstance(values, dict):
+            return {name: self._fill(value) for name, value in values.items()}
+        return type(values)(map(self._fill, values)) if isinstance(values, list | tuple) else values
 
     def _keep(self, tensor: Any, value: Any) -> None:
         if isinstance(tensor, FakeTensor) and isinstance(value, Tensor) and value.numel() <= MOST:

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from torch import nn
 
-from volseg.device.torch_internals import UNFOLLOWABLE
+from volseg.device.torch_internals import UNFOLLOWABLE, Loss
 from volseg.errors import FollowError, VolsegError
 
 __all__ = ["explaining_refusals"]
@@ -26,14 +26,13 @@ def explaining_refusals() -> Iterator[None]:
     except UNFOLLOWABLE as fault:
         raise FollowError(
             f"the step cannot be followed without a GPU: {_locate(fault)} asks for {_name_operator(fault)}, and "
-            "tensors have no values here; compute with tensors instead of numbers (torch.where for a branch), keep a "
-            "size or a setting as a number from the beginning, or measure on a GPU"
+            f"tensors have no values here; {_advise(fault)}"
         ) from fault
     except Exception as fault:
         if "FakeTensor" in str(fault) or ".numpy() is not supported" in str(fault):
             raise FollowError(
                 f"the step cannot be followed without a GPU: {_locate(fault)} needs values of tensors, which are not "
-                f"there ({_shorten(fault)}); compute with tensors of torch, or measure on a GPU"
+                f"there ({_shorten(fault)}); {_advise(fault)}"
             ) from fault
         if not _list_modules(fault.__traceback__):
             raise
@@ -41,6 +40,19 @@ def explaining_refusals() -> Iterator[None]:
             f"the network refuses this step: {_locate(fault)} raised {type(fault).__name__}: {_shorten(fault)}; give "
             "it volumes that it takes, or mend it"
         ) from fault
+
+
+def _advise(fault: BaseException) -> str:
+    """Return what to do about code that looks at values."""
+    if any(isinstance(module, Loss) for module, _, _ in _list_modules(fault.__traceback__)):
+        return (
+            "plan with another loss in its place (DiceCELoss), which tells what everything but this one takes; it can "
+            "be trained with all the same"
+        )
+    return (
+        "compute with tensors instead of numbers (torch.where for a branch), keep a size or a setting as a number from "
+        "the beginning, or measure on a GPU"
+    )
 
 
 def _name_operator(fault: BaseException) -> str:

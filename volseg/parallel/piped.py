@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from volseg.device.pretended import find_pretended
 from volseg.device.torch_internals import NormBase
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
+from volseg.parallel.followed_replicas import FollowedReplicas
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
 
@@ -48,7 +50,7 @@ class Piped:
                 f"sums over {processes} pipelines keep no fixed order; take a power of two, or fixed_order=False"
             )
         self._model, self._strategy, self._replicas = model, strategy, replicas
-        self._wrapped: DistributedDataParallel | None = None
+        self._wrapped: nn.Module | None = None
         self._summed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     @property
@@ -98,17 +100,19 @@ class Piped:
                 "DataParallel(ModelParallel(model.module, strategy='pipeline', ...), replicas)"
             )
 
-    def _wrap(self, group: dist.ProcessGroup) -> DistributedDataParallel:
+    def _wrap(self, group: dist.ProcessGroup) -> nn.Module:
+        trained = [parameter for parameter in self._strategy.net.parameters() if parameter.requires_grad]
+        self._summed.update((id(parameter), parameter) for parameter in trained)
+        if find_pretended() is not None:
+            return FollowedReplicas(self._model, trained, self._replicas.num_processes)
         wrapped = DistributedDataParallel(
             self._model, process_group=group, broadcast_buffers=False, find_unused_parameters=True
         )
         if self._replicas.fixed_order:
             wrapped.register_comm_hook(group, _average_in_order)
         times = _Times(weakref.ref(self), self._replicas.num_processes)
-        for parameter in self._strategy.net.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(times)
-                self._summed[id(parameter)] = parameter
+        for parameter in trained:
+            parameter.register_hook(times)
         return wrapped
 
     def prepare_recording(self) -> list[torch.Generator]:

@@ -21,6 +21,8 @@ def test_four_gpus_deal_samples_cut_volumes_and_lay_out_layers():
         "data: 4",
         "data: 2, spatial: 2",
         "spatial: 4",
+        "data: 2, pipeline: 2, split_size: 1",
+        "data: 2, pipeline: 2, split_size: 2",
         "pipeline: 4, split_size: 1",
         "pipeline: 4, split_size: 2",
         "pipeline: 4, split_size: 4",
@@ -38,6 +40,10 @@ def test_four_gpus_deal_samples_cut_volumes_and_lay_out_layers():
         (2, 4, {"pipeline": 2, "split_size": 3}, ["pipeline: 2, split_size: 3"]),
         (2, 4, {"spatial": 1, "data": 1, "split_size": 64}, ["pipeline: 2, split_size: 4"]),
         (2, 8, {"one_process": True, "pipeline": 1}, ["spatial: 2"]),
+        # Replicas of a pipeline have two samples each, or their stages wait for each other, unless that is asked for.
+        (4, 3, {"spatial": 1, "data": 2}, []),
+        (4, 2, {"data": 2, "pipeline": 2}, ["data: 2, pipeline: 2, split_size: 1"]),
+        (8, 8, {"spatial": 1, "data": 4}, ["data: 4, pipeline: 2, split_size: 1"]),
     ],
 )
 def test_what_was_decided_stays(num_gpus, batch, freedom, expected):

@@ -1,5 +1,6 @@
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.in_group import in_group
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, tree_leaves
-from volseg.errors import ParallelError, UnsupportedOperatorError
+from volseg.errors import NotRecordedError, ParallelError, UnsupportedOperatorError
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.forecast.threads import Pace
@@ -21,6 +22,7 @@ from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.candidates import running
 from volseg.parallel.candidates.lone_process import be_process
 from volseg.parallel.candidates.work import Work
+from volseg.parallel.followed_replicas import _fill_buckets
 from volseg.parallel.spatial.transport import halo
 
 GPU = find_kind("h200")
@@ -339,8 +341,76 @@ def test_the_strategy_refuses_in_its_own_words() -> None:
         follow_candidate(make_work(shape=(4, 1, 2, 2, 2)), Candidate(spatial=4))
     with pytest.raises(ParallelError, match="2 slabs and a network in 2 stages"):
         follow_candidate(make_work(), Candidate(spatial=2, pipeline=2))
-    with pytest.raises(ParallelError, match="DistributedDataParallel, which cannot be followed"):
+    with pytest.raises(ParallelError, match="is a BatchNorm3d, which takes the statistics of a whole batch"):
         follow_candidate(make_work(), Candidate(data=2, pipeline=2))
+    with pytest.raises(NotRecordedError, match="DistributedDataParallel sums by hooks"):
+        follow_candidate(make_work(build_without_batch_norm), Candidate(data=2, pipeline=2, recorded=True))
+
+
+def build_without_batch_norm() -> nn.Module:
+    net = build_small()
+    net[4] = nn.InstanceNorm3d(10)
+    return net
+
+
+@pytest.mark.parametrize("rows", [(8, 4), (7, 4), (4, 2)])
+def test_a_replica_of_a_pipeline_is_a_pipeline_and_buckets(rows: tuple[int, int]) -> None:
+    """The one with the most rows; of what it holds besides, the gradients' buckets are all that stays."""
+    batch, own = rows
+    build = build_without_batch_norm
+    replica = follow_candidate(make_work(build, (batch, 1, 32, 16, 16)), Candidate(data=2, pipeline=2, split_size=1))
+    alone = follow_candidate(make_work(build, (own, 1, 32, 16, 16)), Candidate(pipeline=2, split_size=1))
+    assert len(replica) == len(alone) == 2
+    parameters = sum(parameter.nbytes for parameter in build().parameters())
+    summed = [count_sent(trace, "all_reduce") for trace in replica]
+    assert sum(map(sum, summed)) == 2 * parameters, "each gradient once in each of two steps"
+    outputs = own * 2 * 32 * 16 * 16 * 4
+    for trace, single, sent in zip(replica, alone, summed, strict=True):
+        buckets, more = sum(sent) // 2, find_peak(trace) - find_peak(single)
+        assert buckets > 0
+        assert buckets <= more <= 3 * buckets + outputs, "buckets, multiplied gradients, and a copy of what it returns"
+        assert count_sent(single, "all_reduce") == []
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 2, "spatial": 2}])
+def test_of_unequal_replicas_the_one_with_the_most_rows_is_followed(mesh: dict[str, int]) -> None:
+    """The first one was, which has the fewest: three samples on two GPUs were forecast as one on each."""
+    uneven, even, small = (
+        find_peak(follow_candidate(make_work(shape=(batch, 1, 32, 16, 16)), Candidate(**mesh))[0])
+        for batch in (3, 4, 2)
+    )
+    assert small < uneven == even
+
+
+def build_wide() -> nn.Module:
+    sizes = [8, 600, 300, 2000, 3000, 1000, 700]
+    return nn.Sequential(*(nn.Linear(given, made) for given, made in pairwise(sizes)))
+
+
+def collect_buckets() -> list[int]:
+    """Return the bytes that the real one sums at a time, in the order in which it does."""
+    wrapped = nn.parallel.DistributedDataParallel(build_wide(), broadcast_buffers=False, find_unused_parameters=True)
+    found = []
+
+    def take(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        del state
+        found.append(bucket.buffer().nbytes)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    wrapped.register_comm_hook(None, take)
+    wrapped(torch.ones(2, 8)).sum().backward()
+    return found
+
+
+def test_buckets_are_those_of_torch() -> None:
+    real = in_group(2, collect_buckets)[0]
+    followed = [
+        sum(parameter.nbytes for parameter in bucket) for bucket in _fill_buckets(list(build_wide().parameters()))
+    ]
+    assert len(followed) > 2
+    assert sorted(followed) == sorted(real)
 
 
 def test_the_same_is_followed_twice() -> None:

@@ -116,12 +116,14 @@ def forecast_work(
         Refused, with the reason, where it cannot run or does not fit. Where it would not be recorded, of the same step
         without a recording.
     """
+    capacity = machine.gpu_bytes - reserve
+    gpu = replace(machine.gpu, memory=capacity)  # by which a pipeline decides how many stages it needs
     try:
         with _quietly():
             traces = follow_candidate(
                 work,
                 candidate,
-                machine.gpu,
+                gpu,
                 time_kernel=machine.gpu.seconds,
                 one_process=one_process,
                 pace=_find_pace(machine),
@@ -134,7 +136,6 @@ def forecast_work(
     except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind
         return Forecast(candidate=candidate, refused=f"{type(fault).__name__}: {_tell(fault)}")
     processes = 1 if one_process else candidate.data * candidate.spatial
-    capacity = machine.gpu_bytes - reserve
     uses = [_find_memory_use(trace, capacity, find_outside(trace, processes)) for trace in traces]
     memory = max(uses, key=lambda use: use.total)
     own = -(-work.batch_size // candidate.data)

@@ -33,7 +33,7 @@ class Freedom:
     records: bool = True
     """Whether a step that can be recorded is."""
     whole: bool = False
-    """Whether neither volumes nor the network are cut, and nothing is recomputed."""
+    """Whether neither volumes nor the network are cut."""
     one_process: bool = False
     """Whether one process has all GPUs: then there are no replicas."""
 
@@ -79,9 +79,9 @@ def _list_meshes(num_gpus: int, batch_size: int, planes: int, free: Freedom) -> 
                 )
                 uses_all = count == num_gpus or (data == most_data and count == data)
                 alone = count == 1 and not decided
-                # A pipeline per replica is for who asks for it: it needs batches for both.
-                unusual = data > 1 and pipeline > 1 and free.pipeline is None
-                refused = cuts_both or unusual or (free.whole and spatial * pipeline > 1)
+                # Stages of a replica that gets one sample wait for each other: for who asks for it.
+                idle = data > 1 and pipeline > 1 and batch_size < 2 * data and free.pipeline is None
+                refused = cuts_both or idle or (free.whole and spatial * pipeline > 1)
                 if asked and not refused and (uses_all or alone):
                     yield data, spatial, pipeline
 
@@ -114,7 +114,7 @@ def relieve(candidate: Candidate, free: Freedom) -> list[Candidate]:
     >>> [name_candidate(each) for each in relieve(Candidate(spatial=2), Freedom())][:2]
     ['spatial: 2, checkpoint: 1', 'spatial: 2, checkpoint: 2']
     """
-    if free.whole or candidate.pipeline > 1 or candidate.checkpoint is not None or free.checkpoint is not None:
+    if candidate.pipeline > 1 or candidate.checkpoint is not None or free.checkpoint is not None:
         return []
     return [replace(candidate, checkpoint=level, kernels="fast") for level in LEVELS]  # type: ignore[arg-type]
 

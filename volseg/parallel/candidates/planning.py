@@ -185,7 +185,9 @@ def list_largest(planned: Planned, *, beside: bool = False) -> list[tuple[Candid
     """
     work, free = planned.work, planned.free
     listed = list_candidates(planned.machine.num_gpus, work.batch_size, work.sides, free)
-    chosen = [each for each in listed if each.split_size in (None, 1, free.split_size)]
+    # Replicas of a pipeline hold what a pipeline of as many stages does, and one of more stages holds less.
+    alike = [each for each in listed if each.pipeline == 1 or each.data == 1 or free.pipeline is not None]
+    chosen = [each for each in alike if each.split_size in (None, 1, free.split_size)]
     candidates = [way for each in chosen for way in (each, *relieve(each, free)[-1:])]
     d, h, w = work.sides
     aspects = tuple(dict.fromkeys([(d, h, w), (1, 1, 1)] if len({d, h, w}) > 1 else [(d, h, w)]))

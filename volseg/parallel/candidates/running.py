@@ -6,7 +6,7 @@ several GPUs, all of them are.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -73,9 +73,11 @@ def follow_candidate(
     """
     _check(work, candidate)
     time_kernel = time_kernel or (gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly)
-    if candidate.num_gpus == candidate.pipeline or one_process:
+    if candidate.num_gpus == 1 or candidate.pipeline > 1 or one_process:
         return _follow_in_one_process(work, candidate, gpu, time_kernel, pace)
-    ranks = _list_ranks(candidate, max(work.sides))
+    # The last replica has the most rows, where they differ.
+    first = (candidate.data - 1) * candidate.spatial
+    ranks = [first + shard for shard in _list_shards(candidate, max(work.sides))]
     return tuple(_follow_process(work, candidate, gpu, rank, time_kernel) for rank in ranks)
 
 
@@ -90,19 +92,14 @@ def _check(work: Work, candidate: Candidate) -> None:
             f"volumes in {candidate.spatial} slabs and a network in {candidate.pipeline} stages: a model is cut in one "
             "way; leave out one of them"
         )
-    if candidate.pipeline > 1 and candidate.data > 1:
-        raise ParallelError(
-            "gradients of replicas of a pipeline are summed by DistributedDataParallel, which cannot be followed; "
-            "follow one of them with its share of the batch"
-        )
 
 
 EVEN = 16
 """Planes of each slab that are a multiple of this stay alike down to a network's coarsest levels."""
 
 
-def _list_ranks(candidate: Candidate, side: int) -> list[int]:
-    """Return the processes to follow: one between two others, and the first, which has the planes that are left."""
+def _list_shards(candidate: Candidate, side: int) -> list[int]:
+    """Return the processes of a replica to follow: one between two others, and the first, with the planes left over."""
     if candidate.spatial < 3:
         return [0]
     return [1] if side % (EVEN * candidate.spatial) == 0 else [0, 1]
@@ -116,9 +113,17 @@ def _time_roughly(run: KernelRun) -> float:
 def _follow_in_one_process(
     work: Work, candidate: Candidate, gpu: GpuLike, time_kernel: TimeKernel, pace: Pace | None
 ) -> tuple[StepTrace, ...]:
-    with following(gpu, candidate.num_gpus, time_kernel) as followed:
-        model = _place(_build(work, followed), candidate, followed.devices)
-        rows = work.batch_size
+    num_devices = candidate.num_gpus // candidate.data
+    if candidate.data > 1 and candidate.recorded:
+        raise NotRecordedError("stages whose gradients DistributedDataParallel sums by hooks are not recorded")
+    with following(gpu, num_devices, time_kernel) as followed, ExitStack() as group:
+        mesh = None
+        if candidate.data > 1:
+            note = partial(_note_exchange, followed)
+            group.enter_context(be_process(candidate.data - 1, candidate.data, note, followed.devices[0]))
+            mesh = join_mesh(candidate.data, 1)
+        model = _place(_build(work, followed), candidate, followed.devices, mesh)
+        rows = _count_rows(work, None if mesh is None else mesh.replicas())
         make_batch = partial(work.make_batch, rows, followed.devices[0])
         recorded, is_pipeline = candidate.recorded, candidate.pipeline > 1
         _run(
@@ -131,7 +136,7 @@ def _follow_in_one_process(
         )
     if pace is None or candidate.pipeline == 1:
         return followed.traces()
-    return order_by_threads(followed.list_issued(), candidate.num_gpus, pace)
+    return order_by_threads(followed.list_issued(), num_devices, pace)
 
 
 def _follow_process(work: Work, candidate: Candidate, gpu: GpuLike, rank: int, time_kernel: TimeKernel) -> StepTrace:
@@ -146,7 +151,7 @@ def _follow_process(work: Work, candidate: Candidate, gpu: GpuLike, rank: int, t
             make_batch = partial(_make_batch, work, model, rows, device, candidate)
             _run(work, model, make_batch, followed, recorded=candidate.recorded)
     (trace,) = followed.traces()
-    return StepTrace(trace.events, rank)
+    return StepTrace(trace.events, rank % candidate.spatial)
 
 
 def _build(work: Work, followed: FollowedStep) -> nn.Module:
@@ -177,7 +182,8 @@ def _place(net: nn.Module, candidate: Candidate, devices: list[torch.device], me
     model: nn.Module
     if candidate.pipeline > 1:
         options = Pipeline(split_size=candidate.split_size or "auto", cuts=candidate.cuts, record=candidate.recorded)
-        return ModelParallel(net.to(devices[0]), strategy=options, devices=devices)
+        staged = ModelParallel(net.to(devices[0]), strategy=options, devices=devices)
+        return staged if mesh is None else DataParallel(staged, mesh.replicas())
     cut = Spatial(checkpoint=candidate.checkpoint)
     if candidate.spatial > 1 and mesh is not None:
         model = ModelParallel(net, strategy=cut, mesh=mesh.spatial_group)

@@ -1,0 +1,107 @@
+"""What ``DistributedDataParallel`` asks of GPUs, on tensors without values: it is C++ that reads real ones.
+
+Read off torch's sources (``csrc/distributed/c10d/reducer.cpp``): buckets of flat gradients beside the gradients
+themselves, a copy of each into its bucket and back, a sum over each bucket, and a copy of what the network returns, by
+which it finds parameters that were not used.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from volseg.device.pretended import note_sent
+from volseg.device.torch_internals import tree_map
+
+__all__ = ["FollowedReplicas"]
+
+LIMITS = (2**20, 25 * 2**20)
+"""Bytes from which on a bucket is full: of the first one of a device, and of the others."""
+
+
+class FollowedReplicas(nn.Module):
+    """Stands for `DistributedDataParallel` where a step is followed.
+
+    Parameters
+    ----------
+    model : callable
+        Of one replica.
+    parameters : iterable of Tensor
+        Those that are trained, on the devices where they stay, in the order of the network.
+    processes : int
+        That sum gradients.
+    """
+
+    _model: Callable[..., Any]
+
+    def __init__(self, model: Callable[..., Any], parameters: Iterable[Tensor], processes: int) -> None:
+        super().__init__()
+        object.__setattr__(self, "_model", model)  # whose parameters are not this module's
+        self._processes = processes
+        trained = list(parameters)
+        for device in dict.fromkeys(parameter.device for parameter in trained):  # the first replica's weights come
+            flat = torch.cat([parameter.detach().reshape(-1) for parameter in trained if parameter.device == device])
+            note_sent(device, "broadcast", flat.nbytes, processes)
+            del flat
+        for bucket in _fill_buckets(trained):
+            _Bucket(bucket, processes)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the network, and copy what it returns."""
+        return tree_map(_copy_if_trained, self._model(*args, **kwargs))
+
+
+class _Bucket:
+    """Gradients that are summed in one message; their hooks hold it."""
+
+    def __init__(self, parameters: list[Tensor], processes: int) -> None:
+        first = parameters[0]
+        self._processes, self._count, self._arrived = processes, len(parameters), 0
+        self._flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        begin = 0
+        for parameter in parameters:
+            parameter.register_hook(_Arriving(self, slice(begin, begin + parameter.numel())))
+            begin += parameter.numel()
+
+    def take(self, gradient: Tensor, place: slice) -> None:
+        """Copy a gradient in and, as it will be when the sum is there, back."""
+        view = self._flat[place].view_as(gradient)
+        view.copy_(gradient)
+        self._arrived = (self._arrived + 1) % self._count
+        if self._arrived == 0:
+            note_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
+        gradient.copy_(view)
+
+
+class _Arriving:
+    """Takes a parameter's gradient, multiplied as `Piped` does for its mean to be a sum."""
+
+    def __init__(self, bucket: _Bucket, place: slice) -> None:
+        self._bucket, self._place = bucket, place
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        multiplied = gradient * self._bucket._processes
+        self._bucket.take(multiplied, self._place)
+        return multiplied
+
+
+def _fill_buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Give parameters of one device and dtype together, until they are as many bytes as a bucket takes."""
+    kinds = dict.fromkeys((parameter.device, parameter.dtype) for parameter in parameters)
+    for kind in kinds:
+        limit, size, bucket = LIMITS[0], 0, list[Tensor]()
+        for parameter in parameters:
+            if (parameter.device, parameter.dtype) != kind:
+                continue
+            bucket.append(parameter)
+            size += parameter.nbytes
+            if size >= limit:
+                yield bucket
+                limit, size, bucket = LIMITS[1], 0, []
+        if bucket:
+            yield bucket
+
+
+def _copy_if_trained(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.requires_grad else value
