@@ -89,7 +89,7 @@ def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks:
     if resume:
         require_components(config.folder, resumes=True)
     with signs.span("start"):
-        check_components(config)  # the first optimizer that is built makes torch import its compiler
+        check_components(config)
     replanning = Replanning(config)
     with suppress(BeginAgain):
         return _train(config, resume, hooks, replanning, signs)
