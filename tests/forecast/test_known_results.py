@@ -5,12 +5,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from volseg.device.torch_internals import TorchDispatchMode, get_storage_key
+from volseg.device.streams import make_stream, on_stream
+from volseg.device.torch_internals import FakeTensorMode, TorchDispatchMode, get_storage_key
 from volseg.forecast import known_results
 from volseg.forecast.following import follow, following
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.forecast.known_results import KnownResults
-from volseg.forecast.trace import Free
+from volseg.forecast.trace import Free, KernelRun
 
 GPU = find_kind("v100-16")
 
@@ -102,6 +103,40 @@ def test_a_step_asks_for_the_same_whether_results_are_remembered_or_not(monkeypa
 
 def list_requests(trace):
     return [event for event in trace.events if not isinstance(event, Free)]
+
+
+def test_changes_in_place_of_what_has_gradients_are_remembered(monkeypatch):
+    """Torch composes ``elu_`` of a dozen operators, and was asked for it in each of a pipeline's micro-batches."""
+    monkeypatch.setattr(known_results, "_known", {})
+    asked = []
+    plain = FakeTensorMode.dispatch
+
+    def dispatch(self, func, types, args=(), kwargs=None):
+        asked.append(func)
+        return plain(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", dispatch)
+    with following(GPU) as followed:
+        weight = torch.ones(8, device=followed.devices[0], requires_grad=True)
+        for _ in range(5):
+            out = F.elu_(weight * 2)
+            assert out.requires_grad
+    assert asked.count(torch.ops.aten.elu_.default) == 1
+    (trace,) = followed.traces()
+    assert [event.name for event in trace.events if isinstance(event, KernelRun)].count("aten.elu_") == 5
+
+
+def test_kernels_that_are_remembered_run_on_the_stream_of_the_day():
+    with following(GPU) as followed:
+        device = followed.devices[0]
+        x = torch.ones(8, device=device)
+        side = make_stream(device)
+        x.mul(2)
+        with on_stream(side):
+            x.mul(2)
+        x.mul(2)
+    (trace,) = followed.traces()
+    assert [event.stream for event in trace.events if getattr(event, "name", "") == "aten.mul"] == [0, side.number, 0]
 
 
 @pytest.mark.parametrize("most", [0, 3])

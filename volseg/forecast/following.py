@@ -16,6 +16,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,7 @@ from volseg.forecast.autocast import casting_like_gpus
 from volseg.forecast.copying import copy_without_values
 from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.forecast.kernel_work import describe_kernel, describe_noted, list_tensors
-from volseg.forecast.known_results import KnownResults
+from volseg.forecast.known_results import Known, KnownResults
 from volseg.forecast.known_values import KnownValues
 from volseg.forecast.refusals import explaining_refusals
 from volseg.forecast.surroundings import apart_from_surroundings
@@ -297,15 +298,28 @@ class FollowedStep:
             self._put(number, Free(block))
         return number
 
-    def note_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Put down an operator of torch, on the device of its result."""
+    def note_operator(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, known: Known | None = None
+    ) -> None:
+        """Put down an operator of torch, on the device of its result; what is remembered of it is not found again."""
+        if known is None or known.work is None:
+            work = self._find_work(function, args, kwargs, out)
+            if known is not None:
+                known.work = work
+        else:
+            work = known.work
+        home, run = work
+        if home is not None and run is not None:
+            stream = find_current_stream(home).number
+            self._note_run(self._number(home), run if run.stream == stream else replace(run, stream=stream))
+
+    def _find_work(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> tuple[torch.device | None, KernelRun | None]:
+        """Return where an operator runs and its kernel, which follow from what tells its result from others."""
         tensors = list_tensors((args, kwargs))
         home = _find_gpu(list_tensors(out)) or _find_gpu(tensors)
-        if home is None:
-            return
-        run = describe_kernel(function, args, kwargs, tensors, out, find_current_stream(home).number)
-        if run is not None:
-            self._note_run(self._number(home), run)
+        return home, None if home is None else describe_kernel(function, args, kwargs, tensors, out, 0)
 
     def note_product(self, device: torch.device) -> None:
         """Put down the memory that the first products of a thread and a stream take for good."""
@@ -346,7 +360,7 @@ class _Noting(TorchDispatchMode):
         self.known = KnownResults(followed.mode)
         self.values = KnownValues()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
         if func is FIND_DEVICE:  # asked more often than all else together
             return find_device(args[0])
         kwargs = kwargs or {}
@@ -361,11 +375,12 @@ class _Noting(TorchDispatchMode):
         is_scattered = self.followed.in_place.is_scattered(func)
         if is_scattered:
             self.followed.note_scattered(args[0])
+        known = None
         if func in OF_STORAGES:
             with self.followed.without_cache():
                 out = func(*args, **kwargs)
         else:
-            out = self.known.run(func, args, kwargs)
+            out, known = self.known.find(func, args, kwargs)
         self.values.note(func, args, kwargs, out)
         if isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
@@ -381,13 +396,18 @@ class _Noting(TorchDispatchMode):
             self.followed.note_checked(args[1])
         elif out is not None:
             return out  # a number or the like
-        self.followed.note_operator(func, args, kwargs, out)
+        self.followed.note_operator(func, args, kwargs, out, known)
         return out
 
     def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain = None if func in WITHOUT_RESULT else self.known.run(func, args, kwargs)
         with self:  # what the handler calls is noted too
             return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
+
+
+# Torch wraps the method of a class that is defined with one, to keep the compiler out of it, which costs as much as all
+# that is done for most operators; nothing is compiled where operators are only followed.
+_Noting.__torch_dispatch__ = _Noting._dispatch  # type: ignore[assignment,method-assign]
 
 
 def _find_gpu(tensors: Iterable[Tensor]) -> torch.device | None:

@@ -12,6 +12,7 @@ operator of aten.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -40,7 +41,18 @@ UNFIT_NAMES = {"set_", "resize_", "resize_as_", "lift", "lift_fresh", "lift_fres
 Key = tuple[Any, ...]
 Remake = Callable[[FakeTensorMode, Sequence[FakeTensor]], Any]
 
-_known: dict[Key, Remake] = {}
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """What is remembered of an operator that was given such arguments."""
+
+    remake: Remake
+    """Makes what it returns."""
+    work: Any = None
+    """What whoever asked has found out about it; it follows from the same."""
+
+
+_known: dict[Key, Known] = {}
 """Of all steps that this process follows: what an operator returns depends on nothing else."""
 
 
@@ -58,16 +70,20 @@ class KnownResults:
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what ``function(*args, **kwargs)`` returns."""
+        return self.find(function, args, kwargs)[0]
+
+    def find(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Known | None]:
+        """Return what it returns, and what is remembered of it; None where nothing is."""
         if not _may_be_known(function):
-            return function(*args, **kwargs)
+            return function(*args, **kwargs), None
         tensors: list[FakeTensor] = []
         key: list[Any] = [function, torch.get_default_dtype(), torch.is_inference_mode_enabled(), read_global_flags()]
         if not _describe(args, key, tensors) or (kwargs and not _describe(kwargs.items(), key, tensors)):
-            return function(*args, **kwargs)
+            return function(*args, **kwargs), None
         whole = tuple(key)
-        remake = _known.get(whole)
-        if remake is not None:
-            return remake(self._mode, tensors)
+        known = _known.get(whole)
+        if known is not None:
+            return known.remake(self._mode, tensors), known
         # Torch's own memory, which all modes share, has no switches in its keys.
         before, self._mode.cache_enabled = self._mode.cache_enabled, False
         try:
@@ -75,11 +91,12 @@ class KnownResults:
         finally:
             self._mode.cache_enabled = before
         remake = _find_remake(out, tensors)
-        if remake is not None:
-            if len(_known) >= MOST:
-                _known.clear()
-            _known[whole] = remake
-        return out
+        if remake is None:
+            return out, None
+        if len(_known) >= MOST:
+            _known.clear()
+        known = _known[whole] = Known(remake)
+        return out, known
 
 
 @cache
@@ -131,11 +148,11 @@ def _find_remake_of_one(out: Any, tensors: Sequence[FakeTensor]) -> Remake | Non
     """Return what makes one tensor again."""
     if type(out) is not FakeTensor or out.constant is not None or out.layout is not torch.strided:
         return None
+    same = [number for number, tensor in enumerate(tensors) if tensor is out]
+    if len(same) == 1:  # whether gradients go to it or not
+        return lambda mode, given: given[same[0]]  # noqa: ARG005 (all are called alike)
     if out.requires_grad or out.dtype.is_complex:
         return None
-    same = [number for number, tensor in enumerate(tensors) if tensor is out]
-    if len(same) == 1:
-        return lambda mode, given: given[same[0]]  # noqa: ARG005 (all are called alike)
     size, stride, dtype, device = tuple(out.shape), out.stride(), out.dtype, out.fake_device
     offset, whole = out.storage_offset(), out.untyped_storage()
     mine = get_storage_key(whole)
