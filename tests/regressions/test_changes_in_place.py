@@ -199,6 +199,40 @@ def test_a_checkpoint_of_the_networks_own_saves_what_waits(run: Run, way: str) -
     compare(run, way)
 
 
+def change_what_was_joined(net: Net, x: Tensor) -> Tensor:
+    part = net.second(x)
+    joined = torch.cat([part[:, :1], x[:, 1:]], 1)
+    shown = joined * 1
+    result = checkpoint(lambda given: net.norm(net.first(given)), joined, use_reentrant=False)
+    part.mul_(2)
+    return net.last(result) + part + shown
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_part_of_a_join_that_a_checkpoint_reads_is_exact_or_refused_when_it_was_changed(way: str) -> None:
+    """Computed again, the join had no recipe any more, and the convolution saved one tensor less: torch's own error."""
+    if way == "fast":
+        with pytest.raises(UnsupportedOperatorError, match="in place"):
+            compare(change_what_was_joined, way)
+    else:
+        compare(change_what_was_joined, way)
+
+
+NO_NUMBER = float("nan")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bias_gradient_that_would_vanish_is_no_number_where_the_gradient_is_none(way: str) -> None:
+    """Zeros stood there: the norm said of a gradient that it sums to zero, without a look at what it holds."""
+    net = Net(lambda net, x: net.norm(net.first(x)))
+    x = torch.randn(2, CHANNELS, 8, 6, 4)
+    x[0, 1, 2, 3, 1] = NO_NUMBER
+    output = WAYS[way](net)(x)
+    (output.full_tensor() if isinstance(output, ShardedVolume) else output).square().sum().backward()
+    assert net.first.bias.grad is not None
+    assert net.first.bias.grad.isnan().all()
+
+
 def change_in_a_checkpoint(net: Net, x: Tensor) -> Tensor:
     return net.last(checkpoint(lambda given: torch.sigmoid(given.mul_(2)), net.first(x), use_reentrant=False))
 

@@ -5,6 +5,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from volseg.device.torch_internals import is_changed_in_place
 from volseg.errors import UnsupportedOperatorError
@@ -22,7 +23,8 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     Raises
     ------
     UnsupportedOperatorError
-        For ``create_graph=True``, and where what is read was changed in place: a plain network may not have kept it.
+        For ``create_graph=True``, and where what is read, or computed again, was changed in place: a plain network
+        may not have kept it.
     """
 
     @wraps(backward)
@@ -34,6 +36,12 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
             )
         try:
             return backward(ctx, *gradients)
+        except CheckpointError as error:
+            raise UnsupportedOperatorError(
+                "what a checkpoint computes again differs from what it has computed: a tensor that the block reads, or "
+                "that this was joined from, was changed in place since. Do that out of place, or take the checkpoint "
+                f"away. torch says: {str(error).splitlines()[0]}"
+            ) from error
         except RuntimeError as error:
             if not is_changed_in_place(error):
                 raise

@@ -176,7 +176,7 @@ class _Add(torch.autograd.Function):
             weight, bias = tensors[2 * number : 2 * number + 2]
             mean, rstd = known[2 * number : 2 * number + 2]
             found = combine_sums(ctx.context, plan.pooled, own, mean, rstd, weight, plan.voxels, slabs)
-            factors.append(zip(*map(ctx.context.spread, found[:2]), strict=True))
+            factors.append(list(zip(*map(ctx.context.spread, found[:2]), strict=True)))
             moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
             of_parameters += [None if weight is None else moment.to(weight), None if bias is None else total.to(bias)]
             slopes = [row[number].slope for row in rows]
@@ -186,10 +186,10 @@ class _Add(torch.autograd.Function):
             for gradient, (first, second), *pairs in zip(gradients, rows, *factors, strict=True)
         ]
         columns = list(zip(*inputs, strict=True))
-        for column, plan in zip(columns, ctx.plans, strict=False):
+        for column, plan, pairs in zip(columns, ctx.plans, factors, strict=False):
             if plan.pooled.ignores_channels(*known[0].shape):
-                for gradient in column:
-                    note_vanishing(gradient)
+                for gradient, (_, offset) in zip(column, pairs, strict=True):
+                    note_vanishing(gradient, offset)
         return None, None, *of_parameters, *of_slopes, *chain.from_iterable(columns)
 
 
