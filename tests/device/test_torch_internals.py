@@ -328,6 +328,22 @@ def test_backward_passes_have_numbers() -> None:
     assert numbers[0] != numbers[2]
 
 
+def test_a_refusal_of_what_was_changed_in_place_is_told_from_others() -> None:
+    x = torch.zeros(2, requires_grad=True)
+    read = x.exp()
+    result = read.square().sum()
+    with torch.no_grad():
+        read.add_(1)
+    with pytest.raises(RuntimeError) as changed:
+        result.backward()
+    assert internals.is_changed_in_place(changed.value)
+    twice = x.exp().sum()
+    twice.backward()
+    with pytest.raises(RuntimeError) as freed:
+        twice.backward()
+    assert not internals.is_changed_in_place(freed.value)
+
+
 def test_the_node_of_a_backward_pass_is_known_within_it() -> None:
     names = []
     x = torch.zeros(2, requires_grad=True) * 2

@@ -389,6 +389,9 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 AROUND = ("", "", "", "", "", "", "no_grad first", "no_grad", "checkpoint", "relu behind", "cat behind")
 
+BEHIND = ("hook", "hook behind", "change behind", "change the second behind")
+"""What may be done with a step's result, and with its inputs once it has run."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -474,6 +477,32 @@ def draw_fused(seed: int) -> Plan:
         first = 1 if rng.random() < 0.7 else rng.randint(1, 4)
         steps.append(Step(kind, name, first, rng.randint(1, 5), rng.choice(AROUND)))
     checkpoint = rng.choice([None, None, "all", "tiled"])
+    return replace(
+        draw(seed),
+        layers=layers,
+        steps=tuple(steps),
+        options={} if checkpoint is None else {"checkpoint": checkpoint},
+        grid=None,
+        shards=rng.choice([1, 2, 2, 3]),
+        outputs=rng.choice(["last", "all"]),
+    )
+
+
+def draw_deep(seed: int) -> Plan:
+    """Draw a network of many fused operators among others, with hooks and changes before and behind each."""
+    rng = random.Random(seed)
+    layers = tuple(rng.choices(list(FUSED["layer"]), k=3)) + tuple(rng.choices(list(LAYERS), k=2))
+    steps = []
+    for _ in range(rng.randint(10, 24)):
+        kind = rng.choices(("layer", "unary", "binary", "in place"), (6, 3, 4, 1))[0]
+        names = (
+            FUSED[kind] if rng.random() < 0.8 else {"unary": UNARY, "binary": BINARY, "in place": IN_PLACE}.get(kind)
+        )
+        name = str(rng.randrange(5)) if kind == "layer" else rng.choice(list(names or FUSED[kind]))
+        first = 1 if rng.random() < 0.7 else rng.randint(1, 4)
+        around = rng.choice(AROUND) if rng.random() < 0.85 else rng.choices(BEHIND, (6, 2, 1, 1))[0]
+        steps.append(Step(kind, name, first, rng.randint(1, 5), around))
+    checkpoint = rng.choice([None, None, "all", "tiled", 1])
     return replace(
         draw(seed),
         layers=layers,
@@ -573,6 +602,14 @@ class Dag(nn.Module):
         if step.around == "checkpoint" and step.kind != "in place":
             return checkpoint(self._run, step, first, second, use_reentrant=False)
         result = self._run(step, first, second)
+        if step.around == "hook" and result.requires_grad:
+            result.register_hook(lambda gradient: gradient * 1.5)
+        if step.around == "hook behind" and first.requires_grad:
+            first.register_hook(lambda gradient: gradient * 1.5)
+        if step.around == "change behind":
+            first.mul_(0.9)
+        if step.around == "change the second behind":
+            second.mul_(0.9)
         if step.around == "relu behind":
             return F.relu(result, inplace=step.kind != "in place")
         if step.around == "cat behind":

@@ -38,6 +38,16 @@ def test_a_random_network_of_fused_operators_equals_itself_or_is_refused() -> No
     assert assert_equal_or_refused(range(100), dags.draw_fused)["equal"] >= 70
 
 
+def test_a_deep_random_network_equals_itself_or_is_refused() -> None:
+    assert assert_equal_or_refused(range(60), dags.draw_deep)["equal"] >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 3000, 500))
+def test_more_deep_random_networks(first: int) -> None:
+    assert_equal_or_refused(range(first, first + 500), dags.draw_deep)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 5000, 500))
 def test_more_random_networks(first: int) -> None:

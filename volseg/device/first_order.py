@@ -5,7 +5,9 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
+from volseg.device.torch_internals import is_changed_in_place
 from volseg.errors import UnsupportedOperatorError
 
 __all__ = ["first_order"]
@@ -21,7 +23,8 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     Raises
     ------
     UnsupportedOperatorError
-        For ``create_graph=True``.
+        For ``create_graph=True``, and where what is read, or computed again, was changed in place: a plain network
+        may not have kept it.
     """
 
     @wraps(backward)
@@ -31,6 +34,21 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "ModelParallel and volseg's DiceCELoss compute no second derivatives (create_graph=True); for them use "
                 "the plain network with monai.losses.DiceCELoss, or a pipeline with record=False"
             )
-        return backward(ctx, *gradients)
+        try:
+            return backward(ctx, *gradients)
+        except CheckpointError as error:
+            raise UnsupportedOperatorError(
+                "what a checkpoint computes again differs from what it has computed: a tensor that the block reads, or "
+                "that this was joined from, was changed in place since. Do that out of place, or take the checkpoint "
+                f"away. torch says: {str(error).splitlines()[0]}"
+            ) from error
+        except RuntimeError as error:
+            if not is_changed_in_place(error):
+                raise
+            raise UnsupportedOperatorError(
+                "a tensor was changed in place after a norm, a sum, a join or a convolution had read it, whose "
+                "gradient is computed from it: do that out of place, or before it is read. Here some operators keep "
+                f"what they read where a plain network keeps what they return. torch says: {error}"
+            ) from error
 
     return once

@@ -94,6 +94,7 @@ __all__ = [
     "get_storage_key",
     "get_version",
     "hand_backward_over",
+    "is_changed_in_place",
     "is_compiled",
     "is_in_bad_fork",
     "is_transformed",
@@ -270,6 +271,12 @@ def overriding_operators(key: str, kernels: Mapping[str, Callable[..., Any] | No
 
 find_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """Return the hooks that see what autograd saves now, or None; those of a trace only where it is told True."""
+
+
+def is_changed_in_place(error: RuntimeError) -> bool:
+    """Say whether autograd has refused what was changed in place after it was saved: it tells so by words alone."""
+    return "modified by an inplace operation" in str(error)
+
 
 find_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward pass that runs on this thread, -1 where none does."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from volseg.device.torch_internals import find_backward_pass, find_saved_tensors_hooks
 from volseg.errors import ParallelError
@@ -158,12 +159,19 @@ class Context:
         self._waiting = [waiting for waiting in self._waiting if waiting() is not None]
         self._waiting.append(weakref.ref(volume))
 
-    def settle(self) -> None:
-        """Write what waits, before anything is changed in place."""
+    def change(self, volume: Any) -> None:
+        """Count that a volume is changed in place next, as torch does; what waits is written before.
+
+        Parameters
+        ----------
+        volume
+            Which.
+        """
+        increment_version(volume)
         waiting, self._waiting = self._waiting, []
         for volume in (reference() for reference in waiting):
             if volume is not None:
-                volume.settle()
+                volume.pending.settle_apart(volume)
 
     def say_once(self, message: str) -> None:
         """Warn about something that was done instead of what was asked, the first time."""

@@ -19,8 +19,8 @@ from volseg.device.torch_internals import (
     without_subclass_overrides,
 )
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.pending import Unchanged
 from volseg.parallel.spatial.signatures import writes
+from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["CopiedView", "Origin", "mark_copies", "plain"]

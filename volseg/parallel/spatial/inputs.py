@@ -12,7 +12,7 @@ from torch import Tensor
 
 from volseg.device.torch_internals import as_plain, get_storage_key
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.pending import Unchanged
+from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["CutInput"]

@@ -33,9 +33,9 @@ find_recipe   writes; as Written [1]_  the recipe, if it holds     as Written   
 .. [2] And the recipe; where it can only be written as a whole it is, and stays Written.
 
 What is changed in place
-    An operator that works in place lets everything that waits be written first (``Context.settle``), and then has the
-    slabs shown: it changes what was there when it was called. Everything else shows in the tensors' versions, which
-    ``Unchanged`` alone compares. What a *waiting* slab is written from has changed: refused, now and at every later
+    An operator that works in place lets everything that waits be written first (``Context.change``), and then has the
+    slabs shown: it changes what was there when it was called. Everything else shows in the tensors' versions (see
+    ``versions``). What a *waiting* slab is written from has changed: refused, now and at every later
     try. What a *written* or *shown* slab was written from has changed, or the slab itself: the slab is right, and its
     recipe does not hold any more. What a *released* slab was written from has changed: the slab is lost, and whoever
     asks for it is refused.
@@ -58,10 +58,10 @@ from torch import Tensor
 
 from volseg.device.norm.activation import Activation
 from volseg.device.pretended import resize_memory
-from volseg.device.torch_internals import get_version
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import saved_tensors_hooks
 from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.versions import Unchanged, keep, take
 
 if TYPE_CHECKING:
     from volseg.parallel.spatial.volume import ShardedVolume
@@ -140,30 +140,6 @@ def find_likes(volume: "ShardedVolume") -> list[Tensor]:
     return [torch.empty_strided(slab.shape, slab.stride(), dtype=slab.dtype, device="meta") for slab in slabs]
 
 
-class Unchanged:
-    """Tensors that must stay as they are: the one place where versions are compared."""
-
-    __slots__ = ("_tensors", "_versions")
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._versions = [get_version(tensor) for tensor in tensors]
-
-    def including(self, *tensors: Tensor) -> "Unchanged":
-        """Return these and others, which must stay as they are from now on."""
-        return self.joined(Unchanged(tensors))
-
-    def joined(self, other: "Unchanged") -> "Unchanged":
-        """Return these and those of another, as they were."""
-        both = Unchanged((*self._tensors, *other._tensors))
-        both._versions = [*self._versions, *other._versions]
-        return both
-
-    def holds(self) -> bool:
-        """Say whether none of them was changed in place since."""
-        return [get_version(tensor) for tensor in self._tensors] == self._versions
-
-
 class Pending(ABC):
     """State of a volume's slabs. Every event gets the volume, which holds the slabs and this state.
 
@@ -194,6 +170,10 @@ class Pending(ABC):
         """Write what waits; with ``halos``, start their exchange and return the function that waits for it."""
         del volume, halos
         return None
+
+    def settle_apart(self, volume: "ShardedVolume") -> None:
+        """Write what waits before any tensor is changed in place: what torch would not keep must not be kept then."""
+        self.settle(volume)
 
     @abstractmethod
     def lend(self, volume: "ShardedVolume") -> list[Tensor]:
@@ -482,7 +462,7 @@ class Moment:
 
     @contextmanager
     def _restored(self, own: bool, changed: Sequence[Tensor]) -> Iterator[None]:
-        hooks = nullcontext() if own else torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        hooks = nullcontext() if own else torch.autograd.graph.saved_tensors_hooks(keep, take)
         for parameter in changed:
             parameter.requires_grad_(not parameter.requires_grad)
         try:
@@ -491,7 +471,3 @@ class Moment:
         finally:
             for parameter in changed:
                 parameter.requires_grad_(not parameter.requires_grad)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

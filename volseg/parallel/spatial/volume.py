@@ -15,14 +15,15 @@ from volseg.device.torch_internals import make_wrapper_subclass, to_copy
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.history import check_history
-from volseg.parallel.spatial.pending import PLAIN, Pending, Waiting
+from volseg.parallel.spatial.pending import PLAIN, Pending, Recipe, Waiting
 from volseg.parallel.spatial.plan.shards import Merged, Span, spans
 from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.versions import Unchanged
 
 if TYPE_CHECKING:
     from volseg.parallel.spatial.copied_view import Origin
 
-__all__ = ["ShardedVolume", "defer", "from_whole", "relaid", "wrap"]
+__all__ = ["ShardedVolume", "defer", "from_whole", "relaid", "share_later", "wrap"]
 
 
 class ShardedVolume(Tensor):
@@ -49,6 +50,9 @@ class ShardedVolume(Tensor):
         has its own.
     is_bypassed
         Whether a gradient goes past the slabs, to those that they join: the slabs' own is not all of it.
+    is_saved
+        Set of what a checkpoint within a recomputed block saves. It says that it needs no gradient: torch would
+        detach it, and nothing would be saved of what the block does with it.
     widen
         Set where torch has float32 and these slabs have fewer digits: returns the volume in float32.
     """
@@ -62,6 +66,7 @@ class ShardedVolume(Tensor):
     origin: "Origin | None" = None
     hooks: dict[int, Callable] | None = None
     is_bypassed: bool = False
+    is_saved: bool = False
     widen: "Callable[[ShardedVolume], ShardedVolume] | None" = None
     _slabs: list[Tensor]
     _shape: torch.Size
@@ -101,7 +106,10 @@ class ShardedVolume(Tensor):
             # torch's checkpointing saves a block's arguments as autograd does, and reads them back through this. The
             # slabs keep their history, which a recomputation does not use.
             volume: ShardedVolume = args[0]
-            return wrap(volume, volume.slabs)
+            if not isinstance(volume.pending, Waiting):
+                return wrap(volume, volume.slabs)
+            # Saving writes nothing: what is saved must be the same tensors in the same order when that is repeated.
+            return share_later(volume)
         if func is to_copy and not torch.is_grad_enabled():
             return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))  # torch.tensor(volume)
         raise UnsupportedOperatorError(
@@ -152,6 +160,8 @@ class ShardedVolume(Tensor):
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether gradients flow to the slabs."""
+        if self.is_saved:
+            return False
         self.pending.settle(self)
         return any(slab.requires_grad for slab in self._slabs)
 
@@ -273,6 +283,25 @@ class ShardedVolume(Tensor):
 
     def __hash__(self) -> int:
         return id(self)
+
+
+class _SameSlabs(Waiting):
+    """The slabs of another volume that waits."""
+
+    def __init__(self, volume: ShardedVolume) -> None:
+        self.volume, self.stand_ins, self.room, self.unchanged = volume, list(volume._slabs), 0, Unchanged(())
+
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Have the other one written."""
+        del halos
+        return list(self.volume.slabs), None, None
+
+
+def share_later(volume: ShardedVolume) -> ShardedVolume:
+    """Return a volume of the same slabs as one that may wait, which goes on waiting."""
+    result = defer(_SameSlabs(volume), volume.dims, volume.shape, volume.context)
+    result.merged = volume.merged
+    return result
 
 
 def defer(waiting: Waiting, dims: Sequence[int], shape: Sequence[int], context: Context) -> ShardedVolume:

@@ -26,7 +26,7 @@ from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
 from volseg.parallel.spatial.lazy.recipes import Join
-from volseg.parallel.spatial.lazy.vanishing import vanishes
+from volseg.parallel.spatial.lazy.vanishing import sum_vanishing, vanishes
 from volseg.parallel.spatial.pending import Recipe, Write
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Halo, Wait, return_gradients, start_filling
@@ -150,7 +150,7 @@ class _Convolve(torch.autograd.Function):
         needed = [value if wanted else None for wanted, value in zip(ctx.needs_input_grad[first:], inputs, strict=True)]
         biases = [bias for _, _, bias in found] if ctx.num_biases else []
         if no_biases:
-            biases = [torch.zeros(ctx.bias_sizes, dtype=g.dtype, device=g.device) for g in gradients]
+            biases = list(map(sum_vanishing, gradients))
         return None, *(weight for _, weight, _ in found), *biases, *needed
 
 

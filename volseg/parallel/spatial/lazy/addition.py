@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from volseg.device import fusions
 from volseg.device.first_order import first_order
@@ -19,8 +20,9 @@ from volseg.device.norm.term import Term
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.norm import Pooled, WaitingNorm, combine_sums, sum_to_slope
 from volseg.parallel.spatial.lazy.vanishing import note_vanishing
-from volseg.parallel.spatial.pending import Recipe, Unchanged, Waiting
+from volseg.parallel.spatial.pending import PLAIN, Recipe, Waiting
 from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["add_in_place", "add_waiting"]
@@ -66,6 +68,18 @@ class WaitingSum(Waiting):
         """Write it: two slabs would be kept for one."""
         self.settle(volume)
 
+    def settle_apart(self, volume: ShardedVolume) -> None:
+        """Write norm, sum and activation one after another: behind an activation ``write`` keeps what is added."""
+        if self.activation == IDENTITY or isinstance(self.other, WaitingNorm):
+            self.settle(volume)
+            return
+        self.check()
+        normed, _, _ = self.norm.write(())
+        with self.moment.restored():
+            rows = zip(normed, self.other, strict=True)
+            volume._slabs = [self.activation.apply(first + second) for first, second in rows]
+        volume.pending = PLAIN
+
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Add up."""
         del halos
@@ -88,7 +102,11 @@ def add_waiting(first: Any, second: Any) -> ShardedVolume | None:
         What is added.
     """
     waiting = _find_sum(first, second) or _find_sum(second, first)
-    return None if waiting is None else defer(waiting, first.dims, first.shape, first.context)
+    if waiting is None:
+        return None
+    for volume in (first, second):
+        volume.is_bypassed = volume.is_bypassed or isinstance(volume.pending, WaitingNorm)
+    return defer(waiting, first.dims, first.shape, first.context)
 
 
 def add_in_place(first: Any, second: Any) -> bool:
@@ -107,7 +125,9 @@ def add_in_place(first: Any, second: Any) -> bool:
     if waiting is None:
         return False
     first.pending = waiting
+    increment_version(first)
     first.context.defer(first)
+    second.is_bypassed = second.is_bypassed or isinstance(second.pending, WaitingNorm)
     return True
 
 
@@ -138,8 +158,10 @@ class _Add(torch.autograd.Function):
         ctx.is_pair = len(norms) == 2
         known = [value for norm in norms for value in (norm.found.mean, norm.found.rstd)]
         affine = [value for norm in norms for value in (norm.found.scale, norm.found.shift)]
-        ctx.save_for_backward(*known, *affine, *tensors)
         rows = _list_terms(ctx, known, affine, tensors)
+        # What is added as it is, with nothing behind the sum, has the sum's gradient: torch does not keep it either.
+        ctx.keeps_both = ctx.is_pair or waiting.activation != IDENTITY
+        ctx.save_for_backward(*known, *affine, *(tensors if ctx.keeps_both else tensors[: -ctx.count]))
         return tuple(addition.add(*row, waiting.activation) for row in rows)
 
     @staticmethod
@@ -147,6 +169,8 @@ class _Add(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved, count = ctx.saved_tensors, 2 * len(ctx.plans)
         known, affine, tensors = saved[:count], saved[count : 2 * count], saved[2 * count :]
+        if not ctx.keeps_both:
+            tensors = *tensors, *gradients  # in the place of what nobody reads
         rows = _list_terms(ctx, known, affine, tensors)
         sums = [addition.add_sums(g, *row, ctx.activation) for g, row in zip(gradients, rows, strict=True)]
         slabs = tensors[-2 * ctx.count : -ctx.count]
@@ -156,7 +180,7 @@ class _Add(torch.autograd.Function):
             weight, bias = tensors[2 * number : 2 * number + 2]
             mean, rstd = known[2 * number : 2 * number + 2]
             found = combine_sums(ctx.context, plan.pooled, own, mean, rstd, weight, plan.voxels, slabs)
-            factors.append(zip(*map(ctx.context.spread, found[:2]), strict=True))
+            factors.append(list(zip(*map(ctx.context.spread, found[:2]), strict=True)))
             moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
             of_parameters += [None if weight is None else moment.to(weight), None if bias is None else total.to(bias)]
             slopes = [row[number].slope for row in rows]
@@ -166,10 +190,10 @@ class _Add(torch.autograd.Function):
             for gradient, (first, second), *pairs in zip(gradients, rows, *factors, strict=True)
         ]
         columns = list(zip(*inputs, strict=True))
-        for column, plan in zip(columns, ctx.plans, strict=False):
+        for column, plan, pairs in zip(columns, ctx.plans, factors, strict=False):
             if plan.pooled.ignores_channels(*known[0].shape):
-                for gradient in column:
-                    note_vanishing(gradient)
+                for gradient, (_, offset) in zip(column, pairs, strict=True):
+                    note_vanishing(gradient, offset)
         return None, None, *of_parameters, *of_slopes, *chain.from_iterable(columns)
 
 

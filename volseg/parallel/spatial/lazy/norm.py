@@ -357,7 +357,8 @@ class _Normalize(torch.autograd.Function):
         found = combine_sums(context, pooled, sums, mean, rstd, weight, voxels, slabs)
         factor, offset = found[0], found[1]
         moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
-        rows = zip(gradients, slabs, scales, shifts, spread(factor), spread(offset), strict=True)
+        offsets = spread(offset)
+        rows = zip(gradients, slabs, scales, shifts, spread(factor), offsets, strict=True)
         # The convolution in front of the norm wants neighbours' planes around its gradient.
         roomy = room if mean.shape[0] == 1 else 0
         inputs = [
@@ -367,8 +368,8 @@ class _Normalize(torch.autograd.Function):
             for row, slope in zip(rows, slopes, strict=True)
         ]
         if pooled.ignores_channels(*mean.shape):
-            for gradient in inputs:
-                note_vanishing(gradient)
+            for gradient, own in zip(inputs, offsets, strict=True):
+                note_vanishing(gradient, own)
         weight_gradient = moment.to(weight) if weight is not None else None
         bias_gradient = total.to(rstd if weight is None else weight) if has_bias else None
         of_slopes = [sum_to_slope(own, slope) for own, slope in zip(sums, tensors[:number], strict=False)]

@@ -12,12 +12,20 @@ from torch import Tensor
 from volseg.device import fusions
 from volseg.device.torch_internals import get_version
 
-__all__ = ["forget_vanishing", "note_vanishing", "vanishes"]
+__all__ = ["forget_vanishing", "note_vanishing", "sum_vanishing", "vanishes"]
 
 
-def note_vanishing(gradient: Any) -> None:
-    """Say of a gradient, as it is now, that it sums to zero over the voxels of all samples, in each channel."""
-    gradient._vanishes = get_version(gradient)
+def note_vanishing(gradient: Any, offset: Tensor) -> None:
+    """Say of a gradient, as it is now, that it sums to zero over the voxels of all samples, in each channel.
+
+    Parameters
+    ----------
+    gradient
+        Of a norm's input.
+    offset
+        What its backward pass has added to every voxel, ``(B, C)``: no number where the gradient has some.
+    """
+    gradient._vanishes = get_version(gradient), offset
 
 
 def forget_vanishing(gradient: Any) -> None:
@@ -27,5 +35,11 @@ def forget_vanishing(gradient: Any) -> None:
 
 def vanishes(gradient: Tensor) -> bool:
     """Say whether that is known: not of a sum with another gradient, new or made in place."""
-    known = getattr(gradient, "_vanishes", None) == get_version(gradient)
-    return known and fusions.is_on("no bias gradients")
+    known = getattr(gradient, "_vanishes", None)
+    return known is not None and known[0] == get_version(gradient) and fusions.is_on("no bias gradients")
+
+
+def sum_vanishing(gradient: Any) -> Tensor:
+    """Return the sums of a gradient that vanishes, ``(C,)``: zeros, and no numbers where it holds some."""
+    _, offset = gradient._vanishes
+    return (offset.sum(0) * 0).to(gradient.dtype)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from volseg.parallel.spatial.versions import Kept, keep, take
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["SMALLEST_BYTES", "offloaded"]
@@ -35,21 +36,21 @@ def offloaded(smallest_bytes: int = SMALLEST_BYTES) -> Iterator[None]:
     about its identity, since freed memory is used again.
     """
 
-    def pack(tensor: Tensor) -> Tensor | _Away:
+    def pack(tensor: Tensor) -> Kept | _Away:
         # Not a block's input that torch's checkpointing saves: a volume's slabs are saved one by one.
         if (
             isinstance(tensor, ShardedVolume)
             or tensor.is_leaf
             or tensor.numel() * tensor.element_size() < smallest_bytes
         ):
-            return tensor
+            return keep(tensor)
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         host.copy_(tensor, non_blocking=True)
         return _Away(host, tensor.device)
 
-    def unpack(saved: Tensor | _Away) -> Tensor:
+    def unpack(saved: Kept | _Away) -> Tensor:
         # Copied, also on the CPU: what is saved must not be changed by whoever reads it.
-        return saved if isinstance(saved, Tensor) else saved.host.to(saved.device, non_blocking=True, copy=True)
+        return take(saved) if isinstance(saved, Kept) else saved.host.to(saved.device, non_blocking=True, copy=True)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

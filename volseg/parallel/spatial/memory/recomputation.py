@@ -34,9 +34,10 @@ from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
-from volseg.parallel.spatial.pending import Unchanged, find_likes
+from volseg.parallel.spatial.pending import find_likes
 from volseg.parallel.spatial.transport.room import find_room
-from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.spatial.versions import Kept, Unchanged, keep, take
+from volseg.parallel.spatial.volume import ShardedVolume, share_later
 from volseg.parallel.state.module import Remembered, remember
 from volseg.parallel.state.random import RandomState
 
@@ -228,7 +229,29 @@ class _Repetition:
                         then.enter_context(self._random.lent())
                     if self._copies is not None:
                         then.enter_context(self._context.parameters.used(self._copies))
+                    then.enter_context(_noticing_changes())
                 yield due
+
+
+@contextmanager
+def _noticing_changes() -> Iterator[None]:
+    """Refuse that what is saved is changed in place before the block ends: torch's checkpoint would hand it out."""
+    pack, unpack = saved_tensors_hooks()
+    saved: list[Kept] = []
+
+    def note(tensor: Tensor) -> Any:
+        saved.append(keep(tensor))
+        if isinstance(tensor, ShardedVolume):  # of a checkpoint in the network's own code
+            tensor = share_later(tensor)
+            tensor.is_saved = True
+        return pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(note, unpack):
+        try:
+            yield
+        finally:
+            for kept in saved:
+                take(kept)
 
 
 @contextmanager

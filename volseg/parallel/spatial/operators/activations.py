@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from volseg.device import fusions
 from volseg.device.norm.activation import Activation
@@ -62,6 +63,7 @@ def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
         raise RuntimeError(f"prelu needs one slope, or {input.shape[1]} (one per channel), got {tuple(weight.shape)}")
     waiting = input.pending.activate(Activation("prelu"), weight) if fusions.is_on("activations") else None
     if waiting is not None:
+        input.is_bypassed = True
         return defer(waiting, input.dims, input.shape, input.context)
     slopes = input.context.spread(weight)
     return wrap(input, [func(slab, slope) for slab, slope in zip(input.slabs, slopes, strict=True)])
@@ -82,5 +84,7 @@ def _activated(func: Callable, volume: Any, chosen: Activation, inplace: bool, s
         return in_place(func, (volume,), settings)
     if inplace:
         volume.pending = waiting
+        increment_version(volume)
         return volume
+    volume.is_bypassed = True
     return defer(waiting, volume.dims, volume.shape, volume.context)

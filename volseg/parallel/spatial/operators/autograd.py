@@ -191,11 +191,16 @@ def _flat_leaves(tensors: Sequence[Any]) -> list[Tensor]:
 
 
 def _check_not_bypassed(volume: ShardedVolume) -> None:
-    """Refuse the gradient of a join that a convolution has read: it goes to what was joined, without being joined."""
+    """Refuse the gradient of what was computed together with what follows it.
+
+    That of a join which a convolution has read goes to what was joined, and that of a norm's result, which an
+    activation or a sum has taken along, past it.
+    """
     if volume.is_bypassed:
         refuse(
-            "a convolution that has read this join hands its gradient to the volumes that were joined: ask for theirs, "
-            "or register the hook, or call retain_grad(), before the convolution"
+            "its gradient is not computed: a convolution that has read this join hands it to the volumes that were "
+            "joined, or an activation or a sum behind this norm is computed together with it. Ask for the gradients of "
+            "those, or register the hook, or call retain_grad(), before the volume is used"
         )
 
 

@@ -106,7 +106,7 @@ def scatter(
     if isinstance(src, Tensor) and any(src.shape[cut] != n for cut, n in zip(index.dims, index.sizes, strict=True)):
         refuse("src and index must have the same extent along the cut")
     if written and isinstance(input, ShardedVolume):
-        input.context.settle()
+        input.context.change(input)
     settings = {} if reduce is None else {"reduce": reduce}
     like, results = run_local(func, (input, dim, index, value if src is None else src), settings, like=index)
     if written and isinstance(input, ShardedVolume):

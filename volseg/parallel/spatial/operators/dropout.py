@@ -91,7 +91,7 @@ def channel_mask(volume: ShardedVolume, shape: list[int], keep: float) -> Tensor
 def _apply(volume: ShardedVolume, masks: list[Tensor], factor: float, in_place: bool) -> ShardedVolume:
     pairs = zip(volume.slabs, masks, strict=True)
     if in_place:
-        volume.context.settle()
+        volume.context.change(volume)
         for slab, mask in pairs:
             slab.mul_(mask * factor)
         return volume

@@ -154,7 +154,7 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     index = _as_tuple(index)
     if any(entry is None for entry in index):
         refuse("None is not supported as an index of an assignment")
-    volume.context.settle()
+    volume.context.change(volume)
     if all(is_basic(entry) for entry in index):
         assign(volume, expanded(index, volume.ndim), value)
         return
@@ -253,7 +253,7 @@ def index_changed(
             refuse("both volumes must be cut alike")
     written = func.__name__.endswith("_")
     if written:
-        input.context.settle()
+        input.context.change(input)
     settings = {} if alpha == 1 else {"alpha": alpha}
     like, results = run_local(func, (input, dim, index, given), settings, like=input)
     return input if written else rewrap(like, results)

@@ -324,7 +324,7 @@ def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         refuse("a hook waits for the gradient of what would be changed: work out of place, or hook the result")
     if func in SUMS_IN_PLACE and len(args) == 2 and not kwargs and add_in_place(*args):
         return target
-    target.context.settle()
+    target.context.change(target)
     like, _ = run_local(func, args, kwargs, like=target)
     assert like is target
     return target

@@ -67,7 +67,7 @@ def fill_randomly(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not isinstance(volume, ShardedVolume):
         refuse("a probability per voxel belongs to a volume that is cut alike")
     _refuse_generator(kwargs.get("generator"))
-    volume.context.settle()
+    volume.context.change(volume)
     columns = [aligned(value, volume) for value in settings]
     named = {name: aligned(value, volume) for name, value in kwargs.items() if name != "generator"}
     for index, (slab, generator) in enumerate(zip(volume.slabs, generators(volume), strict=True)):
@@ -140,7 +140,8 @@ def rrelu(
     inplace = inplace or func.__name__.endswith("_")
     if not training:
         return (in_place if inplace else pointwise)(torch.rrelu_ if inplace else torch.rrelu, (input, lower, upper), {})
-    input.context.settle()
+    if inplace:
+        input.context.change(input)
     results = []
     for slab, own in zip(input.slabs, generators(input), strict=True):
         slopes = torch.empty_like(slab, requires_grad=False).uniform_(lower, upper, generator=own)
