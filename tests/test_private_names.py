@@ -1,4 +1,4 @@
-"""No module but ``volseg.device.torch_internals`` names a private name of torch."""
+"""No module but ``volseg.device.torch_internals``, and that of the compiler, names a private name of torch."""
 
 import ast
 from collections.abc import Iterator
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 import volseg
 
 ROOT = Path(volseg.__file__).parent
-FILES = [file for file in sorted(ROOT.rglob("*.py")) if file.name != "torch_internals.py"]
+FILES = [
+    file for file in sorted(ROOT.rglob("*.py")) if file.name not in ("torch_internals.py", "compiler_internals.py")
+]
 
 
 def is_private(name: str) -> bool:

@@ -100,7 +100,7 @@ def compile_kernels(
     """
     begin = time.perf_counter()
     dtype = choose_dtype(config.training.precision, gpu.capability)
-    is_fast = config.training.kernels == "fast" or (
+    is_fast = config.training.kernels in ("fast", "measured") or (
         config.training.kernels == "auto" and explain_slowness(config, dtype) is None and gpu.capability >= CAPABILITY
     )
     described = describe_training(config, dtype, find_facts(config) if facts is None else facts)

@@ -5,7 +5,7 @@ by the spacing of the data, its losses, clipping, optimizer and average of the w
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -217,9 +217,12 @@ def find_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kerne
 def _list_kernels(
     config: ExperimentConfig, dtype: torch.dtype, has_fast_kernels: bool
 ) -> tuple[Literal["fast", "torch"], ...]:
-    """Return the kernels on one GPU by `with_fast_kernels`'s rule, those first that are taken where they can be."""
+    """Return the kernels on one GPU by `with_fast_kernels`'s rule, those first that are taken where they can be.
+
+    Compiled ones cannot be followed: torch's stand for them, and `find_reserve` says so.
+    """
     match config.training.kernels:
-        case "torch":
+        case "torch" | "compiled":
             return ("torch",)
         case "fast":
             return ("fast",)
@@ -241,7 +244,7 @@ def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
     task = facts.task
     per_voxel = FLOAT_BYTES * task.num_channels + LABEL_BYTES
     ahead = BATCHES_AHEAD * config.patch.batch * math.prod(config.patch.size) * per_voxel
-    notes = []
+    notes = list(_list_not_followed(config))
     bank = 0
     if config.data.keep != "memory":
         limit = None if config.data.device_limit is None else int(config.data.device_limit * 2**30)
@@ -255,6 +258,20 @@ def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
     if config.split.validation != "none" and find_validated(config, facts) is None:
         notes.append("a validation of whole volumes is not counted: their sizes are not known (inference.window)")
     return ahead + bank, notes
+
+
+def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
+    """Yield what of the kernels that the config asks for no forecast is about."""
+    if config.training.kernels == "compiled":
+        yield (
+            "memory and times are those of torch's kernels: what torch.compile makes of a network "
+            "(training.kernels: compiled) cannot be followed, and takes other memory and time"
+        )
+    elif config.training.kernels == "measured":
+        yield (
+            "memory and times are those of the fast kernels, or torch's: where training.kernels: measured comes to "
+            "compiled ones, which cannot be followed, they are others"
+        )
 
 
 def at_size(described: Described, size: tuple[int, int, int]) -> Described:

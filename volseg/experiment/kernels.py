@@ -1,19 +1,25 @@
-"""With which kernels a network runs on one device: this package's fast ones where they pay, or torch's."""
+"""With which kernels a network runs on one device: this package's fast ones where they pay, torch's, compiled ones."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor, nn
 
 from volseg.config.schema import ExperimentConfig
+from volseg.device.compiler_internals import explain_no_compiler
+from volseg.device.torch_internals import tree_leaves
 from volseg.errors import ConfigError, ParallelError
 from volseg.models import FitGrid
-from volseg.parallel import FastKernels
+from volseg.parallel import CompiledNetwork, FastKernels
+from volseg.parallel.compiled_network import refusing
 from volseg.parallel.fast_kernels import explain_absence
+from volseg.parallel.state.module import remember
+from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.components import is_fused_on_gpu
 from volseg.workflow.precision import Precision
 
-__all__ = ["explain_slowness", "with_fast_kernels"]
+__all__ = ["explain_slowness", "with_compiled_kernels", "with_fast_kernels"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +51,10 @@ def with_fast_kernels(
         If ``training.kernels`` is ``fast`` and they cannot be had.
     """
     wanted = config.training.kernels
+    if wanted == "measured":  # of a training that was measured, what it came to stands here
+        wanted = "auto"
     is_open = wanted == "auto"
-    if wanted == "torch" or (is_open and device.type == "cpu"):
+    if wanted in ("torch", "compiled") or (is_open and device.type == "cpu"):
         return None
     reason = explain_absence(device)
     if reason is None and is_open:
@@ -71,6 +79,66 @@ def _rehearse(network: FitGrid, shape: Sequence[int], config: ExperimentConfig, 
     with Precision.choose(config.training.precision, device).autocast():
         model.rehearse(torch.zeros(*shape, device=device))
     return model
+
+
+def with_compiled_kernels(
+    network: FitGrid,
+    config: ExperimentConfig,
+    num_channels: int,
+    device: torch.device,
+    lay_out: Callable[[nn.Module], nn.Module],
+) -> FitGrid:
+    """Return the network on its device, with its training pass as torch.compile makes it, compiled for the first patch.
+
+    Parameters
+    ----------
+    network : FitGrid
+        Any network; it is run on an empty batch, forward and backward, of which no trace is left.
+    config : ExperimentConfig
+        Patch, batch and precision.
+    num_channels : int
+        Of the image.
+    device : torch.device
+        Where the network will run.
+    lay_out : callable
+        Brings the network into the memory layout that it is to have; it may run it.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be compiled.
+    """
+    reason = explain_no_compiler(device)
+    if reason is None:
+        shape = (config.patch.batch, num_channels, *config.patch.sizes[0])
+        network.to(device).run_by(CompiledNetwork)
+        try:
+            lay_out(network)
+            _rehearse_training(network, torch.zeros(shape, device=device), config)
+        except ParallelError as fault:
+            reason = str(fault).partition("\n")[0]
+    if reason is not None:
+        raise ConfigError(f"training.kernels is compiled, but {reason}; set it to auto or torch")
+    return network
+
+
+def _rehearse_training(network: FitGrid, image: Tensor, config: ExperimentConfig) -> None:
+    """Run forward and backward once, and leave no trace of it but what was compiled."""
+    before, mode = remember(network), network.training
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    try:
+        with own_random_numbers([image.device]), torch.enable_grad():
+            network.train()
+            with Precision.choose(config.training.precision, image.device).autocast():
+                leaves = tree_leaves(network(image))
+            volumes = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if volumes and trained:
+                with refusing(config.network.name):
+                    total = torch.stack([volume.float().mean() for volume in volumes]).sum()
+                    torch.autograd.grad(total, trained, allow_unused=True)
+    finally:
+        network.train(mode)
+        before.put_back()
 
 
 def explain_slowness(config: ExperimentConfig, dtype: torch.dtype) -> str | None:

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.errors import ConfigError, ParallelError
 from volseg.experiment.building import build_objective
-from volseg.experiment.kernels import with_fast_kernels
+from volseg.experiment.kernels import with_compiled_kernels, with_fast_kernels
 from volseg.experiment.rehearsing import rehearse_losses, rehearse_network
 from volseg.experiment.training_mesh import TrainingMesh
 from volseg.models import FitGrid, build_network
@@ -125,9 +126,12 @@ def _place_on_one(
     if mesh is not None:  # what is rehearsed and measured is what this process computes
         rows = max(part.stop - part.start for part in mesh.deal(config.patch.batch))
         config = config.model_copy(update={"patch": config.patch.model_copy(update={"batch": rows})})
+    agree = mesh is not None and mesh.replicas is not None
+    if trains and config.training.kernels == "compiled":
+        lay_out = partial(_laid_out, config=config, task=task, agree=agree)
+        return with_compiled_kernels(network, config, task.num_channels, device, lay_out)
     fast = with_fast_kernels(network, config, task.num_channels, device, trains=trains)
     # Gradients are summed as they lie in memory: what each process found must not differ.
-    agree = mesh is not None and mesh.replicas is not None
     if agree and largest_over_processes(int(fast is None), device):
         fast = None
     return fast or _laid_out(network.to(device), config, task, agree=agree)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from volseg.config.schema import ExperimentConfig, NetworkConfig
+from volseg.config.schema import UNSETTLED_KERNELS, ExperimentConfig, NetworkConfig
 from volseg.errors import ConfigError, VolsegError
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import check_components
@@ -124,6 +124,11 @@ def profile_training(
     """
     if steps < 1:
         raise ConfigError(f"a profile needs at least one step, got {steps}")
+    if config.training.kernels in UNSETTLED_KERNELS:
+        raise ConfigError(
+            f"training.kernels is {config.training.kernels}, and a compiled kernel belongs to no layer of the network; "
+            "profile with --set training.kernels=fast or torch"
+        )
     check_components(config)
     facts = find_facts(config, channels, classes)
     if gpu is not None:

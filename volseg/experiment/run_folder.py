@@ -13,6 +13,7 @@
         start.json               what was taken of the weights that training.start_from names
         cases.json               a fingerprint of each, null of those that were bad
         memory.json              what the first steps took of each GPU, and what was forecast
+        kernels.json             what was measured of kernels, and which are taken (training.kernels: measured)
         replanned.json           how the run goes on since a step was out of memory (parallel.on_oom: replan)
         checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
         history.jsonl            the numbers of each epoch, a line for each

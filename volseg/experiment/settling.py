@@ -198,6 +198,8 @@ def _forecast_step(config: ExperimentConfig, plan: MeshPlan, device: torch.devic
     """Return what is forecast of a step, the same in all processes; None where nobody knows."""
     told: list[str] = []
     gpus = Gpus.find(device, plan.num_processes * plan.pipeline)
+    if config.training.kernels == "compiled":  # which nobody can follow
+        gpus = None
     if gpus is not None and is_main_process():
         answer = PlanBeside(config.with_mesh(plan), gpus).wait()
         found = find_forecast(find_candidate(config, plan, 1), answer.forecasts)

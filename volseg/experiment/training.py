@@ -1,7 +1,7 @@
 """A training from its config to its summary: begin, fit, finish."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from volseg.experiment.cases import ChosenCases, choose_cases
 from volseg.experiment.compiled_kernels import CompilingBeside
 from volseg.experiment.component_record import require_components
 from volseg.experiment.forecast_beside import AskedOfCandidate, Gpus, PlanBeside
+from volseg.experiment.measured_kernels import KERNELS, settle_kernels
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.network_text import describe_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
@@ -173,6 +174,11 @@ def _begin(
             prepared = reading.prepare(chosen)
         with signs.span("compiling"):
             compiling.wait()
+    with signs.span("measuring") if config.training.kernels == "measured" else nullcontext():
+        config, measured = settle_kernels(role, config, mesh, chosen.task, device, resume=resume)
+    if measured is not None:
+        replanning.tried = find_candidate(config, mesh.plan, count_devices(config, device))
+    described = {**replanning.files(), **({} if measured is None else {KERNELS: measured.as_json()})}
     model = build_model(config, chosen.task, device, mesh=mesh, begin=start)
     if prepared is None:
         with signs.span("preparing"):
@@ -210,10 +216,10 @@ def _begin(
         state = folder.newest_checkpoint()
         require_epochs(folder, state, config.training.epochs)
         training.load_state_dict(state)
-        role.go_on(finished=training.finished, more={**told, **replanning.files()})
+        role.go_on(finished=training.finished, more={**told, **described})
     else:
         begun = {} if start is None else {START: start.as_json()}
-        role.begin(chosen, held_out.fingerprints, plan, {**begun, **told, **replanning.files()})
+        role.begin(chosen, held_out.fingerprints, plan, {**begun, **told, **described})
     return _Run(
         role=role,
         reading=reading,
@@ -233,7 +239,7 @@ def _ask_for_forecast(
 ) -> AskedOfCandidate | None:
     """Have forecast what this training takes; None where it has no GPU, and in processes that write nothing."""
     gpus = Gpus.find(device, candidate.num_gpus)
-    if gpus is None or not is_main_process():
+    if gpus is None or not is_main_process() or config.training.kernels == "compiled":  # which nobody can follow
         return None
     asked = AskedOfCandidate(PlanBeside(config, gpus), candidate)
     held.callback(asked.close)

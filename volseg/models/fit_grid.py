@@ -1,7 +1,7 @@
 """Any volume size for any network: pad the input to what the network takes, crop the output back."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -99,6 +99,13 @@ class FitGrid(nn.Module):
         # A tuple: torch registers neither it nor what it holds a second time.
         self._held = tuple(modules)
         self.train(self.training)
+
+    def run_by(self, wrap: Callable[[nn.Module], nn.Module]) -> "FitGrid":
+        """Let what ``wrap`` makes of the network run in its place; it must have the network's own registries."""
+        wrapped = wrap(self.net)
+        assert all(getattr(wrapped, name) is getattr(self, name) for name in (PARAMETERS, BUFFERS, MODULES))
+        object.__setattr__(self, "net", wrapped)
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the network's state under its own keys."""

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from volseg.device.torch_internals import tree_leaves
+
 __all__ = ["faster_layout"]
 
 WARM_UP, MEASURED = 3, 5
@@ -58,9 +60,10 @@ def _milliseconds(
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         with autocast():
-            output = network(batch)
-        first = output[0] if isinstance(output, list | tuple) else output
-        first.float().square().mean().backward()
+            leaves = tree_leaves(network(batch))
+        # All of them, as a training with deep supervision uses them.
+        heads = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        torch.stack([head.float().square().mean() for head in heads]).sum().backward()
         end.record()
         end.synchronize()
         network.zero_grad()

@@ -8,6 +8,7 @@ from typing import Any
 
 import volseg.parallel.candidates  # noqa: F401  (strategy="auto" chooses by it)
 from volseg.parallel.batches import from_slab, loads_batches, scatter_batch, slab_shape
+from volseg.parallel.compiled_network import CompiledNetwork
 from volseg.parallel.data_parallel import DataParallel, find_replicas
 from volseg.parallel.fast_kernels import FastKernels
 from volseg.parallel.fixed_order import RoundSums
@@ -21,6 +22,7 @@ from volseg.parallel.spatial import ShardedVolume, Spatial, pointwise_function, 
 from volseg.parallel.verification.verify import Report, verify
 
 __all__ = [
+    "CompiledNetwork",
     "DataParallel",
     "FastKernels",
     "Mesh",

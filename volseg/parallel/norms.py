@@ -19,6 +19,7 @@ from volseg.device.first_order import first_order
 from volseg.device.torch_internals import find_saved_tensors_hooks
 from volseg.errors import ParallelError
 from volseg.parallel.replicas import Replicas
+from volseg.parallel.state.opaque import is_opaque
 
 __all__ = ["NormsOverReplicas", "check_synchronized"]
 
@@ -51,6 +52,14 @@ class NormsOverReplicas(TorchFunctionMode):
             return self._batch_norm(*args, **kwargs)
         if func is F.instance_norm:
             return self._instance_norm(*args, **kwargs)
+        if is_opaque(func):
+            result = func(*args, **kwargs)
+            if reason := func.__self__.explain_replicas():  # type: ignore[attr-defined]
+                raise ParallelError(
+                    f"the network of {self._replicas.count} replicas cannot run as torch.compile makes it: {reason}; "
+                    "run the plain one (in a config training.kernels: torch)"
+                )
+            return result
         name = getattr(func, "__name__", "").partition(".")[0]
         if name in _PAST_FUNCTIONAL and (args[5] if len(args) > 5 else kwargs.get("training", True)):
             raise ParallelError(f"torch's {name} is called for training; replicas take F.batch_norm, or a BatchNorm")

@@ -67,6 +67,7 @@ def describe_run(record: RunRecord, state: str | None = None) -> ReportContent:
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, state), warns=True),
         compose.section("Out of memory", lambda: _tell_replanning(record), brief=True),
+        compose.section("Kernels", lambda: _tell_kernels(record), brief=True),
         compose.section("Cases left out", lambda: _list_findings(record.told.problems), brief=True),
         compose.section("Cases to look at", lambda: _list_findings(record.told.remarks), brief=True),
         compose.section("Curves", lambda: _draw_curves(record)),
@@ -193,6 +194,15 @@ def _list_warnings(record: RunRecord, state: str) -> list[Block]:
 
 def _tell_replanning(record: RunRecord) -> list[Block]:
     return [Text(record.told.replanned)] if record.told.replanned else []
+
+
+def _tell_kernels(record: RunRecord) -> list[Block]:
+    """Return what was measured, and chosen, where the config left it to that."""
+    if record.kernels is None:
+        return []
+    times = {kind: f"{ms:.3g} ms a step" for kind, ms in (record.kernels.get("milliseconds") or {}).items()}
+    lacking = {kind: f"not to be had: {reason}" for kind, reason in (record.kernels.get("refused") or {}).items()}
+    return [NamedValues({"taken": str(record.kernels.get("chosen")), **times, **lacking})]
 
 
 def _list_findings(findings: Sequence[str]) -> list[Block]:

@@ -18,6 +18,7 @@ from volseg.device.torch_internals import get_version, tree_leaves
 from volseg.errors import ParallelError
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.description import Weak, find_tensor
+from volseg.parallel.state.opaque import is_opaque
 from volseg.parallel.state.watch import Watch
 
 __all__ = ["RecordedState"]
@@ -38,6 +39,8 @@ class _Reads(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_opaque(func):  # what it reads is not seen, so it may have read all
+            self.read.update(self._watched.values())
         found = (self._watched.get(id(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         self.read.update(weak for weak in found if weak is not None)
         return func(*args, **kwargs)

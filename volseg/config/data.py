@@ -1,0 +1,53 @@
+"""Which cases there are, and which of them train."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from volseg.config.base import ConfigModel
+from volseg.config.numbers import NonNegative, Positive, Seed
+
+__all__ = ["DataConfig", "SplitConfig"]
+
+
+class DataConfig(ConfigModel):
+    """Where the cases are and how they are kept."""
+
+    root: Path
+    """Folder of a data set (MSD's, nnU-Net's, pairs of images and labels), or one level above or below it; or a table
+    of paths (CSV)."""
+    skip_bad: bool = False
+    """Leave bad cases out and list them in the report, instead of stopping before the training."""
+    keep: Literal["auto", "device", "memory"] = "auto"
+    """Where the preprocessed cases lie: ``auto`` puts on the GPU what fits (the smallest cases) and leaves the rest in
+    main memory; batches are the same bits whatever lies where."""
+    device_limit: Positive | None = None
+    """GiB of the GPU that ``keep: auto`` may take for cases, in place of 30 % of what is free."""
+    cache: str = "auto"
+    """Folder in which preprocessed cases are kept for the next fold, restart or resume, and mapped from. ``auto``:
+    ``$VOLSEG_CACHE``, else ``~/.cache/volseg``; ``none``: they are prepared anew and held in memory."""
+    cache_limit: Positive = 200.0
+    """GiB that the folder may take, of whatever task; what was used longest ago goes first."""
+
+
+class SplitConfig(ConfigModel):
+    """Which cases train and which validate."""
+
+    validation: Literal["fold", "none"] = "fold"
+    """``fold``: the cases of one fold. ``none``: train on every case, validate on none."""
+    fold: NonNegative = 0
+    """Which of the folds validates; the others train."""
+    num_folds: Annotated[int, Field(ge=2)] = 5
+    """Into how many folds the cases are dealt."""
+    seed: Seed = 12345
+    """nnU-Net's: KFold(5, shuffle=True, random_state=12345) over the sorted case ids."""
+    file: Path | None = None
+    """A split file of your own in nnU-Net's form, ``[{"train": [...], "val": [...]}, ...]``; ``fold`` chooses in it.
+    Without it, a table's own columns ``fold`` or ``split`` count."""
+
+    @model_validator(mode="after")
+    def _fold_exists(self) -> "SplitConfig":
+        if self.file is None and self.fold >= self.num_folds:
+            raise ValueError(f"fold must be below num_folds={self.num_folds}, got {self.fold}")
+        return self

@@ -1,0 +1,74 @@
+"""Every private name of torch's compiler that this package relies on, as ``torch_internals`` has those of torch itself.
+
+The compiler takes as long to import as torch, so each function here imports it when it is called. What is relied on has
+its tests in ``tests/device/test_compiler_internals.py``.
+"""
+
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+__all__ = ["compile_graph", "count_breaks", "explain_no_compiler", "find_faults", "never_running_plain"]
+
+
+def explain_no_compiler(device: torch.device) -> str | None:
+    """Return what torch.compile lacks to make kernels for a device, as the end of a sentence; None where it has all."""
+    # The compiler reads this when it is imported, late.
+    from torch._inductor import config
+
+    if device.type == "cuda":
+        # Late, as the compiler itself.
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton, in which torch.compile writes kernels, does not run here"
+    wanted = config.cpp.cxx
+    named = [name for name in (wanted if isinstance(wanted, tuple) else (wanted,)) if name]
+    if any(shutil.which(name) for name in (*named, "g++", "c++")):
+        return None
+    return "torch.compile writes C++ for a CPU, and there is no compiler of it here (apt-get install g++)"
+
+
+def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Return what inductor makes of a graph, without CUDA graphs of its own."""
+    # The compiler takes as long to import as torch itself.
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(graph, list(inputs), config_patches={"triton.cudagraphs": False})
+    return compiled  # type: ignore[no-any-return]
+
+
+@contextmanager
+def never_running_plain(most: int) -> Iterator[None]:
+    """Let torch.compile raise where it would run something as it is instead: after a fault, or ``most`` variants."""
+    # The compiler takes as long to import as torch itself.
+    from torch._dynamo import config
+
+    with (
+        config.patch(suppress_errors=False, fail_on_recompile_limit_hit=True, recompile_limit=most),
+        warnings.catch_warnings(),
+    ):
+        # The compiler looks whether its inputs have gradients, and inputs of a graph behind a break are no leaves.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        yield
+
+
+def find_faults() -> tuple[type[Exception], ...]:
+    """Return what torch.compile raises where it cannot compile."""
+    # The compiler takes as long to import as torch itself.
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def count_breaks() -> Counter[str]:
+    """Return why graphs ended before their function did, in this process so far, and how often."""
+    # The compiler takes as long to import as torch itself.
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"])

@@ -1,0 +1,282 @@
+"""``training.kernels: measured``: which kernels are fastest for this network and patch, timed before the training.
+
+Each kind trains a network of its own for some steps, on random batches of the training's shape, and of that nothing is
+left but the times: no weights, no memory, no random number drawn. What was chosen is written into the run folder, and a
+run that goes on takes it from there: it must not go on with other round-off because a machine was busy.
+
+Of several processes the leader measures, by itself, and tells the others.
+"""
+
+import gc
+import json
+import logging
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Task
+from volseg.data.json_files import read_json
+from volseg.data.labels import num_indices
+from volseg.errors import CheckpointError, ConfigError, ParallelError
+from volseg.experiment.building import build_objective
+from volseg.experiment.out_of_memory import is_out_of_memory
+from volseg.experiment.placed_network import build_model
+from volseg.experiment.roles import Member
+from volseg.experiment.training_mesh import TrainingMesh
+from volseg.models import FitGrid
+from volseg.parallel import CompiledNetwork, FastKernels, Replicas
+from volseg.parallel.data_parallel import DataParallel
+from volseg.parallel.devices import is_distributed, is_main_process
+from volseg.parallel.progress import report_progress
+from volseg.parallel.state.random import own_random_numbers
+from volseg.workflow.components import build_optimizer
+from volseg.workflow.named import Named
+from volseg.workflow.precision import Precision
+from volseg.workflow.processes import gather_over_processes
+from volseg.workflow.step import TrainingStep
+
+__all__ = ["KERNELS", "MeasuredKernels", "choose_fastest", "settle_kernels"]
+
+logger = logging.getLogger(__name__)
+
+KERNELS = "kernels.json"
+"""File of the run folder that says which kernels were measured, and which are taken."""
+
+KINDS = ("fast", "torch", "compiled")
+"""In the order in which they are taken where they are about as fast: what needs least time at the start comes first."""
+
+MARGIN = 0.03
+"""By which another kind must be faster than one before it: medians of the same step differ by less."""
+
+WARM_UP, TIMED = 6, 11
+"""Steps before those that are timed, in which kernels are compiled and the step is recorded; and these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredKernels:
+    """What was measured, and chosen."""
+
+    chosen: str
+    milliseconds: Mapping[str, float]
+    """Median of a training step with each kind."""
+    refused: Mapping[str, str]
+    """Why others could not be had."""
+    shape: tuple[int, ...]
+    """Of the batch (B, C, D, H, W) that one process computes."""
+    device: str
+    torch: str
+    """Its version."""
+
+    def __post_init__(self) -> None:
+        if self.chosen not in KINDS or self.chosen not in self.milliseconds:
+            raise ValueError(f"chosen must be one of {', '.join(self.milliseconds)}, got {self.chosen!r}")
+
+    def apply(self, config: ExperimentConfig) -> ExperimentConfig:
+        """Return the config with the kernels that were chosen."""
+        training = config.training.model_copy(update={"kernels": self.chosen})
+        return config.model_copy(update={"training": training})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values; `read` takes them back."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, content: Any, source: object) -> "MeasuredKernels":
+        """Return what was written down.
+
+        Raises
+        ------
+        CheckpointError
+            If that is something else.
+        """
+        try:
+            found = TypeAdapter(cls).validate_python(content)
+            if unknown := set(content) - {field.name for field in fields(cls)}:
+                raise ValueError(f"unknown: {sorted(unknown)}")
+        except ValueError as fault:  # pydantic's is one, of many lines
+            reason = " ".join(str(fault).split())
+            raise CheckpointError(
+                f"{source} should say which kernels the run was begun with ({reason}); restore it from a copy, or set "
+                "training.kernels to fast, torch or compiled"
+            ) from fault
+        return found
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{kind} {ms:.3g} ms" for kind, ms in self.milliseconds.items())
+        lacking = "".join(f"; {kind} was not to be had: {reason}" for kind, reason in self.refused.items())
+        return f"a training step with kernels {times}: {self.chosen}{lacking}"
+
+
+def choose_fastest(milliseconds: Mapping[str, float]) -> str:
+    """Return the kind of kernels to take, the first of `KINDS` than which no later one is clearly faster.
+
+    Raises
+    ------
+    ConfigError
+        If there is none.
+
+    Examples
+    --------
+    >>> [choose_fastest({"fast": 12.3, "compiled": ms}) for ms in (14.1, 12.2, 11.0)]
+    ['fast', 'fast', 'compiled']
+    """
+    if not milliseconds:
+        raise ConfigError("training.kernels is measured, and no kernels could be had; set it to torch to see why")
+    chosen = next(kind for kind in KINDS if kind in milliseconds)
+    for kind in KINDS:
+        if milliseconds.get(kind, float("inf")) < (1 - MARGIN) * milliseconds[chosen]:
+            chosen = kind
+    return chosen
+
+
+def settle_kernels(
+    role: Member, config: ExperimentConfig, mesh: TrainingMesh, task: Task, device: torch.device, *, resume: bool
+) -> tuple[ExperimentConfig, MeasuredKernels | None]:
+    """Return the config with the kernels to train with, and how they were chosen; every process calls this.
+
+    Parameters
+    ----------
+    role : Member
+        Whose folder says what was chosen, where the run goes on.
+    config : ExperimentConfig
+        Of the training; one that names its kernels is returned as it is.
+    mesh : TrainingMesh
+        Who computes what.
+    task : Task
+        Channels and labels.
+    device : torch.device
+        Of this process.
+    resume : bool
+        Whether the run goes on.
+
+    Raises
+    ------
+    CheckpointError
+        If the run folder's file is damaged.
+    """
+    if config.training.kernels != "measured":
+        return config, None
+    mine: list[str] = []
+    if is_main_process():
+        file = role.folder.path / KERNELS
+        if resume and file.exists():
+            found = MeasuredKernels.read(read_json(file), file)
+        else:
+            with own_random_numbers([device]):
+                found = measure_kernels(config, mesh, task, device)
+        logger.info("training.kernels: measured. %s", found)
+        mine = [json.dumps(found.as_json())]
+    told = MeasuredKernels.read(json.loads(gather_over_processes(mine)[0]), KERNELS)
+    return told.apply(config), told
+
+
+def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, device: torch.device) -> MeasuredKernels:
+    """Time a training step with each kind of kernels, by this process alone."""
+    rows = max(part.stop - part.start for part in mesh.deal(config.patch.batch))
+    # The size that most steps have: earlier ones of a growing patch are smaller.
+    patch = config.patch.model_copy(update={"batch": rows, "growth": ()})
+    milliseconds: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    shares = mesh.replicas is not None and mesh.replicas.count > 1
+    for kind in KINDS:
+        report_progress("measure kernels", item=kind)
+        training = config.training.model_copy(update={"kernels": kind})
+        try:
+            milliseconds[kind] = time_steps(
+                config.model_copy(update={"patch": patch, "training": training}), task, device, shares=shares
+            )
+        except (ConfigError, ParallelError) as fault:
+            refused[kind] = str(fault).partition("\n")[0]
+        except RuntimeError as fault:  # that of torch, cuDNN or Triton
+            if not is_out_of_memory(fault):
+                raise
+            refused[kind] = "its step was out of memory"
+        _free(device)
+    return MeasuredKernels(
+        chosen=choose_fastest(milliseconds),
+        milliseconds=milliseconds,
+        refused=refused,
+        shape=(rows, task.num_channels, *patch.size),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        torch=torch.__version__,
+    )
+
+
+def time_steps(config: ExperimentConfig, task: Task, device: torch.device, *, shares: bool) -> float:
+    """Return the median milliseconds of a training step on random voxels, with a network of its own.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Of one process, with the kernels to try.
+    task : Task
+        Channels and labels.
+    device : torch.device
+        Where to train.
+    shares : bool
+        Whether several replicas share each batch: then compiled norms over a whole batch are refused.
+    """
+    settings, size = config.training, (config.patch.batch, config.patch.size)
+    model = build_model(config, task, device)
+    if is_distributed():  # a step that nobody else runs is recorded only of what says so
+        model = DataParallel(model, Replicas(1, None, False))
+    optimizer = build_optimizer(
+        config.optimizer.spec(), model, on_gpu=device.type == "cuda", parts=config.optimizer.parts
+    )
+    step = TrainingStep(
+        Named(model, inputs=["image"], outputs=config.network.outputs),
+        build_objective(config, task).to(device),
+        optimizer,
+        Precision.choose(settings.precision, device),
+        clip=settings.clip,
+        record=settings.record and settings.accumulate == 1,
+        batch_size=size[0],
+        look=lambda _: None,
+    )
+    shape = size[0], 1, *size[1]
+    batch = {
+        "image": torch.randn(size[0], task.num_channels, *size[1], device=device),
+        "label": torch.randint(num_indices(task), shape, dtype=torch.uint8, device=device),
+    }
+    model.train()
+    times = []
+    try:
+        for _ in range(WARM_UP + TIMED):
+            begin = time.perf_counter()
+            for number in range(settings.accumulate):
+                step(batch, gathered=settings.accumulate, completes=number + 1 == settings.accumulate)
+            _wait(device)
+            times.append(1e3 * (time.perf_counter() - begin))
+            report_progress("measure kernels", item=settings.kernels)
+    finally:
+        step.release()
+    compiled = find_compiled(model)
+    if shares and compiled is not None and (reason := compiled.explain_replicas()):
+        raise ParallelError(f"replicas cannot share it: {reason}")
+    return statistics.median(times[WARM_UP:])
+
+
+def find_compiled(model: torch.nn.Module) -> CompiledNetwork | None:
+    """Return the compiled network that a model runs, if it is one."""
+    while isinstance(model, DataParallel | FastKernels):
+        model = model.module
+    inner = model.net if isinstance(model, FitGrid) else model
+    return inner if isinstance(inner, CompiledNetwork) else None
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free(device: torch.device) -> None:
+    """Give back what a network that was timed has held: modules and graphs of autograd are full of circles."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
