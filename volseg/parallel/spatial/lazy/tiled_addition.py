@@ -224,7 +224,7 @@ class _AddInTiles(torch.autograd.Function):
         sums = [_add_sums(ctx.write, *own) for own in zip(gradients, rows, means, strict=True)]
         found = combine_sums(ctx.context, ctx.pooled, sums, mean, rstd, weight, ctx.voxels, slabs)
         moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
-        factors = zip(*map(ctx.context.spread, found[:2]), strict=True)
+        factors = list(zip(*map(ctx.context.spread, found[:2]), strict=True))
         first = 4 + len(ctx.slopes) + len(slabs)
         columns = [
             own if any(ctx.needs_input_grad[first + place * len(slabs) :][: len(slabs)]) else (own[0], None)
@@ -234,8 +234,8 @@ class _AddInTiles(torch.autograd.Function):
         found_inputs = [_differentiate(ctx.write, *own, columns) for own in each]
         inputs = list(zip(*found_inputs, strict=True))
         if ctx.pooled.ignores_channels(*mean.shape):
-            for gradient in inputs[0]:
-                note_vanishing(gradient)
+            for gradient, (_, offset) in zip(inputs[0], factors, strict=True):
+                note_vanishing(gradient, offset)
         of_weight = None if weight is None else moment.to(weight)
         of_bias = total.to(rstd if weight is None else weight) if ctx.has_bias else None
         slopes = [row[3] for row in rows] if ctx.slopes else []
