@@ -3,17 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from traced_graphs import trace_only
 
 from volseg.device import compiler_internals as internals
 
 CPU = torch.device("cpu")
-
-
-def trace_only(graph, inputs):
-    # Late, as the package does it: the compiler takes as long to import as torch.
-    from torch._dynamo.backends.debugging import aot_eager
-
-    return aot_eager(graph, list(inputs))
 
 
 @pytest.mark.slow

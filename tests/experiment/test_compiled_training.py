@@ -6,30 +6,34 @@ import logging
 import pytest
 import torch
 import yaml
+from in_group import in_group
+from traced_graphs import trace_only
 
 from volseg.config.schema import KERNELS_OF
 from volseg.data.layouts import load_task
 from volseg.device import compiler_internals
-from volseg.errors import CheckpointError, ConfigError
-from volseg.experiment import measured_kernels, train, validate
-from volseg.experiment.measured_kernels import KINDS, MeasuredKernels, choose_fastest, find_compiled
+from volseg.errors import CheckpointError, ConfigError, ParallelError
+from volseg.experiment import load_config, measured_kernels, train, validate
+from volseg.experiment.measured_kernels import (
+    KINDS,
+    MeasuredKernels,
+    choose_fastest,
+    find_compiled,
+    settle_kernels,
+    time_steps,
+)
 from volseg.experiment.placed_network import build_model
 from volseg.experiment.profiling import profile_training
+from volseg.experiment.roles import Member
+from volseg.experiment.settling import settle_mesh
 from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, DataParallel, Replicas
+from volseg.parallel.devices import is_main_process
 from volseg.workflow import load_checkpoint
 
 # float32: the two sum in another order, and six optimizer steps carry that on.
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
 CPU = torch.device("cpu")
-
-
-def trace_only(graph, inputs):
-    """Stand for inductor: the graphs, those of the backward pass too, run by torch's kernels."""
-    # Late, as the package does it: the compiler takes as long to import as torch.
-    from torch._dynamo.backends.debugging import aot_eager
-
-    return aot_eager(graph, list(inputs))
 
 
 @pytest.fixture(autouse=True)
@@ -199,3 +203,40 @@ def test_a_kind_without_memory_is_none(configured, monkeypatch):
         json.loads((outcome.folder.path / "kernels.json").read_text(encoding="utf-8")), "here"
     )
     assert written.refused["torch"] == "its step was out of memory"
+
+
+def measure_together(config_file):
+    """Return what each of two processes takes, and whether the leader alone can run a step meanwhile."""
+    config = load_config(config_file, ["training.kernels=measured", "parallel.data=2"])
+    task = load_task(config.data.root)
+    config, mesh = settle_mesh(config, task, CPU)
+    plain = config.model_copy(update={"training": config.training.model_copy(update={"kernels": "torch"})})
+    alone = time_steps(plain, task, CPU, shares=True) if is_main_process() else 1.0
+    asked = []
+
+    def tell(config, *given, **named):
+        asked.append((config.training.kernels, config.patch.batch, named["shares"]))
+        return {"fast": 3.0, "torch": 2.0, "compiled": 1.0}[config.training.kernels]
+
+    measured_kernels.time_steps = tell
+    try:
+        settled, found = settle_kernels(Member(config), config, mesh, task, CPU, resume=False)
+    finally:
+        measured_kernels.time_steps = time_steps
+    return alone > 0, settled.training.kernels, found.as_json(), asked
+
+
+def test_of_several_processes_the_leader_measures(config_file):
+    leader, member = in_group(2, measure_together, str(config_file))
+    assert leader[:3] == member[:3]
+    assert leader[:2] == (True, "compiled")
+    assert leader[3] == [(kind, 1, True) for kind in KINDS]
+    assert member[3] == []
+
+
+def test_replicas_do_not_measure_what_they_cannot_share(configured, task):
+    config = configured(
+        "training.kernels=compiled", "network={name: BasicUNet, features: [4, 4, 4, 4, 4, 4], norm: batch}"
+    )
+    with pytest.raises(ParallelError, match="replicas cannot share it: batch_norm is compiled"):
+        time_steps(config, load_task(task), CPU, shares=True)

@@ -104,6 +104,8 @@ def test_another_size_is_the_same_network(describe):
         ([], torch.float16, {"kernels": ("torch",), "records": False}),
         (["training.record=false"], torch.bfloat16, {"kernels": ("torch",), "records": False}),
         (["training.kernels=torch"], torch.bfloat16, {"kernels": ("torch",), "records": True}),
+        (["training.kernels=compiled"], torch.bfloat16, {"kernels": ("torch",), "records": True}),
+        (["training.kernels=measured"], torch.bfloat16, {"kernels": ("fast", "torch"), "records": True}),
         (["training.kernels=fast"], torch.float16, {"kernels": ("fast",), "records": False}),
         (["training.accumulate=2"], torch.bfloat16, {"kernels": ("torch",), "records": False}),
         (["parallel={spatial: 2}"], torch.bfloat16, {"data": None, "spatial": 2, "pipeline": 1}),

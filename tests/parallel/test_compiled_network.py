@@ -13,6 +13,7 @@ from monai.networks.nets import BasicUNet
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from traced_graphs import trace_only
 
 from volseg.device import compiler_internals
 from volseg.errors import ParallelError
@@ -35,14 +36,6 @@ class Heads(nn.Module):
     def forward(self, x):
         x = self.stem(x)
         return {"heads": [self.fine(x), self.coarse(x)], "number": 3}
-
-
-def trace_only(graph, inputs):
-    """Stand for inductor: the graphs, those of the backward pass too, run by torch's kernels."""
-    # Late, as the package does it: the compiler takes as long to import as torch.
-    from torch._dynamo.backends.debugging import aot_eager
-
-    return aot_eager(graph, list(inputs))
 
 
 @pytest.fixture
@@ -105,8 +98,8 @@ def test_what_inductor_makes_is_the_network(inductor, dtype, tolerance):
 def test_a_network_of_monai_is_itself_when_compiled(inductor):
     torch.manual_seed(0)
     plain = BasicUNet(3, 1, 2, features=(4, 4, 8, 8, 8, 4)).double()
-    fitted = FitGrid(copy.deepcopy(plain)).run_by(CompiledNetwork)
-    image = torch.randn(1, 1, 16, 16, 16, dtype=torch.float64)
+    fitted = FitGrid(copy.deepcopy(plain), divisors=(16, 16, 16)).run_by(CompiledNetwork)
+    image = torch.randn(1, 1, 32, 16, 16, dtype=torch.float64)
     for net in (plain, fitted):
         net(image).square().mean().backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}

@@ -1,21 +1,26 @@
 """The benchmark of twelve networks: its rows run, a failure is a row, and what was measured is not measured again."""
 
+import copy
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from traced_graphs import trace_only
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
 import networks
 import networks_rows
 from networks_followed import WAYS, follow
-from networks_listed import NETWORKS
+from networks_listed import NETWORKS, build, fit
 from networks_plot import compare, plot
 
+from volseg.device import compiler_internals
+from volseg.device.torch_internals import tree_leaves
 from volseg.forecast.gpu_kinds import find_kind
+from volseg.parallel import CompiledNetwork
 
 SMALL = {"network": "UNet", "sides": (16, 8, 8), "small": True, "device": "cpu", "gpu": 0, "number": 0}
 
@@ -29,12 +34,39 @@ def run(monkeypatch, result, *arguments):
 
 def test_ours_and_the_plain_network_train_alike(monkeypatch):
     monkeypatch.setattr(networks_rows, "WARM_UP", 2)
+    monkeypatch.setattr(compiler_internals, "compile_graph", trace_only)
     losses = []
-    for name in ("plain", "ours"):
+    for name in ("plain", "ours", "recorded, compiled"):
         step = networks_rows.MeasuredStep({**SMALL, **networks_rows.ROWS[name]}, torch.device("cpu"))
         losses.append(step.warm_up()["loss"])
         assert step.time() > 0
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # bfloat16 has three digits
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-2)  # bfloat16 has three digits
+
+
+def observe_compiled(net, image):
+    """Return outputs, gradients and buffers of a step, with all heads in the loss."""
+    net.zero_grad()
+    heads = [leaf for leaf in tree_leaves(net(image)) if isinstance(leaf, torch.Tensor)]
+    torch.stack([head.square().mean() for head in heads]).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
+    return [head.detach() for head in heads], gradients, dict(net.named_buffers())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_each_network_is_itself_when_compiled(monkeypatch, name):
+    """Two training passes, in which what torch.compile has made of the functions runs by torch's kernels."""
+    monkeypatch.setattr(compiler_internals, "compile_graph", trace_only)
+    sides = fit(name, (32, 32, 32))
+    plain = build(name, sides, small=True).double().train()
+    model = CompiledNetwork(copy.deepcopy(plain))
+    image = torch.randn(1, 1, *sides, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        # float64: a chain of functions may be ordered in another way.
+        torch.testing.assert_close(
+            observe_compiled(model, image), observe_compiled(plain, image), rtol=1e-9, atol=1e-11
+        )
+    assert model.pieces.count
 
 
 def test_exactness_is_told_beside_round_off():

@@ -36,10 +36,12 @@ def explain_no_compiler(device: torch.device) -> str | None:
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Return what inductor makes of a graph, without CUDA graphs of its own."""
-    # The compiler takes as long to import as torch itself.
-    from torch._inductor.compile_fx import compile_fx
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it imports what torch itself calls deprecated
+        # The compiler takes as long to import as torch itself.
+        from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(graph, list(inputs), config_patches={"triton.cudagraphs": False})
+        compiled: Any = compile_fx(graph, list(inputs), config_patches={"triton.cudagraphs": False})
     return compiled  # type: ignore[no-any-return]
 
 

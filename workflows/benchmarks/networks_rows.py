@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from volseg.device.torch_internals import tree_map
 from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
-from volseg.parallel import FastKernels, ModelParallel
+from volseg.parallel import CompiledNetwork, FastKernels, ModelParallel
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.verification.comparison import default_objective, eager_step, find_differences, observe
@@ -46,11 +46,17 @@ ROWS: dict[str, Row] = {
     "compiled, max-autotune, channels last": {"kind": "plain", "compile": TRIALS, "channels_last": True},
     "ours": {"kind": "ours"},
     "ours, recorded": {"kind": "ours", "record": True},
+    "recorded, compiled": {"kind": "compiled", "record": True},
+    "recorded, compiled, channels last": {"kind": "compiled", "record": True, "channels_last": True},
     "exactness": {"kind": "exactness"},
     "ours on each GPU alone": {"kind": "ours", "record": True, "gpus": 2},
     "ours on 2 GPUs": {"kind": "slabs", "record": True, "gpus": 2},
 }  # fmt: skip
-"""By name. Those of one GPU are compared with one another, and those of two GPUs with one another."""
+"""By name. Those of one GPU are compared with one another, and those of two GPUs with one another.
+
+``recorded, compiled`` is ``training.kernels: compiled``: the network by torch.compile, the loss and the rest of the
+step as in ``ours``, and all of it one CUDA graph.
+"""
 
 BY_DEFAULT = tuple(name for name in ROWS if "max-autotune" not in name)
 
@@ -110,6 +116,18 @@ def find_device(row: Row) -> torch.device:
     return device
 
 
+class LogitsAlone(nn.Module):
+    """A network without its coarser outputs, which the loss leaves out: a compiled one would give them gradients."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return the finest logits."""
+        return find_logits(self.net(image))
+
+
 class MeasuredStep:
     """Forward, loss, backward and SGD in bfloat16 on one volume that stays the same, as a row says.
 
@@ -152,7 +170,7 @@ class MeasuredStep:
             return ModelParallel(net, strategy="spatial")
         if self.row.get("channels_last"):
             net.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-        return net
+        return CompiledNetwork(LogitsAlone(net)) if self.row["kind"] == "compiled" else net
 
     def _make_step(self) -> Callable[[Any, Any], Tensor]:
         optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9, nesterov=True)

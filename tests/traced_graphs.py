@@ -1,0 +1,17 @@
+"""What torch.compile makes of a network, without the seconds that kernels take to be compiled."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+__all__ = ["trace_only"]
+
+
+def trace_only(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Stand for inductor: the graphs, those of the backward pass too, run by torch's kernels."""
+    # Late, as the package does it: the compiler takes as long to import as torch.
+    from torch._dynamo.backends.debugging import aot_eager
+
+    traced: Callable[..., Any] = aot_eager(graph, list(inputs))
+    return traced
