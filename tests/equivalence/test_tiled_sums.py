@@ -149,6 +149,20 @@ def test_a_level_with_sums_by_tiles_equals_the_plain_one(
         assert len(written_by_tiles) > before
 
 
+def compare_level() -> dict[str, float]:
+    torch.manual_seed(7)
+    plain = Residual(act=in_place).double()
+    with patch.object(plan, "TILE_ELEMENTS", 64), patch.object(tiled_addition, "has_fewer_digits", always):
+        model = ModelParallel(copy.deepcopy(plain), strategy=Spatial(checkpoint="tiled"))
+        volume = torch.randn(1, 2, 20, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        return compare(plain, model, [volume], steps=2)
+
+
+def test_processes_with_sums_by_tiles_equal_one_device() -> None:
+    for errors in in_group(2, compare_level):
+        assert_equal(errors)
+
+
 @pytest.mark.parametrize("frozen", ["first", "norm", "high", "last", "up"])
 def test_frozen_parameters_get_no_gradient_and_the_others_theirs(frozen: str, written_by_tiles: list[int]) -> None:
     torch.manual_seed(7)

@@ -23,6 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import networks_listed
 import torch
 from spatial import build
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class Owner(NamedTuple):
 def main() -> None:
     """Follow a step, and print what is alive at its peak."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--net", default="dynunet", choices=("dynunet", "vnet", "small"))
+    parser.add_argument("--net", default="dynunet", choices=("dynunet", "vnet", "small", "segresnet"))
     parser.add_argument("--shape", type=int, nargs=3, default=[160, 320, 320], metavar=("D", "H", "W"))
     parser.add_argument("--checkpoint", default=None, help="all, tiled, or a number of finest levels")
     parser.add_argument("--recorded", action="store_true", help="as one CUDA graph")
@@ -101,7 +102,9 @@ def describe_work(net: str, shape: Sequence[int], recorded: bool = False) -> Wor
         return step
 
     return Work(
-        build=partial(build, net),
+        build=partial(networks_listed.build, "SegResNet", (shape[0], shape[1], shape[2]))
+        if net == "segresnet"
+        else partial(build, net),
         shape=(1, 1, *shape),
         make_batch=make_batch,
         build_optimizer=lambda model: (

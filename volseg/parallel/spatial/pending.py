@@ -27,10 +27,16 @@ lend          writes; the slabs        the slabs                   the slabs    
 show          writes; the slabs        the slabs                   the slabs        writes again; the slabs
 release       nothing                  frees, if the recipe holds  nothing          nothing
 find_recipe   writes; as Written [1]_  the recipe, if it holds     as Written       as Written
+hold          as find_recipe [3]_      as find_recipe              as find_recipe   as find_recipe
+end_block     nothing [4]_             nothing                     nothing          nothing
+narrow        the slabs' history       the slabs' history          as Written       as Written [5]_
 ============= ======================== =========================== ================ =====================
 
 .. [1] The input of a recomputed block says its recipe, and stays unwritten: a join reads the recipe alone.
 .. [2] And the recipe; where it can only be written as a whole it is, and stays Written.
+.. [3] What is larger than its recipe's tensors is spared.
+.. [4] A sum is written: waiting behind the block it would keep both of what is added.
+.. [5] Of an unwritten sum that of its cast, if asked for.
 
 What is changed in place
     An operator that works in place lets everything that waits be written first (``Context.change``), and then has the
