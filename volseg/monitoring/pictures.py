@@ -6,7 +6,8 @@ a pale line, what was made up a pale line without a tint.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 
 import numpy as np
 import torch
@@ -178,10 +179,16 @@ def _colour(labels: Tensor) -> Tensor:
 
 def _find_border(labels: Tensor, width: int) -> Tensor:
     """Return the pixels of structures within ``width`` of something else, or of the picture's edge."""
-    ringed = functional.pad(labels[None, None].float(), (width,) * 4)
-    side = 2 * width + 1
-    high, low = functional.max_pool2d(ringed, side, 1), -functional.max_pool2d(-ringed, side, 1)
-    return (labels > 0) & (high != low)[0, 0]
+    high = low = functional.pad(labels.int(), (width,) * 4)
+    for dim in (0, 1):  # by shifted copies: max_pool2d takes four times as long on a CPU
+        high, low = (_join(torch.maximum, high, width, dim), _join(torch.minimum, low, width, dim))
+    return (labels > 0) & (high != low)
+
+
+def _join(extreme: Callable[[Tensor, Tensor], Tensor], ringed: Tensor, width: int, dim: int) -> Tensor:
+    """Return the extreme of all values within ``width`` along a dim, without the ring of that width."""
+    size = ringed.shape[dim] - 2 * width
+    return reduce(extreme, (ringed.narrow(dim, begin, size) for begin in range(2 * width + 1)))
 
 
 def _frame(panel: Tensor, title: str, sides: tuple[str, str], min_width: int) -> Tensor:
