@@ -831,11 +831,11 @@ def shrunken(plan: Plan, same: Callable[[Plan], bool]) -> Plan:
     return plan
 
 
-def compared_on_processes(first: int, count: int) -> dict[int, tuple[str, str]]:
-    """Compare the networks of a range of seeds where each process of a group holds one slab."""
+def compared_on_processes(first: int, count: int, deep: bool = False) -> dict[int, tuple[str, str]]:
+    """Compare the networks of a range of seeds, deep ones if told, where each process of a group holds one slab."""
     outcomes = {}
     for seed in range(first, first + count):
-        plan = draw(seed, shards=dist.get_world_size())
+        plan = draw_deep(seed) if deep else draw(seed, shards=dist.get_world_size())
         outcome = compared(plan)
         outcomes[seed] = outcome.verdict, outcome.what if outcome.ok else f"{outcome.what}\n{plan}"
         if outcome.verdict == "CRASH":  # the processes may have parted
