@@ -602,9 +602,11 @@ class Dag(nn.Module):
         if step.around == "checkpoint" and step.kind != "in place":
             return checkpoint(self._run, step, first, second, use_reentrant=False)
         result = self._run(step, first, second)
-        if step.around == "hook" and result.requires_grad:
+        # torch may crash where one of several views that was changed in place is hooked.
+        hooked = not any(earlier.kind == "in place" for earlier in self.plan.steps)
+        if step.around == "hook" and hooked and result.requires_grad:
             result.register_hook(lambda gradient: gradient * 1.5)
-        if step.around == "hook behind" and first.requires_grad:
+        if step.around == "hook behind" and hooked and first.requires_grad:
             first.register_hook(lambda gradient: gradient * 1.5)
         if step.around == "change behind":
             first.mul_(0.9)
