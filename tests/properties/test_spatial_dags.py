@@ -54,8 +54,8 @@ def test_more_random_networks(first: int) -> None:
     assert_equal_or_refused(range(first, first + 500))
 
 
-def check_ranks(processes: int, first: int, count: int) -> None:
-    found = in_group(processes, dags.compared_on_processes, first, count, seconds=count * 10)
+def check_ranks(processes: int, first: int, count: int, deep: bool = False) -> None:
+    found = in_group(processes, dags.compared_on_processes, first, count, deep, seconds=count * 10)
     for rank, outcomes in enumerate(found):
         for seed, (verdict, what) in outcomes.items():
             assert verdict not in ("WRONG", "CRASH"), f"seed {seed} on rank {rank} is {verdict}: {what}"
@@ -70,10 +70,16 @@ def test_random_networks_on_processes(processes: int) -> None:
     check_ranks(processes, 0, 25)
 
 
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_deep_random_networks_on_processes(processes: int) -> None:
+    check_ranks(processes, 0, 25, deep=True)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("processes", [2, 3])
-def test_more_random_networks_on_processes(processes: int) -> None:
-    check_ranks(processes, 1000, 400)
+def test_more_random_networks_on_processes(processes: int, deep: bool) -> None:
+    check_ranks(processes, 1000, 400, deep)
 
 
 def plan_of(*steps: tuple[str, str]) -> object:

@@ -189,6 +189,38 @@ def test_an_upsampled_result_has_torchs_digits(devices: list[str]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2**-7 * float(theirs.abs().max()))
 
 
+DIGITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda x: F.softmax(x, dim=1),
+    "log_softmax": lambda x: x.log_softmax(1),
+    "mean": lambda x: x.mean((2, 3, 4)),
+}
+
+
+@pytest.mark.usefixtures("doubled_on_the_cpu")
+@pytest.mark.parametrize("read", DIGITS)
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]])
+def test_what_is_computed_from_an_upsampled_volume_has_torchs_digits(devices: list[str], read: str) -> None:
+    """Probabilities of upsampled logits were bfloat16, where the logits alone were float32 as torch's."""
+    torch.manual_seed(0)
+    plain = Net(upsample)
+    model = ModelParallel(
+        Net(lambda net, x: DIGITS[read](upsample(net, x))), strategy="spatial", devices=devices
+    )  # fmt: skip
+    model.module.load_state_dict(plain.state_dict())
+    x = torch.randn(1, CHANNELS, 6, 6, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = DIGITS[read](F.interpolate(plain.first(x).float(), scale_factor=2, mode="trilinear"))
+        found = model(x)
+        found = found.full_tensor() if isinstance(found, ShardedVolume) else found
+    assert expected.dtype == found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    ours, theirs = model.module.first.weight.grad, plain.first.weight.grad
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2**-7 * float(theirs.abs().max()))
+
+
 @pytest.mark.usefixtures("doubled_on_the_cpu")
 def test_an_upsampled_result_that_was_changed_stays_changed() -> None:
     """What is counted once more is what nobody has touched."""

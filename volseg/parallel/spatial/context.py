@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from volseg.device.torch_internals import find_backward_pass, find_saved_tensors_hooks
-from volseg.errors import ParallelError
+from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel.spatial.parameters import Copies, Parameters, copy_plain
 from volseg.parallel.spatial.transport.communicator import Communicator
 
@@ -166,7 +166,17 @@ class Context:
         ----------
         volume
             Which.
+
+        Raises
+        ------
+        UnsupportedOperatorError
+            If a hook waits for the gradient of several of its slabs.
         """
+        if volume.hooks is not None:
+            raise UnsupportedOperatorError(
+                "a hook waits for the gradient of a volume that would be changed in place: work out of place, or hook "
+                "the result"
+            )
         increment_version(volume)
         waiting, self._waiting = self._waiting, []
         for volume in (reference() for reference in waiting):

@@ -60,6 +60,9 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if entry is None:
             scripted = isinstance(func, ScriptMethod)
             return unsupported(func, args, kwargs, SCRIPTED if scripted else "it has no sharded form")
+        if any(volume.widen is not None for volume in given) and _reads_digits(entry):
+            args, kwargs = tree_map(_widened, (args, kwargs))
+            given = _given(args, kwargs)
         try:
             handler = entry.handler
             if kwargs and kwargs.get("out") is not None:
@@ -95,6 +98,17 @@ def _given(args: tuple, kwargs: dict[str, Any]) -> list[ShardedVolume]:
         elif nested(value):
             found += volumes(value)
     return found
+
+
+def _reads_digits(entry: Entry) -> bool:
+    """Say whether a result shows the digits of what is read, as that of a convolution or a norm does not."""
+    shows = entry.family in ("Along channels", "Losses", "Reductions") or entry.name.rpartition(".")[2] == "sigmoid"
+    return shows and not entry.name.endswith("_")
+
+
+def _widened(leaf: Any) -> Any:
+    """Return a volume as torch has it where it has fewer digits here."""
+    return leaf.widen(leaf) if isinstance(leaf, ShardedVolume) and leaf.widen is not None else leaf
 
 
 def _treated(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
