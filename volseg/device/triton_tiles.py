@@ -46,8 +46,9 @@ def available() -> bool:
 
 def takes(tensor: Tensor) -> bool:
     """Say whether Triton's kernels take this tensor: they run on a GPU and count in float32, and voxels in 32 bits."""
-    countable = tensor.numel() <= MOST_VOXELS or count_voxels(tensor) <= MOST_VOXELS
-    return countable and pretended.on_gpu(tensor) and tensor.dtype != torch.float64 and available()
+    if not (pretended.on_gpu(tensor) and tensor.dtype != torch.float64 and available()):
+        return False
+    return tensor.numel() <= MOST_VOXELS or count_voxels(tensor) <= MOST_VOXELS
 
 
 @triton.jit
