@@ -200,12 +200,20 @@ class _OnDevices(TorchFunctionMode):
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Let memory be given back where its last name goes, not when Python happens to look for circles."""
-    was_enabled = gc.isenabled()
+    """Let memory be given back where its last name goes, not when Python happens to look for circles.
+
+    A strategy that looks for them itself (before it records) finds those of the step: what was there before, a million
+    objects of torch's modules, holds nothing of it, and is left out.
+    """
+    was_enabled, is_first = gc.isenabled(), gc.get_freeze_count() == 0
     gc.disable()
+    if is_first:
+        gc.freeze()
     try:
         yield
     finally:
+        if is_first:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 
