@@ -1,5 +1,6 @@
 """Steps that are followed without a GPU, compared with steps that run: on this CPU, and on an H200."""
 
+import gc
 import resource
 from collections import Counter
 from collections.abc import Callable
@@ -141,6 +142,30 @@ def test_all_memory_is_given_back_and_the_same_is_found_again() -> None:
     first, second, third = (held for name, held in read_marks(trace) if name == "step")
     assert first < second == third  # the optimizer's state
     assert "aten._foreach_norm" in {run.name for run in list_runs(trace)}  # as of a GPU's gradients
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_who_looks_for_circles_passes_by_what_was_there_before(is_frozen: bool) -> None:
+    """A recording looks for them, among a million objects of torch's modules: a quarter of a second each time."""
+    if is_frozen:
+        gc.freeze()
+    try:
+        found = []
+
+        def step(followed: FollowedStep) -> None:
+            found.append(gc.get_freeze_count())
+            circle: list[Any] = [followed.empty(8)]
+            circle.append(circle)
+            del circle
+            assert followed.count_held_bytes() == 32
+            gc.collect()
+            assert followed.count_held_bytes() == 0
+
+        follow(step, gpu=Gpu())
+        assert found[0] > 0
+        assert (gc.get_freeze_count() > 0) == is_frozen, "what somebody else has frozen stays so"
+    finally:
+        gc.unfreeze()
 
 
 def test_no_memory_is_taken() -> None:

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from volseg.parallel.candidates.volumes import Largest, find_largest, scale_sides
+from volseg.parallel.candidates.volumes import Largest, Need, find_largest, scale_sides
 
 ASPECTS = [(1, 1, 1), (32, 48, 32), (512, 512, 320)]
 DIVISORS = [(16, 16, 16), (8, 8, 8), (32, 32, 4)]
@@ -27,18 +27,19 @@ def test_the_largest_is_that_of_trying_all(aspect, divisors, fixed, per_voxel, p
 
     def need(sides):
         asked.append(sides)
-        return math.ceil((fixed + per_voxel * math.prod(sides) ** power) / piece) * piece
+        total = math.ceil((fixed + per_voxel * math.prod(sides) ** power) / piece) * piece
+        return Need(total=total, held=total)
 
     found = find_largest(need, capacity, aspect, divisors, first=first)
     num_asked = len(asked)
     step = 0
-    while need(scale_sides(step + 1, aspect, divisors)) <= capacity:
+    while need(scale_sides(step + 1, aspect, divisors)).total <= capacity:
         step += 1
     if step == 0:
         assert found is None
         return
     sides = scale_sides(step, aspect, divisors)
-    assert found == Largest(sides=sides, needed=need(sides), limit=scale_sides(step + 1, aspect, divisors))
+    assert found == Largest(sides=sides, needed=need(sides).total, limit=scale_sides(step + 1, aspect, divisors))
     assert num_asked <= 14, "each is a second"
 
 
@@ -51,7 +52,10 @@ def test_sizes_are_ones_that_the_network_takes_and_grow(step, aspect, divisors):
 
 
 def test_sizes_that_cannot_be_run_are_too_small():
-    found = find_largest(lambda sides: None if sides[0] < 32 else sides[0] * 10, 640, (1, 1, 1), (16, 16, 16))
+    def need(sides):
+        return None if sides[0] < 32 else Need(total=sides[0] * 10, held=math.prod(sides) // 1000)
+
+    found = find_largest(need, 640, (1, 1, 1), (16, 16, 16))
     assert found == Largest(sides=(64, 64, 64), needed=640, limit=(80, 80, 80))
 
 
@@ -68,19 +72,18 @@ def test_what_is_held_says_where_to_look_while_torch_gives_back_what_it_can(
     aspect, divisors, fixed, per_voxel, power, capacity, first
 ):
     """Near the capacity all that there is is taken, by sizes that fit: lines through it went anywhere."""
-    held, asked = {}, []
+    asked = []
 
     def need(sides):
         asked.append(sides)
         own = int(fixed + per_voxel * math.prod(sides) ** power)
-        held[math.prod(sides)] = own
         squeezed = own * 1.1 <= capacity
-        return min(int(own * 1.4), capacity) if squeezed else int(own * 1.4)
+        return Need(total=min(int(own * 1.4), capacity) if squeezed else int(own * 1.4), held=own)
 
-    found = find_largest(need, capacity, aspect, divisors, first=first, fixed=fixed, held=held)
+    found = find_largest(need, capacity, aspect, divisors, first=first, fixed=fixed)
     num_asked = len(asked)
     step = 0
-    while need(scale_sides(step + 1, aspect, divisors)) <= capacity:
+    while need(scale_sides(step + 1, aspect, divisors)).total <= capacity:
         step += 1
     if step == 0:
         assert found is None

@@ -9,7 +9,7 @@ from volseg.parallel.candidates.beside import FollowingCopies
 from volseg.parallel.candidates.choosing import GIB, Found
 from volseg.parallel.candidates.forecasting import Planned, Sides, forecast_work
 from volseg.parallel.candidates.listing import Freedom, name_candidate, relieve
-from volseg.parallel.candidates.volumes import Largest, find_largest, scale_sides
+from volseg.parallel.candidates.volumes import Largest, Need, find_largest, scale_sides
 
 __all__ = ["find_largest_volumes", "find_number", "list_remedies"]
 
@@ -27,7 +27,7 @@ def list_remedies(planned: Planned, found: Found, copies: FollowingCopies[Planne
     least = min(measured, key=_total)
     d, h, w = work.sides
     own = ((d, h, w),)
-    known = {own[0]: _total(least) + reserve}
+    known = {own[0]: _find_need(least, reserve)}
     copies.begin(find_number, measured)
     if planned.resize is not None:
         copies.begin(find_largest_volumes, least.candidate, own, known)
@@ -91,7 +91,7 @@ def find_largest_volumes(
     planned: Planned,
     candidate: Candidate,
     aspects: Sequence[Sides],
-    known: dict[Sides, int] | None = None,
+    known: dict[Sides, Need] | None = None,
     begin_at: int | None = None,
 ) -> dict[Sides, Largest | None]:
     """Return the largest volume of each aspect that fits.
@@ -113,36 +113,38 @@ def find_largest_volumes(
     assert resize is not None
     needs = dict(known or {})
     outside: list[int] = []
-    held: dict[int, int] = {}
 
-    def need(sides: Sides) -> int | None:
+    def need(sides: Sides) -> Need | None:
         if sides not in needs:
             resized, reserve = resize(sides)
             one_process = planned.free.one_process
-            memory = forecast_work(resized, candidate, machine, reserve=reserve, one_process=one_process).memory
-            if memory is None:
+            forecast = forecast_work(resized, candidate, machine, reserve=reserve, one_process=one_process)
+            if forecast.memory is None:
                 return None
-            needs[sides] = memory.total + reserve
-            held[math.prod(sides)] = memory.used + memory.outside + reserve
-            outside.append(memory.outside)
+            needs[sides] = _find_need(forecast, reserve)
+            outside.append(forecast.memory.outside)
         return needs[sides]
 
     d, h, w = planned.work.sides
-    first = max(1, max(planned.work.sides) // divisors[_find_longest(aspects[0], divisors)])
+    longest = _find_longest(aspects[0], divisors)
     if begin_at is None:
         need((d, h, w))
     else:
-        first = _find_step(begin_at, aspects[0], divisors)
-        need(scale_sides(first, aspects[0], divisors))
+        need(scale_sides(_find_step(begin_at, aspects[0], divisors), aspects[0], divisors))
     weights = sum(parameter.nbytes for parameter in planned.work.build().parameters()) // candidate.pipeline
     fixed = planned.reserve + sum(outside) + COPIES_OF_WEIGHTS * weights
-    by_voxels: dict[int, int] = {}
+    by_voxels = {math.prod(sides): needed for sides, needed in needs.items()}
+    first = max(1, max(planned.work.sides) // divisors[longest])
     return {
-        aspect: find_largest(
-            need, machine.gpu_bytes, aspect, divisors, first=first, fixed=fixed, known=by_voxels, held=held
-        )
+        aspect: find_largest(need, machine.gpu_bytes, aspect, divisors, first=first, fixed=fixed, known=by_voxels)
         for aspect in aspects
     }
+
+
+def _find_need(forecast: Forecast, reserve: int) -> Need:
+    memory = forecast.memory
+    assert memory is not None
+    return Need(total=memory.total + reserve, held=memory.used + memory.outside + reserve)
 
 
 def _find_longest(aspect: Sides, divisors: Sides) -> int:
