@@ -12,7 +12,9 @@ from volseg import Checkpoints, Hook
 from volseg.config.parallel import ParallelConfig
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
 from volseg.experiment import RunFolder, replanning, train
+from volseg.experiment import training as experiment_training
 from volseg.experiment.forecast_beside import Answer
+from volseg.experiment.placed_network import build_model
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
 from volseg.parallel import ModelParallel
@@ -89,6 +91,55 @@ def test_a_batch_is_part_of_its_step(configured, monkeypatch):
     monkeypatch.setattr(training, "remaining_batches", lambda *args: iter(lambda: fill_memory(*args), None))
     with pytest.raises(OutOfMemoryError, match=r"(?s), at train, epoch 0, 0.*What takes less, fastest first:"):
         train(configured())
+
+
+class Full(Hook):
+    """Take all memory in a part of the second epoch's first step, in the network's first way."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def on_training_begin(self, training):
+        def take(*of_hook):
+            if training.epoch == 1 and training.network.training:
+                take_all_memory()
+
+        network, optimizer = training.network, training.optimizer
+        hang_in = {
+            "forward": lambda: list(network.modules())[4].register_forward_pre_hook(take),
+            "backward": lambda: next(network.parameters()).register_hook(take),
+            "optimizer": lambda: optimizer.register_step_pre_hook(take),
+            "average": lambda: optimizer.register_step_post_hook(take),
+        }
+        if not isinstance(network, ModelParallel):
+            hang_in[self.part]()
+
+
+@pytest.mark.parametrize("part", ["forward", "backward", "optimizer", "average"])
+def test_whichever_part_of_a_step_fails_nothing_is_trained_twice_or_left_out(configured, tmp_path, part):
+    config = configured(REPLAN, "training.accumulate=3", "training.ema=0.9")
+    train(config, hooks=[Full(part)])
+    assert (config.folder / "replanned.json").exists()
+    aside = configured("training.accumulate=3", "training.ema=0.9", f"output={tmp_path / 'whole'}")
+    train(aside)
+    # float32, in another order of sums.
+    torch.testing.assert_close(latest(config).model, latest(aside).model, rtol=1e-3, atol=1e-5)
+    assert [record.epoch for record in latest(config).history] == [0, 1]
+
+
+def test_a_second_attempt_that_cannot_be_built_failed_in_no_step(configured, monkeypatch):
+    """It was told to have failed at the batch at which the first one had."""
+    built = []
+
+    def build(*args, **options):
+        built.append(args)
+        if len(built) == 2:
+            take_all_memory()
+        return build_model(*args, **options)
+
+    monkeypatch.setattr(experiment_training, "build_model", build)
+    with pytest.raises(OutOfMemoryError, match=r"It was no training step \(start\)"):
+        train(configured(REPLAN), hooks=[Full("forward")])
 
 
 def test_what_is_said_can_be_pasted(configured, tmp_path):
@@ -185,8 +236,9 @@ def test_processes_stay_as_many_as_they_are(configured, monkeypatch, processes, 
 
 def test_a_second_time_ends_the_run_even_after_it_was_resumed(configured):
     config = configured(REPLAN)
-    with pytest.raises(OutOfMemoryError, match=r"since then, and once only, .* A second time ends the run\."):
+    with pytest.raises(OutOfMemoryError, match=r"since then, and once only, .* A second time ends the run\.") as caught:
         train(config, hooks=[TooMuch(1, 1, always=True)])
+    assert str(caught.value).endswith("parallel.checkpoint: tiled (and by tiles)"), "of what failed last, not first"
     hook = TooMuch(1, 1, always=True)
     with pytest.raises(OutOfMemoryError, match="A second time ends the run"):
         train(config, resume=True, hooks=[hook])
@@ -255,7 +307,7 @@ def test_a_damaged_record_is_refused(field, value):
 
 
 def test_a_validation_without_memory_is_no_matter_of_steps(configured):
-    class Full(Hook):
+    class FullWindow(Hook):
         def on_training_begin(self, training):
             training.network.register_forward_hook(
                 lambda network, inputs, output: None if network.training else take_all_memory()
@@ -264,8 +316,11 @@ def test_a_validation_without_memory_is_no_matter_of_steps(configured):
     with pytest.raises(
         OutOfMemoryError, match=r"inference\.window \(prediction\).* It was no training step \(predict\)"
     ):
-        train(configured(REPLAN), hooks=[Full()])
-    assert not (RunFolder(configured().folder).path / "replanned.json").exists()
+        train(configured(REPLAN), hooks=[FullWindow()])
+    folder = RunFolder(configured().folder).path
+    assert not (folder / "replanned.json").exists()
+    told = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    assert "out of memory on cpu, which has " in told["message"], "in words, for who looks at the run from elsewhere"
 
 
 def test_the_same_bits_and_another_way_exclude_each_other(configured):

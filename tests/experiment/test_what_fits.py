@@ -197,6 +197,28 @@ def test_options_of_losses_are_followed(vnet, loss):
         assert plan_small(vnet, *network, f"losses=[{loss}]", kind="v100-16").forecasts[0].runs
 
 
+def test_an_optimizer_that_asks_for_lists_is_not_fused_besides(vnet):
+    """On a GPU its training ended in a traceback of torch's, which takes one of them."""
+    fused, lists = (
+        plan_small(vnet, f"optimizer={{name: Adam, lr: 0.1{more}}}", "training.precision=bf16", kind="h200").forecasts[
+            0
+        ]
+        for more in ("", ", foreach: true")
+    )
+    assert fused.runs
+    assert lists.runs
+    assert (fused.candidate.recorded, lists.candidate.recorded) == (True, False)
+
+
+def test_a_network_of_one_size_is_refused_as_its_training_would_be(vnet):
+    """It was said to be impossible to follow, for the size of a validation's volumes that nobody had named."""
+    unetr = "network={name: UNETR, feature_size: 4, hidden_size: 24, mlp_dim: 24, num_heads: 2}"
+    sizes = ["patch={size: [32, 32, 32], batch: 2}"]
+    with pytest.raises(ConfigError, match=r"takes volumes of \(32, 32, 32\) voxels only; set inference.window to"):
+        plan_small(vnet, unetr, *sizes, kind="h200")
+    assert plan_small(vnet, unetr, *sizes, "inference.window=[32, 32, 32]", kind="h200").forecasts[0].runs
+
+
 def test_an_unknown_data_set_is_asked_for(vnet):
     with pytest.raises(DataError, match="--channels N --classes N"):
         plan_training(load_config(vnet, ["data.root=mine"]), find_machine(kind="t4"))

@@ -40,7 +40,7 @@ def plan(
     ] = False,
     channels: Annotated[int | None, typer.Option(min=1, help="Of the images, where the data set is not there.")] = None,
     classes: Annotated[
-        int | None, typer.Option(min=1, help="Of the label maps, with the background, where the data set is not there.")
+        int | None, typer.Option(min=2, help="Of the label maps, with the background, where the data set is not there.")
     ] = None,
     thorough: Annotated[bool, typer.Option("--all", help="Look at those ways too that cannot be the fastest.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; docs/what-fits.md says what is in it.")] = False,

@@ -20,7 +20,7 @@ from volseg.experiment.building import build_objective
 from volseg.experiment.data_facts import DataFacts
 from volseg.experiment.kernels import explain_slowness
 from volseg.experiment.placed_network import build_plain_network
-from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network
+from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network, require_window
 from volseg.inference.predictor import evaluating
 from volseg.inference.window_step import WindowStep
 from volseg.models import GridRule
@@ -77,6 +77,7 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
     config = config.model_copy(update={"network": NetworkConfig(**spec, outputs=config.network.outputs)})
     with torch.random.fork_rng([]):
         network = build_plain_network(config, facts.task)
+        require_window(network, config)
         made = rehearse_network(network, config, facts.task)
     rehearse_losses(build_objective(config, facts.task), made, facts.task)
     freeze_parts(network, config.training.frozen)

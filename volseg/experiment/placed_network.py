@@ -1,6 +1,5 @@
 """The network that a config describes, on the device or devices that it trains or predicts on."""
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from volseg.data.cases import Task
 from volseg.errors import ConfigError, ParallelError
 from volseg.experiment.building import build_objective
 from volseg.experiment.kernels import with_compiled_kernels, with_fast_kernels
-from volseg.experiment.rehearsing import rehearse_losses, rehearse_network
+from volseg.experiment.rehearsing import rehearse_losses, rehearse_network, require_window
 from volseg.experiment.training_mesh import TrainingMesh
 from volseg.models import FitGrid, build_network
 from volseg.models.layout import faster_layout
@@ -98,7 +97,7 @@ def build_model(
         If the network cannot be built or run, or gives no logits of the task's labels.
     """
     network = build_plain_network(config, task)
-    _require_window(network, config)
+    require_window(network, config)
     if trains:
         made = rehearse_network(network, config, task)
         rehearse_losses(build_objective(config, task), made, task)
@@ -160,16 +159,6 @@ def _place_on_several(
         checkpoint=parallel.checkpoint,
         **options,
     )
-
-
-def _require_window(network: FitGrid, config: ExperimentConfig) -> None:
-    """Raise for a network of one size without a window of it: the first whole volume may come after hours."""
-    rule, window = network.rule, config.inference.window
-    if rule.fixed and any(side > most for side, most in zip(window or (math.inf,) * 3, rule.minimum, strict=True)):
-        raise ConfigError(
-            f"network {config.network.name} takes volumes of {rule.minimum} voxels only; set inference.window to "
-            f"{list(rule.minimum)}, got {window and list(window)}"
-        )
 
 
 def _laid_out(network: nn.Module, config: ExperimentConfig, task: Task, *, agree: bool) -> nn.Module:

@@ -5,6 +5,7 @@ when it runs, and not when it is built. On meta tensors a run costs no memory an
 looks at values, which these have not, runs on the smallest volume that it takes.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from volseg.models.copies import run_on_copies
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 
-__all__ = ["OneOutput", "rehearse_losses", "rehearse_network"]
+__all__ = ["OneOutput", "rehearse_losses", "rehearse_network", "require_window"]
 
 SIDES = (16, 16, 16)
 """Of the volumes on which losses are tried, in voxels."""
@@ -165,3 +166,13 @@ def _describe(value: Any) -> str:
 
 def _tell(fault: Exception) -> str:
     return f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0]}"
+
+
+def require_window(network: FitGrid, config: ExperimentConfig) -> None:
+    """Raise for a network of one size without a window of it: the first whole volume may come after hours."""
+    rule, window = network.rule, config.inference.window
+    if rule.fixed and any(side > most for side, most in zip(window or (math.inf,) * 3, rule.minimum, strict=True)):
+        raise ConfigError(
+            f"network {config.network.name} takes volumes of {rule.minimum} voxels only; set inference.window to "
+            f"{list(rule.minimum)}, got {window and list(window)}"
+        )

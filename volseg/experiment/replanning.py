@@ -262,7 +262,8 @@ class Replanning:
         ways = ["What takes less, fastest first:", *lines] if lines else []
         fitting = [f"It would fit: {remedy}." for remedy in answer.remedies]
         lacking = [f"How much each takes is not forecast: {answer.problem}."] if answer.problem else []
-        told = [f"{failure.said}, at {failure.at}.", *before, *ways, *lacking, *fitting, describe_remedies(self.config)]
+        tried = self.config if self.replanned is None else self.replanned.apply(self.config)
+        told = [f"{failure.said}, at {failure.at}.", *before, *ways, *lacking, *fitting, describe_remedies(tried)]
         return "\n".join(told)
 
 

@@ -51,6 +51,7 @@ from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.training_log import TrainingLog, list_final
 from volseg.monitoring.waiting import WaitingAdvice
 from volseg.parallel.devices import count_restarts, is_main_process
+from volseg.parallel.progress import report_progress
 from volseg.reporting.reading import TOLD
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.growing import ForgetOldSizes
@@ -102,11 +103,12 @@ def _train(
     config: ExperimentConfig, resume: bool, hooks: Sequence[Hook], replanning: Replanning, signs: SignsOfLife
 ) -> Outcome:
     """Begin or go on, as far as that goes."""
+    report_progress("start")  # what an attempt before did last is no step of this one
     with (
         deterministic(config.training.deterministic),
         replanning.heeding(),
-        explaining_memory(config),
         ExitStack() as held,
+        explaining_memory(config),  # before the run's folder says how it ended
     ):
         held.enter_context(heeding_spot_notices(config.training.spot))
         compiling = CompilingBeside(config)  # first of all: a copy that compiles must be made before CUDA begins

@@ -73,7 +73,8 @@ FUSED = ("Adam", "AdamW", "SGD")
 
 def is_fused_on_gpu(spec: Mapping[str, Any]) -> bool:
     """Tell whether `build_optimizer` makes an optimizer whose step on a GPU is one kernel, which can be recorded."""
-    return bool(spec.get("fused", spec["name"] in FUSED))
+    asks_otherwise = spec.get("foreach") or spec.get("differentiable")  # with which torch refuses a fused form
+    return bool(spec.get("fused", spec["name"] in FUSED and not asks_otherwise))
 
 
 def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, targets: Targets | None = None) -> Named:
