@@ -164,6 +164,29 @@ def test_a_backward_pass_is_handed_to_the_class_of_its_tensors(older: bool, monk
     assert torch.equal(leaf.grad, torch.full((2,), 2.0))
 
 
+class Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * 2 * (x == x)
+
+
+@pytest.mark.parametrize("savable", [False, True], ids=["leaf", "savable"])
+def test_hooks_of_saved_parameters_are_called(savable: bool) -> None:
+    parameter, called = nn.Parameter(torch.ones(2)), []
+    parameter.register_hook(called.append)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        result = Saving.apply(internals.as_savable(parameter) if savable else parameter)
+    result.sum().backward()
+    assert torch.equal(parameter.grad, torch.full((2,), 2.0))
+    assert len(called) == (savable or not internals.LOSES_HOOKS_OF_SAVED)
+
+
 def test_dispatch_is_left_out() -> None:
     with Operators() as seen, internals.without_dispatch():
         torch.ones(2).add(1)

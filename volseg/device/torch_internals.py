@@ -33,6 +33,7 @@ from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.modules.loss import _Loss as Loss
 from torch.optim import optimizer as _of_optimizers
+from torch.torch_version import TorchVersion
 from torch.utils import _foreach_utils as _of_lists
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,6 +69,7 @@ __all__ = [
     "add_each_",
     "apply_to_tensors",
     "as_plain",
+    "as_savable",
     "check_gradients",
     "count_dispatch_modes",
     "count_references",
@@ -322,6 +324,18 @@ def hand_backward_over(kind: type[Tensor]) -> None:
         return kind.__torch_function__(torch.autograd.backward, (kind,), (roots,), given)
 
     autograd._engine_run_backward = ask
+
+
+LOSES_HOOKS_OF_SAVED = TorchVersion(torch.__version__) < "2.9"
+
+
+def as_savable(parameter: Tensor) -> Tensor:
+    """Return a parameter as an ``autograd.Function`` may save it under hooks of saved tensors.
+
+    Torch 2.8 calls no hook of a leaf that is saved so, in a checkpointed block above all; it is given a view there.
+    """
+    is_lost = LOSES_HOOKS_OF_SAVED and parameter.is_leaf and parameter.requires_grad
+    return parameter.view_as(parameter) if is_lost else parameter
 
 
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor

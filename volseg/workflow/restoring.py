@@ -1,7 +1,5 @@
 """Take over a saved state part by part: what does not fit is told by the name of its part, whatever it runs into."""
 
-import copy
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,7 +63,6 @@ def _remembered(optimizer: Optimizer, group: dict[str, Any]) -> set[str]:
         return set()
     alone = torch.zeros_like(group["params"][0], requires_grad=True)
     alone.grad = torch.zeros_like(alone)
-    probe = copy.copy(optimizer)
-    probe.state, probe.param_groups = defaultdict(dict), [{**group, "params": [alone]}]
+    probe = type(optimizer)([{**group, "params": [alone]}])  # type: ignore[call-arg]  # whose own all have defaults
     probe.step()
     return set(probe.state[alone])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.pretended import find_address
-from volseg.device.torch_internals import get_version
+from volseg.device.torch_internals import as_savable, get_version
 from volseg.parallel.buckets import fill_buckets
 from volseg.parallel.spatial.transport.communicator import Communicator
 
@@ -94,7 +94,7 @@ class Copies:
         # A parameter that is frozen for the moment would get no gradient when it no longer is.
         trained = [parameter for parameter in bucket if parameter.requires_grad]
         for parameter, copies in zip(trained, self._communicator.share(trained), strict=True):
-            self._recorded[id(parameter)] = self._noted(parameter, copies)
+            self._recorded[id(parameter)] = self._noted(parameter, [as_savable(copy) for copy in copies])
         return self._recorded[id(whole)].copies
 
     def _noted(self, whole: Tensor, copies: list[Tensor]) -> _Copied:
