@@ -39,6 +39,9 @@ LARGEST_GRID = 2**31 - 1, 2**16 - 1, 2**16 - 1
 LARGEST_WATCHED = 2**20
 """Bytes of a launch's tensors: a program's accesses are looked at one by one, which takes seconds for megabytes."""
 
+MOST_PROGRAMS = 127
+"""Of a launch that is watched: the largest halo, told by addresses alone, is sent by 128."""
+
 LARGEST_POISONED = 2**26
 """Bytes of uninitialised memory that are filled."""
 
@@ -90,7 +93,7 @@ def watching(
         Of the random order.
     most
         Launches of one kernel that are watched, the first ones; others run once, as do those on more than
-        ``LARGEST_WATCHED`` bytes.
+        ``LARGEST_WATCHED`` bytes or of more than ``MOST_PROGRAMS``.
     only
         The programs of a grid that run, of launches too large to run: once, with bounds and grids alone looked at.
 
@@ -137,7 +140,7 @@ def watching(
             raise KernelFault(f"{self.fn.__name__}: CUDA takes no grid of {grid}, at most {LARGEST_GRID}")
         tensors = [value for value in given.values() if isinstance(value, Tensor)]
         programs = grid[0] * grid[1] * grid[2]
-        watched = sum(launch.name == self.fn.__name__ for launch in seen) < most
+        watched = sum(launch.name == self.fn.__name__ for launch in seen) < most and programs <= MOST_PROGRAMS
         watched = watched and sum(tensor.untyped_storage().nbytes() for tensor in tensors) <= LARGEST_WATCHED
         kind = LargeLaunch if only is not None else Launch if watched else LooseLaunch
         launch = kind(self.fn.__name__, tensors, programs)
