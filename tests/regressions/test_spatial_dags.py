@@ -218,5 +218,5 @@ def test_a_join_retains_the_gradient_that_a_convolution_gives_it(devices: list[s
 def test_the_gradient_of_a_join_that_went_past_it_is_refused(ask: Callable[[Tensor], object]) -> None:
     """Without a word it was that of everything but the convolution."""
     model = ModelParallel(Joins(ask, late=True).double(), strategy="spatial", devices=["cpu"])
-    with pytest.raises(UnsupportedOperatorError, match="before the convolution"):
+    with pytest.raises(UnsupportedOperatorError, match="before the volume is used"):
         model(torch.randn(1, 2, 9, 4, 4, dtype=torch.float64))

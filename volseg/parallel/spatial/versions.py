@@ -2,18 +2,19 @@
 
 torch counts how often a tensor was changed in place, and refuses a gradient of what was changed since it was saved: but
 only where it saves the tensor itself. What goes through saved-tensor hooks it does not compare. ``keep`` and ``take``
-are hooks that do.
+are hooks that do; ``Watched`` compares where nothing is kept.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Size, Tensor
 
-from volseg.device.torch_internals import get_version, without_subclass_overrides
+from volseg.device.torch_internals import FakeTensor, get_version, without_subclass_overrides
 from volseg.errors import UnsupportedOperatorError
 
-__all__ = ["Kept", "Unchanged", "keep", "take"]
+__all__ = ["Kept", "Unchanged", "Watched", "keep", "take"]
 
 
 class Unchanged:
@@ -62,9 +63,46 @@ def take(kept: Kept) -> Tensor:
         If it was changed in place since.
     """
     if keep(kept.tensor).version != kept.version:
-        raise UnsupportedOperatorError(
-            f"a tensor of shape {tuple(kept.tensor.shape)} that a gradient is computed from was changed in place after "
-            "it was read (such as a parameter by an optimizer's step, or a volume by an operator with inplace=True); "
-            "do that out of place, or after the backward pass"
-        )
+        raise _changed(kept.tensor.shape)
     return kept.tensor
+
+
+class Watched:
+    """The version of a tensor without its memory, which is given back as if nobody watched.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        What is watched.
+    ends : bool
+        Whether nobody else can change it once it is gone: a volume's shell has no views.
+    """
+
+    __slots__ = ("_find", "_shape", "_version")
+
+    def __init__(self, tensor: Tensor, *, ends: bool = False) -> None:
+        with without_subclass_overrides():
+            self._shape, self._version = tensor.shape, get_version(tensor)
+            self._find: Callable[[], Tensor | None] = weakref.ref(tensor) if ends else _share_version(tensor)
+
+    def check(self) -> None:
+        """Raise `UnsupportedOperatorError` if it was changed in place since."""
+        found = self._find()
+        if found is not None and keep(found).version != self._version:
+            raise _changed(self._shape)
+
+
+def _share_version(tensor: Tensor) -> Callable[[], Tensor]:
+    """Return a function that returns a tensor with the version of this one."""
+    if type(tensor) in (Tensor, FakeTensor):  # others are kept: parameters live anyway
+        tensor = tensor.detach()  # shares version and memory
+        tensor.data = tensor.new_empty(0)  # leaves the version
+    return lambda: tensor
+
+
+def _changed(shape: Size) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"a tensor of shape {tuple(shape)} that a gradient is computed from was changed in place after "
+        "it was read (such as a parameter by an optimizer's step, or a volume by an operator with inplace=True); "
+        "do that out of place, or after the backward pass"
+    )

@@ -36,7 +36,7 @@ from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
 from volseg.parallel.spatial.pending import find_likes
 from volseg.parallel.spatial.transport.room import find_room
-from volseg.parallel.spatial.versions import Kept, Unchanged, keep, take
+from volseg.parallel.spatial.versions import Unchanged, Watched
 from volseg.parallel.spatial.volume import ShardedVolume, share_later
 from volseg.parallel.state.module import Remembered, remember
 from volseg.parallel.state.random import RandomState
@@ -237,10 +237,10 @@ class _Repetition:
 def _noticing_changes() -> Iterator[None]:
     """Refuse that what is saved is changed in place before the block ends: torch's checkpoint would hand it out."""
     pack, unpack = saved_tensors_hooks()
-    saved: list[Kept] = []
+    saved: list[Watched] = []
 
     def note(tensor: Tensor) -> Any:
-        saved.append(keep(tensor))
+        saved.append(Watched(tensor, ends=isinstance(tensor, ShardedVolume)))
         if isinstance(tensor, ShardedVolume):  # of a checkpoint in the network's own code
             tensor = share_later(tensor)
             tensor.is_saved = True
@@ -250,8 +250,10 @@ def _noticing_changes() -> Iterator[None]:
         try:
             yield
         finally:
-            for kept in saved:
-                take(kept)
+            noted = [*saved]
+            saved.clear()  # autograd holds ``note`` until the backward pass
+            for watched in noted:
+                watched.check()
 
 
 @contextmanager
