@@ -52,7 +52,12 @@ def never_running_plain(most: int) -> Iterator[None]:
     from torch._dynamo import config
 
     with (
-        config.patch(suppress_errors=False, fail_on_recompile_limit_hit=True, recompile_limit=most),
+        config.patch(
+            suppress_errors=False,
+            fail_on_recompile_limit_hit=True,
+            recompile_limit=most,
+            skip_nnmodule_hook_guards=False,  # those that are registered late would be skipped
+        ),
         warnings.catch_warnings(),
     ):
         # The compiler looks whether its inputs have gradients, and inputs of a graph behind a break are no leaves.

@@ -76,7 +76,12 @@ class _Pieces:
         for part in graph.modules():
             if isinstance(part, fx.GraphModule):
                 self.norms.update(_find_norms(part))
-        return compiler_internals.compile_graph(graph, inputs)
+        compiled = compiler_internals.compile_graph(graph, inputs)
+
+        def run(*inputs: Any) -> Any:
+            return _require_all(compiled(*inputs))
+
+        return run
 
 
 def _find_norms(graph: fx.GraphModule) -> Iterator[str]:
@@ -157,8 +162,8 @@ class CompiledNetwork(nn.Module):
         if has_torch_function(given):
             # Modes that look at functions of torch see one function. Were they there inside of it, torch.compile would
             # take that for another situation than before, and compile anew.
-            return _require_all(handle_torch_function(self.run_compiled, given, *args, **kwargs))
-        return _require_all(self.run_compiled(*args, **kwargs))
+            return handle_torch_function(self.run_compiled, given, *args, **kwargs)
+        return self.run_compiled(*args, **kwargs)
 
     @opaque
     def run_compiled(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,8 +278,8 @@ def _make_call(net: nn.Module) -> Callable[..., Any]:
     return FunctionType(call.__code__.replace(), call.__globals__, call.__name__, call.__defaults__, call.__closure__)
 
 
-class _AllUsed(torch.autograd.Function):
-    """Hands outputs on, and refuses a backward pass that some of them are no part of."""
+class _HandedOn(torch.autograd.Function):
+    """Hands a graph's outputs on as they are, from one node."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -283,25 +288,38 @@ class _AllUsed(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if missing := [number for number, gradient in enumerate(gradients) if gradient is None]:
-            raise ParallelError(
-                f"backward() does not reach the outputs {missing} (from 0) of the {len(gradients)} of a compiled "
-                "network: parameters that only they need would get a gradient of zeros where they have none, and an "
-                "optimizer would let them decay; let the loss use every output in one backward(), or run the plain "
-                "network (in a config training.kernels: torch)"
-            )
         return gradients
 
 
 def _require_all(result: Any) -> Any:
-    """Return what the network returned; its backward pass must use all of it."""
+    """Return what a graph returned; the backward pass must use all of it."""
     leaves, structure = tree_flatten(result)
-    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if len(places) < 2:
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+    if len(found) < 2:
         return result
-    for place, tensor in zip(places, _AllUsed.apply(*(leaves[place] for place in places)), strict=True):
-        leaves[place] = tensor
-    return tree_unflatten(leaves, structure)
+    if len({output.grad_fn for output in found.values()}) > 1:  # views of one another, which torch makes behind
+        found = dict(zip(found, _HandedOn.apply(*found.values()), strict=True))
+    outputs = list(found.values())
+    node: Any = outputs[0].grad_fn
+    node.register_prehook(_Required([output.output_nr for output in outputs]))
+    return tree_unflatten([found.get(id(leaf), leaf) for leaf in leaves], structure)
+
+
+class _Required:
+    """Refuses a backward pass that some outputs of a node are no part of."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = numbers
+
+    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
+        if missing := [place for place, number in enumerate(self._numbers) if gradients[number] is None]:
+            raise ParallelError(
+                f"backward() does not reach the outputs {missing} (from 0) of the {len(self._numbers)} of a compiled "
+                "network (of a piece of it where it is compiled in pieces, and with what it keeps as attributes): "
+                "parameters that only they need would get a gradient of zeros where they have none, and an optimizer "
+                "would let them decay; let the loss use every output in one backward(), or run the plain network (in a "
+                "config training.kernels: torch)"
+            )
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -35,6 +35,9 @@ __all__ = ["RecordedStep"]
 _MOVED: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose state was moved together."""
 
+_RECORDED: "WeakSet[_RecordedStep]" = WeakSet()
+"""Recordings, of any step: their gradients stay where they are."""
+
 
 class RecordedStep:
     """A step function that is recorded per input shape and then replayed.
@@ -162,6 +165,7 @@ class _RecordedStep:
             lambda inputs: step(*inputs), {"inputs": inputs}, generators=self._own, stream=stream, shares=shares
         )
         self._gradients = [parameter.grad for parameter in self._parameters]
+        _RECORDED.add(self)
 
     def __call__(self, *inputs: Any) -> Any:
         with nullcontext() if self._group is None else self._group.replaying(self._own):
@@ -188,7 +192,8 @@ def _prepare(network: nn.Module, optimizer: Optimizer | None, device: torch.devi
     if optimizer is None or optimizer in _MOVED:
         return
     _MOVED.add(optimizer)
-    gradients = [parameter.grad for parameter in network.parameters()]
+    recorded = {id(gradient) for each in _RECORDED for gradient in each._gradients}
+    gradients = [parameter.grad for parameter in network.parameters() if id(parameter.grad) not in recorded]
     left = chain(gradients, *(state.values() for state in optimizer.state.values()))
     move_together([value for value in left if isinstance(value, Tensor)])
 
