@@ -391,8 +391,7 @@ class Released(Pending):
 
     def narrow(self, volume: "ShardedVolume", dtype: torch.dtype) -> list[Tensor]:
         """Return the history in another type where what was outlined has one."""
-        known = self.waiting is None or dtype == volume.dtype
-        found = None if known or self.waiting is None else self.waiting.outline_in(dtype)
+        found = None if self.waiting is None or dtype == volume.dtype else self.waiting.outline_in(dtype)
         if found is None:
             return volume._slabs
         volume.is_bypassed = True  # its own gradient is not all of it
