@@ -250,7 +250,9 @@ def _noticing_changes() -> Iterator[None]:
         try:
             yield
         finally:
-            for kept in saved:
+            compared = [*saved]
+            saved.clear()  # what autograd keeps holds ``note`` until the backward pass
+            for kept in compared:
                 take(kept)
 
 
