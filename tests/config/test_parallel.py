@@ -44,6 +44,13 @@ def test_what_is_left_open_is_filled(parallel, processes, data, spatial):
     assert plan(processes, **parallel) == (data, spatial)
 
 
+def test_activations_are_recomputed_by_the_spatial_strategy_or_where_the_choice_is_open():
+    assert plan(1, checkpoint="all", strategy="spatial", devices=1) == (1, 1)
+    assert plan(2, checkpoint="all", strategy="spatial", data=2, spatial=1) == (2, 1)
+    assert plan(2, checkpoint="all", spatial=2) == (1, 2)
+    assert plan(4, checkpoint="all") == (4, 1)
+
+
 def test_samples_that_do_not_fit_are_cut_where_that_was_open():
     assert plan(4, fits=False) == (1, 4)
     assert plan(4, fits=False, data=4) == (4, 1)
@@ -83,6 +90,8 @@ def test_fewer_processes_compute_the_same_in_one_order(parallel, processes, spre
         ({"strategy": "pipeline"}, 2, False, r"set parallel\.pipeline to that number"),
         ({"devices": 2}, 2, False, r"leave out parallel\.devices"),
         ({"devices": ("cpu", "cpu")}, 2, False, r"leave out parallel\.devices"),
+        ({"checkpoint": "all"}, 1, False, r"no volume is run by it here; set parallel\.strategy: spatial"),
+        ({"checkpoint": 1, "data": 2}, 2, False, "no volume is run by it here"),
     ],
 )
 def test_what_processes_cannot_do_says_the_way_out(parallel, processes, fixed_order, words):

@@ -320,6 +320,33 @@ def test_replicas_refuse_norms_that_they_cannot_share(traced):
         apart(image[:1])
 
 
+class CallsTorchsNorm(nn.Module):
+    """Past ``torch.nn.functional``, with running statistics."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.first, self.name = nn.Conv3d(1, 2, 1), name
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("variance", torch.ones(2))
+
+    def forward(self, image):
+        norms = {"instance_norm": torch.instance_norm, "batch_norm": torch.batch_norm}
+        return norms[self.name](
+            self.first(image), None, None, self.mean, self.variance, self.training, 0.1, 1e-5, False
+        )
+
+
+@pytest.mark.parametrize("name", ["instance_norm", "batch_norm"])
+def test_replicas_refuse_torchs_own_norms_that_move_statistics(traced, name):
+    image = torch.randn(1, 1, 4, 4, 4)
+    with pytest.raises(ParallelError, match=f"torch's {name} is called for training; replicas take"):
+        DataParallel(CallsTorchsNorm(name), Replicas(2, None, False))(image)
+    with pytest.raises(ParallelError, match=f"{name} is compiled"):
+        DataParallel(CompiledNetwork(CallsTorchsNorm(name)), Replicas(2, None, False))(image)
+    evaluated = DataParallel(CallsTorchsNorm(name), Replicas(2, None, False)).eval()
+    assert evaluated(image).shape == (1, 2, 4, 4, 4)
+
+
 def train_replicas():
     """Return the weights after two steps of two processes, a replica each, of a compiled network."""
     compiler_internals.compile_graph, before = trace_only, compiler_internals.compile_graph

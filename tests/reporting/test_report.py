@@ -19,8 +19,8 @@ from volseg.monitoring.run_files import RunStatus, write_status
 from volseg.reporting import write_brief, write_report
 from volseg.reporting.drawing import choose_ticks
 from volseg.reporting.judged import choose_extremes
+from volseg.reporting.needed import add_spans
 from volseg.reporting.reading import ReportedCase, read_run
-from volseg.reporting.run import add_spans
 
 
 class Page(HTMLParser):

@@ -49,7 +49,7 @@ def test_parts_get_their_own_settings_and_the_rest_those_of_all():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"outputs.*": {"lr": 1.0}}, r"optimizer.parts: no parameter is called 'outputs\.\*'; did you mean 'output'"),
+        ({"outputs.*": {"lr": 1.0}}, r"parts: no parameter is called 'outputs\.\*'; did you mean 'output\.\*'"),
         ({"output*": {"lr": 1.0}, "*bias": {"lr": 2.0}}, r"output\.0\.bias is matched by 'output\*' and '\*bias'"),
         ({"output*": {"fused": True}}, "fused is the same for all parameters"),
         ({"output*": {"learning": 1.0}}, "optimizer SGD has no parameter 'learning'"),
@@ -62,7 +62,9 @@ def test_parts_that_mean_nothing_or_two_things_are_refused(parts, message):
 
 
 def test_a_pattern_without_parameters_and_freezing_everything_are_refused():
-    with pytest.raises(ConfigError, match=r"no parameter is called 'encodr\.\*'; did you mean 'encoder'"):
+    with pytest.raises(ConfigError, match=r"no parameter is called 'encodr\.\*'; did you mean 'encoder\.\*'"):
         freeze_parts(Network(), ["encodr.*"])
+    with pytest.raises(ConfigError, match=r"no parameter is called 'output\.1'; did you mean 'output\.1\.\*'"):
+        freeze_parts(Network(), ["output.1"])
     with pytest.raises(ConfigError, match="leave some to train"):
         freeze_parts(Network(), ["*"])

@@ -190,6 +190,12 @@ def plan_mesh(
             f"{data} replicas (parallel.data) cannot share patch.batch: {batch_size}: each needs a sample; set "
             f"parallel.data to {batch_size} or less, the rest of the processes cuts volumes, or enlarge patch.batch"
         )
+    if parallel.checkpoint is not None and parallel.model_strategy == "none" and spatial == 1 and not is_open:
+        raise ConfigError(
+            f"parallel.checkpoint: {parallel.checkpoint} recomputes what the spatial strategy keeps, and no volume is "
+            "run by it here; set parallel.strategy: spatial, with parallel.devices: 1 (one process) or "
+            "parallel.spatial: 1 (replicas) where volumes stay whole, or leave out parallel.checkpoint"
+        )
     along_data, along_spatial = _spread(data, spatial, num_processes, fixed_order)
     return MeshPlan(
         data=data,

@@ -508,7 +508,8 @@ COMPILER = "torch._dynamo"
 
 _LEFT_OUT = _of_compile._disable_dynamo(len).__code__
 _STEP = _of_optimizers._use_grad_for_differentiable(len).__code__
-_NAMED_BY_STEP = {COMPILER, "_dynamo", "graph_break", "cast", "Optimizer", "is_grad_enabled", "set_grad_enabled"}
+_OF_GRADIENTS = {"is_grad_enabled", "set_grad_enabled", "defaults"}
+_NAMED_BY_STEP = {COMPILER, "_dynamo", "graph_break", "cast", "Optimizer"} | _OF_GRADIENTS
 """All that torch's decorator of a step uses: it tells the compiler, and says whether gradients are recorded."""
 
 
@@ -530,7 +531,7 @@ def spare_compiler() -> None:
     kinds: set[Any] = {each for each in vars(torch.optim).values() if isinstance(each, type)}
     for kind in kinds:
         step: Any = vars(kind).get("step")
-        if getattr(step, "__code__", None) is _STEP and _NAMED_BY_STEP.issuperset({*_STEP.co_names} - {"defaults"}):
+        if getattr(step, "__code__", None) is _STEP and _NAMED_BY_STEP.issuperset(_STEP.co_names):
             kind.step = _step_without_compiler(step)
 
 

@@ -95,6 +95,7 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
             outputs=_count_channels(config, task),
         )
     settled = config.with_mesh(plan) if count > 1 else config
+    settled.mesh(count)  # what was open may not go with the rest
     if is_main_process() and plan.data * plan.spatial * plan.pipeline > 1:
         logger.info("%s", describe(plan, config, reason))
     mesh = join_mesh(plan.data_processes, plan.spatial_processes)

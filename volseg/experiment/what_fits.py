@@ -75,7 +75,8 @@ def _describe_growth(config: ExperimentConfig, planned: Planned, chosen: Forecas
     epochs = config.training.epochs
     counts = Counter(config.patch.size_in(epoch, epochs) for epoch in range(epochs))
     assert planned.resize is not None
-    parts, whole = [], 0.0
+    parts: list[str] = []
+    seconds: list[float] = []
     for size, count in counts.items():
         work, reserve = planned.resize(size)
         is_last = size == config.patch.size
@@ -83,12 +84,10 @@ def _describe_growth(config: ExperimentConfig, planned: Planned, chosen: Forecas
         if found.seconds is None:
             parts.append(f"{count} of {' x '.join(map(str, size))} cannot be forecast ({found.refused})")
             continue
-        whole += count * steps * found.seconds
+        seconds.append(count * steps * found.seconds)
         parts.append(f"{count} of {' x '.join(map(str, size))} take {describe_seconds(steps * found.seconds)} each")
-    return (
-        f"patches grow, and the table is of the last size: of {epochs} epochs {', '.join(parts)}; "
-        f"{describe_seconds(whole)} of steps in all"
-    )
+    whole = f"; {describe_seconds(sum(seconds))} of steps in all" if len(seconds) == len(parts) else ""
+    return f"patches grow, and the table is of the last size: of {epochs} epochs {', '.join(parts)}{whole}"
 
 
 def _describe(

@@ -44,6 +44,7 @@ from volseg.device.torch_internals import (
 )
 from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import check_network
+from volseg.parallel.norms import find_norm_of_batch
 from volseg.parallel.state.opaque import opaque
 
 __all__ = ["MOST_VARIANTS", "CompiledNetwork", "refusing"]
@@ -52,11 +53,6 @@ logger = logging.getLogger(__name__)
 
 MOST_VARIANTS = 16
 """Kinds of calls (shapes, layouts, modes) that a network is compiled for; one that comes to more changes each time."""
-
-NORMS = frozenset(
-    {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"}
-)
-"""Functions that look at all samples of a batch."""
 
 
 @dataclass
@@ -75,29 +71,14 @@ class _Pieces:
         self.count += 1
         for part in graph.modules():
             if isinstance(part, fx.GraphModule):
-                self.norms.update(_find_norms(part))
+                found = (find_norm_of_batch(node.target, node.args, node.kwargs) for node in part.graph.nodes)
+                self.norms.update(name for name in found if name is not None)
         compiled = compiler_internals.compile_graph(graph, inputs)
 
         def run(*inputs: Any) -> Any:
             return _require_all(compiled(*inputs))
 
         return run
-
-
-def _find_norms(graph: fx.GraphModule) -> Iterator[str]:
-    """Yield the norms of a graph over all samples of a batch."""
-    for node in graph.graph.nodes:
-        name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-        if name in NORMS:
-            training = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", True)
-            if training is not False:
-                yield name
-        elif name == "instance_norm" and _has_running_statistics(node):
-            yield name
-
-
-def _has_running_statistics(node: fx.Node) -> bool:
-    return (node.args[1] if len(node.args) > 1 else node.kwargs.get("running_mean")) is not None
 
 
 class _Compiled(nn.Module):

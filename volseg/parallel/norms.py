@@ -6,7 +6,7 @@ is a part of the whole loss, to which every sample contributes through the stati
 over the replicas.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,32 @@ from volseg.errors import ParallelError
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.state.opaque import is_opaque
 
-__all__ = ["NormsOverReplicas", "check_synchronized"]
+__all__ = ["NormsOverReplicas", "check_synchronized", "find_norm_of_batch"]
 
 
-_PAST_FUNCTIONAL = frozenset(
+BATCH_NORMS = frozenset(
     {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"}
 ) | {"_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update"}
 """What `F.batch_norm` comes to: called by itself, each replica would take the statistics of its own samples."""
+
+
+def find_norm_of_batch(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Return the name of a norm that looks at all samples of a batch, or moves statistics by them; None of all else.
+
+    Parameters
+    ----------
+    function
+        Any of torch's.
+    args, kwargs
+        It is called with, or their nodes in a graph.
+    """
+    name: str = getattr(function, "__name__", str(function)).partition(".")[0]
+    trains = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats", True))
+    if name == "instance_norm":
+        place = 1 if function is F.instance_norm else 3  # torch's own has weight and bias first
+        running = args[place] if len(args) > place else kwargs.get("running_mean")
+        return name if trains and running is not None else None
+    return name if name in BATCH_NORMS and trains else None
 
 
 class NormsOverReplicas(TorchFunctionMode):
@@ -60,9 +79,11 @@ class NormsOverReplicas(TorchFunctionMode):
                     "run the plain one (in a config training.kernels: torch)"
                 )
             return result
-        name = getattr(func, "__name__", "").partition(".")[0]
-        if name in _PAST_FUNCTIONAL and (args[5] if len(args) > 5 else kwargs.get("training", True)):
-            raise ParallelError(f"torch's {name} is called for training; replicas take F.batch_norm, or a BatchNorm")
+        if name := find_norm_of_batch(func, args, kwargs):
+            kind = "InstanceNorm" if name == "instance_norm" else "BatchNorm"
+            raise ParallelError(
+                f"torch's {name} is called for training; replicas take torch.nn.functional's, or a module ({kind})"
+            )
         return func(*args, **kwargs)
 
     def _batch_norm(

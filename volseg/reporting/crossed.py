@@ -28,9 +28,10 @@ from volseg.reporting.content import (
     TextTable,
 )
 from volseg.reporting.judged import tell_scores
+from volseg.reporting.needed import add_spans
 from volseg.reporting.published import tabulate_published
 from volseg.reporting.reading import RunRecord, Scores, read_json, read_run, read_scores
-from volseg.reporting.run import add_spans, find_state, name_components, show_cases, tell_environment
+from volseg.reporting.run import find_state, name_components, show_cases, tell_environment
 from volseg.reporting.words import format_duration, format_value, list_sections, tell_when
 from volseg.version import __version__
 

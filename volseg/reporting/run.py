@@ -9,7 +9,6 @@ from shlex import quote
 from typing import Any
 
 from volseg.commands import spell
-from volseg.monitoring.run_files import THE_REST, RunPart
 from volseg.reporting.composing import Composer
 from volseg.reporting.content import (
     Block,
@@ -24,17 +23,16 @@ from volseg.reporting.content import (
     Pictures,
     ReportContent,
     Section,
-    Shares,
     Text,
-    TextTable,
 )
 from volseg.reporting.judged import choose_extremes, tell_scores
+from volseg.reporting.needed import tell_kernels, tell_memory, tell_time
 from volseg.reporting.published import tabulate_published
 from volseg.reporting.reading import RunRecord, Scores
 from volseg.reporting.words import format_duration, format_value, list_sections, tell_when
 from volseg.version import __version__
 
-__all__ = ["add_spans", "describe_run", "find_state", "name_components", "show_cases", "tell_environment"]
+__all__ = ["describe_run", "find_state", "name_components", "show_cases", "tell_environment"]
 
 GIB = 2**30
 
@@ -67,7 +65,7 @@ def describe_run(record: RunRecord, state: str | None = None) -> ReportContent:
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, state), warns=True),
         compose.section("Out of memory", lambda: _tell_replanning(record), brief=True),
-        compose.section("Kernels", lambda: _tell_kernels(record), brief=True),
+        compose.section("Kernels", lambda: tell_kernels(record), brief=True),
         compose.section("Cases left out", lambda: _list_findings(record.told.problems), brief=True),
         compose.section("Cases to look at", lambda: _list_findings(record.told.remarks), brief=True),
         compose.section("Curves", lambda: _draw_curves(record)),
@@ -76,8 +74,8 @@ def describe_run(record: RunRecord, state: str | None = None) -> ReportContent:
         compose.section(
             "Cases to look at closely", lambda: [] if scores is None else show_cases(scores, record.overlays)
         ),
-        compose.section("Time", lambda: _tell_time(record), brief=True),
-        compose.section("GPU memory", lambda: _tell_memory(record), brief=True),
+        compose.section("Time", lambda: tell_time(record), brief=True),
+        compose.section("GPU memory", lambda: tell_memory(record), brief=True),
         compose.section("Data", lambda: _tell_data(record)),
         compose.section("Config", lambda: _tell_config(record)),
         compose.section("Environment", lambda: tell_environment(record.environment)),
@@ -196,15 +194,6 @@ def _tell_replanning(record: RunRecord) -> list[Block]:
     return [Text(record.told.replanned)] if record.told.replanned else []
 
 
-def _tell_kernels(record: RunRecord) -> list[Block]:
-    """Return what was measured, and chosen, where the config left it to that."""
-    if record.kernels is None:
-        return []
-    times = {kind: f"{ms:.3g} ms a step" for kind, ms in (record.kernels.get("milliseconds") or {}).items()}
-    lacking = {kind: f"not to be had: {reason}" for kind, reason in (record.kernels.get("refused") or {}).items()}
-    return [NamedValues({"taken": str(record.kernels.get("chosen")), **times, **lacking})]
-
-
 def _list_findings(findings: Sequence[str]) -> list[Block]:
     return [Items(findings)] if findings else []
 
@@ -290,72 +279,6 @@ EXPLAINED = (
     "was missed, a pale line without a tint was made up. R and L, A and P are the patient's sides. Each slice is the "
     "one that holds most of the label."
 )
-
-
-def add_spans(parts: Sequence[RunPart]) -> dict[str, float]:
-    """Return the seconds of all parts by what was done, and what no span accounts for."""
-    spans: dict[str, float] = {}
-    for part in parts:
-        for name, seconds in part.spans.items():
-            spans[name] = spans.get(name, 0.0) + seconds
-    told = spans.pop(THE_REST, 0.0)  # by the parts that have ended
-    # Spans are measured one by one: what they leave may be a hair below nothing.
-    left = max(sum(part.seconds for part in parts) - math.fsum(spans.values()), told)
-    return {**spans, THE_REST: left}
-
-
-def _tell_time(record: RunRecord) -> list[Block]:
-    if not record.parts:
-        return []
-    whole = sum(part.seconds for part in record.parts)
-    spans = add_spans(record.parts)
-    rows = [[name, format_duration(part), f"{100 * part / (whole or 1):.0f} %"] for name, part in spans.items()]
-    rows.append(["in all", format_duration(whole), "100 %"])
-    parts = (
-        "in one go" if len(record.parts) == 1 else f"in {len(record.parts)} parts, as it was resumed; all are counted"
-    )
-    begun = tell_when(record.parts[0].begun)
-    return [
-        Text(f"{format_duration(whole)} {parts}; begun {begun}."),
-        Shares(title="Time", parts=spans),
-        TextTable(
-            caption="What the time went by with",
-            header=("", "time", "share"),
-            rows=rows,
-            bold=frozenset([len(rows) - 1]),
-        ),
-    ]
-
-
-def _tell_memory(record: RunRecord) -> list[Block]:
-    memory = record.memory
-    if not memory or not memory.get("measured"):
-        return []
-    reading = memory["measured"][-1]
-    forecast, of_devices = memory.get("forecast") or {}, memory.get("forecast_of_devices") or ()
-    # Of a run of an older volseg the fullest GPU's is known alone.
-    knows_each = len(of_devices) == len(reading["devices"])
-    fitting = of_devices if knows_each else [{}] * len(reading["devices"])
-    rows = [
-        [f"process {device.get('process', 0)}, {device['device']}", *_list_gib(device), *_list_gib(expected)]
-        for device, expected in zip(reading["devices"], fitting, strict=True)
-    ]
-    if forecast.get("reserved") and not knows_each:
-        rows.append(["the fullest", "", "", *_list_gib(forecast)])
-    table = TextTable(
-        caption=f"Peaks after {reading['steps']} steps, in GiB; forecasts are of a step, without cases",
-        header=("GPU", "used", "reserved", "forecast used", "forecast reserved"),
-        rows=rows,
-    )
-    told = record.told.memory
-    text = [Text(f"{told[0].upper()}{told[1:]}.")] if told else []
-    if memory.get("no_forecast"):
-        text.append(Text(f"No forecast: {memory['no_forecast']}"))
-    return [*text, table]
-
-
-def _list_gib(memory: Mapping[str, Any]) -> list[str]:
-    return [f"{memory[key] / GIB:.2f}" if key in memory else "" for key in ("used", "reserved")]
 
 
 def _tell_data(record: RunRecord) -> list[Block]:

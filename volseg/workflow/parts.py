@@ -34,6 +34,7 @@ def match_parameters(patterns: Iterable[str], names: Sequence[str], setting: str
         stem = pattern.partition("*")[0].rstrip(".") or pattern
         parts = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
         near = get_close_matches(stem, parts, n=3) or {name.partition(".")[0] for name in names}
+        near = [part if part in names else f"{part}.*" for part in near]  # a part's own name matches no parameter
         raise ConfigError(f"{setting}: no parameter is called {pattern!r}; {did_you_mean(stem, near)}")
     return matched
 

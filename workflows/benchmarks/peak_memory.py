@@ -4,7 +4,7 @@
 
 prints the bytes per voxel that are used and reserved, and every block of memory that is alive at the peak: how much,
 who asked for it, in which layer, and in which part of the step. It takes seconds and no GPU. ``--json`` appends what
-was found, for a table.
+was found, with the command that found it, for a table.
 
     python workflows/benchmarks/peak_memory.py --net vnet --shape 128 128 128 --recorded --pools
 
@@ -14,6 +14,8 @@ of so much as it uses at once, for all others to be cut from.
 
 import argparse
 import json
+import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from volseg.forecast.allocator import AllocatorSettings, find_memory_use
+from volseg.forecast.allocator_settings import VARIABLES
 from volseg.forecast.caching_allocator import Allocator
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import FollowedStep
@@ -177,7 +180,10 @@ def summarise(trace: StepTrace, chosen: argparse.Namespace, owners: dict[int, Ow
             print(f"{size / voxels:8.1f}  {when:9}  {owners[block].layer:24}  {owners[block].place}")
     rest = sum(size for size, _ in at_peak.values() if size / voxels < chosen.least)
     print(f"{rest / voxels:8.1f}  in smaller blocks")
+    settings = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     found = {
+        "command": " ".join([*settings, "python", shlex.join(sys.argv)]),
+        "torch": torch.__version__,
         "net": chosen.net,
         "shape": chosen.shape,
         "gpus": chosen.gpus,

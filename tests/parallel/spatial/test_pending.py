@@ -16,8 +16,10 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
-from volseg.parallel.spatial.pending import PLAIN, PLAIN_SHOWN, Recipe, Released, Shown, Unchanged, Waiting, Written
+from volseg.parallel.spatial.pending import PLAIN, PLAIN_SHOWN, Released, Shown, Waiting, Written
+from volseg.parallel.spatial.recipe import Recipe
 from volseg.parallel.spatial.transport.one_process import LocalDevices
+from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 
 LEAKY = Activation("leaky", 0.1)

@@ -179,9 +179,9 @@ class Context:
             )
         increment_version(volume)
         waiting, self._waiting = self._waiting, []
-        for volume in (reference() for reference in waiting):
-            if volume is not None:
-                volume.pending.settle_apart(volume)
+        for other in (reference() for reference in waiting):
+            if other is not None:
+                other.pending.settle_apart(other)
 
     def say_once(self, message: str) -> None:
         """Warn about something that was done instead of what was asked, the first time."""

@@ -53,9 +53,7 @@ This is no part of ``lazy``: the volume stands on the protocol, and the operator
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -65,76 +63,14 @@ from torch import Tensor
 from volseg.device.norm.activation import Activation
 from volseg.device.pretended import resize_memory
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.context import saved_tensors_hooks
+from volseg.parallel.spatial.recipe import Outline, Recipe
 from volseg.parallel.spatial.transport.halo import Halo, Wait
-from volseg.parallel.spatial.versions import Unchanged, keep, take
+from volseg.parallel.spatial.versions import Unchanged
 
 if TYPE_CHECKING:
     from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = [
-    "PLAIN",
-    "Moment",
-    "Outline",
-    "Pending",
-    "Recipe",
-    "Released",
-    "Shown",
-    "Unchanged",
-    "Waiting",
-    "Write",
-    "Written",
-    "find_likes",
-    "outline_slab",
-]
-
-Write = Callable[[Sequence[Tensor], Tensor, int], None]
-"""Writes, from tensors as they were saved, the planes of a slab that start at the given one and fill ``out``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Tensors, and how slabs follow from them.
-
-    Attributes
-    ----------
-    rows
-        The tensors of each slab.
-    write
-        Writes a slab from its row.
-    """
-
-    rows: tuple[tuple[Tensor, ...], ...]
-    write: Write
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Those of all slabs."""
-        return tuple(tensor for row in self.rows for tensor in row)
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """Slabs that were not written.
-
-    Attributes
-    ----------
-    slabs
-        Tensors of their shapes in the memory of one element (see ``outline_slab``), with their history.
-    recipe
-        How to write them.
-    layout
-        In which they are to lie.
-    """
-
-    slabs: list[Tensor]
-    recipe: Recipe
-    layout: torch.memory_format
-
-
-def outline_slab(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of a slab's shape in the memory of one element."""
-    return torch.empty_strided(shape, [0] * len(shape), dtype=dtype, device=device)
+__all__ = ["PLAIN", "PLAIN_SHOWN", "Pending", "Released", "Shown", "Waiting", "Written", "find_likes"]
 
 
 def find_likes(volume: "ShardedVolume") -> list[Tensor]:
@@ -251,7 +187,7 @@ class Waiting(Pending):
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Return the slabs, how to write them again, and the wait for ``halos``, which fit into the room."""
 
-    def outline(self) -> "Outline | None":
+    def outline(self) -> Outline | None:
         """Return the slabs without memory, with their history, and how to write them; None where nobody can."""
         return None
 
@@ -391,8 +327,7 @@ class Released(Pending):
 
     def narrow(self, volume: "ShardedVolume", dtype: torch.dtype) -> list[Tensor]:
         """Return the history in another type where what was outlined has one."""
-        known = self.waiting is None or dtype == volume.dtype
-        found = None if known or self.waiting is None else self.waiting.outline_in(dtype)
+        found = None if self.waiting is None or dtype == volume.dtype else self.waiting.outline_in(dtype)
         if found is None:
             return volume._slabs
         volume.is_bypassed = True  # its own gradient is not all of it
@@ -424,56 +359,3 @@ PLAIN = Written(None, Unchanged(()))
 """Of slabs that an operator has made at once: there is nothing to write them again from."""
 
 PLAIN_SHOWN = Shown(None, Unchanged(()))
-
-
-class Moment:
-    """The modes in which an operator was called, for its slabs to be written in."""
-
-    __slots__ = ("_trained", "grad_enabled", "hooks", "inference")
-
-    def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
-        self.grad_enabled = torch.is_grad_enabled()
-        self.hooks = saved_tensors_hooks()
-        self.inference = torch.is_inference_mode_enabled()
-        self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
-
-    def including(self, *parameters: Tensor) -> "Moment":
-        """Return the same moment for more parameters."""
-        return self.joined(Moment(parameters))
-
-    def joined(self, other: "Moment") -> "Moment":
-        """Return the same moment for the parameters of another one, too."""
-        more = copy(self)
-        more._trained = [*self._trained, *other._trained]
-        return more
-
-    def is_now(self) -> bool:
-        """Say whether what is computed now is differentiated, and saved, as then: one node can be both."""
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return modes == (self.grad_enabled, self.inference) and saved_tensors_hooks() == self.hooks
-
-    def restored(self) -> AbstractContextManager[None]:
-        """Compute as if then.
-
-        The next operator may run under no_grad, or inside a checkpointed block that must not count this; or a parameter
-        was frozen, or freed, in between.
-        """
-        now = saved_tensors_hooks()
-        own = now is None or now == self.hooks
-        changed = [parameter for parameter, trained in self._trained if parameter.requires_grad != trained]
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        if own and not changed and modes == (self.grad_enabled, self.inference):
-            return nullcontext()
-        return self._restored(own, changed)
-
-    @contextmanager
-    def _restored(self, own: bool, changed: Sequence[Tensor]) -> Iterator[None]:
-        hooks = nullcontext() if own else torch.autograd.graph.saved_tensors_hooks(keep, take)
-        for parameter in changed:
-            parameter.requires_grad_(not parameter.requires_grad)
-        try:
-            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled), hooks:
-                yield
-        finally:
-            for parameter in changed:
-                parameter.requires_grad_(not parameter.requires_grad)

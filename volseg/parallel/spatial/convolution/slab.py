@@ -27,7 +27,7 @@ from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
 from volseg.parallel.spatial.lazy.recipes import Join
 from volseg.parallel.spatial.lazy.vanishing import sum_vanishing, vanishes
-from volseg.parallel.spatial.pending import Recipe, Write
+from volseg.parallel.spatial.recipe import Recipe, Write
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Halo, Wait, return_gradients, start_filling
 from volseg.parallel.spatial.transport.room import extend, find_room, own_planes

@@ -30,8 +30,8 @@ from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.lazy.recipes import Copy
 from volseg.parallel.spatial.lazy.sums import add_in_float32
-from volseg.parallel.spatial.pending import Recipe, Write
 from volseg.parallel.spatial.plan.shards import spans
+from volseg.parallel.spatial.recipe import Recipe, Write
 from volseg.parallel.spatial.transport.halo import Halo, start_filling
 from volseg.parallel.spatial.volume import ShardedVolume
 

@@ -18,9 +18,11 @@ from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
 from volseg.parallel.spatial.context import Context
-from volseg.parallel.spatial.lazy.norm import Pooled, WaitingNorm, combine_sums, sum_to_slope
+from volseg.parallel.spatial.lazy.norm import WaitingNorm, sum_to_slope
+from volseg.parallel.spatial.lazy.statistics import Pooled, combine_sums
 from volseg.parallel.spatial.lazy.vanishing import note_vanishing
-from volseg.parallel.spatial.pending import PLAIN, Recipe, Waiting
+from volseg.parallel.spatial.pending import PLAIN, Waiting
+from volseg.parallel.spatial.recipe import Recipe
 from volseg.parallel.spatial.transport.halo import Halo, Wait
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer

@@ -12,9 +12,12 @@ from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.lazy.recipes import Convert, join_recipes, recipe_of_kept
 from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
-from volseg.parallel.spatial.pending import Moment, Outline, Recipe, Unchanged, Waiting, find_likes, outline_slab
+from volseg.parallel.spatial.moment import Moment
+from volseg.parallel.spatial.pending import Waiting, find_likes
+from volseg.parallel.spatial.recipe import Outline, Recipe, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
+from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["join_channels"]

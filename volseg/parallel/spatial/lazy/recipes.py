@@ -18,7 +18,7 @@ from torch import Tensor
 from volseg.device.layout import DIM, copy_into
 from volseg.device.norm import choice
 from volseg.device.norm.activation import Activation
-from volseg.parallel.spatial.pending import Recipe, Write
+from volseg.parallel.spatial.recipe import Recipe, Write
 
 __all__ = ["Convert", "Copy", "Join", "Normalize", "join_recipes", "recipe_of_kept", "recipe_of_norm"]
 

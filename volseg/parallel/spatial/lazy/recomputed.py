@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from volseg.device.layout import DIM
-from volseg.parallel.spatial.pending import Recipe, Unchanged, Waiting
+from volseg.parallel.spatial.pending import Waiting
+from volseg.parallel.spatial.recipe import Recipe
 from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
+from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["RecomputedInput"]

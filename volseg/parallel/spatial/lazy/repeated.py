@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from volseg.device.layout import DIM, layout_of
-from volseg.parallel.spatial.pending import Recipe, Released, Unchanged, Waiting, Written, outline_slab
+from volseg.parallel.spatial.pending import Released, Waiting, Written
+from volseg.parallel.spatial.recipe import Recipe, outline_slab
+from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["repeat_later"]

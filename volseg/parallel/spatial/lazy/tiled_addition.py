@@ -20,10 +20,12 @@ from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
-from volseg.parallel.spatial.lazy.norm import WaitingNorm, combine_sums, sum_to_slope
+from volseg.parallel.spatial.lazy.norm import WaitingNorm, sum_to_slope
+from volseg.parallel.spatial.lazy.statistics import combine_sums
 from volseg.parallel.spatial.lazy.vanishing import note_vanishing
-from volseg.parallel.spatial.pending import Outline, Recipe, Waiting, Write, outline_slab
+from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.plan.shards import spans
+from volseg.parallel.spatial.recipe import Outline, Recipe, Write, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 

@@ -18,9 +18,12 @@ from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into
 from volseg.parallel.spatial.lazy.recipes import recipe_of_kept
 from volseg.parallel.spatial.lazy.sums import add_in_float32
-from volseg.parallel.spatial.pending import Moment, Outline, Recipe, Unchanged, Waiting, Write, outline_slab
+from volseg.parallel.spatial.moment import Moment
+from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.plan.shards import spans
+from volseg.parallel.spatial.recipe import Outline, Recipe, Write, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["TransposedSettings", "convolve_later"]

@@ -93,7 +93,7 @@ def repeat(func: Callable, input: Any, repeats: Sequence[int] = (), dims: Sequen
     cut = [dim + len(counts) - input.ndim for dim in input.dims]
     if any(counts[dim] != 1 for dim in cut):
         refuse("a cut dim cannot be repeated")
-    if len(counts) == 5 == input.ndim and counts[1] > 1 and counts[0] == 1 == counts[3] * counts[4]:
+    if input.ndim == 5 and counts[1] > 1 and list(counts) == [1, counts[1], 1, 1, 1]:
         tiles = count_slab_tiles(input, counts[1] * input.shape[1], input.dtype.itemsize)
         later = repeat_later(input, counts[1]) if tiles > 1 else None
         if later is not None:

@@ -13,14 +13,8 @@ from torch import Tensor
 from volseg.device import fusions
 from volseg.device.norm.grouping import Grouping
 from volseg.device.norm.running import Running
-from volseg.parallel.spatial.lazy.norm import (
-    NormStatistics,
-    Pooled,
-    WaitingNorm,
-    compute_statistics,
-    settle_in_checkpoint,
-    take_statistics,
-)
+from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
+from volseg.parallel.spatial.lazy.statistics import NormStatistics, Pooled, compute_statistics, take_statistics
 from volseg.parallel.spatial.operators.arguments import spatial_only
 from volseg.parallel.spatial.operators.pointwise import elementwise
 from volseg.parallel.spatial.operators.reductions import moments

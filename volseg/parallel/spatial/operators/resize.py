@@ -10,12 +10,14 @@ from torch import Tensor
 from volseg.device import doubling, fusions
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM
+from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
 from volseg.parallel.spatial.operators.pooling import adaptive_pool
-from volseg.parallel.spatial.pending import PLAIN, Moment, Unchanged
+from volseg.parallel.spatial.pending import PLAIN
 from volseg.parallel.spatial.plan.windows import Nearest, Resize, nearest_planes
 from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["interpolate"]

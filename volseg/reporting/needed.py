@@ -1,0 +1,91 @@
+"""What a run needed: its time, its memory, and by which kernels."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from volseg.monitoring.run_files import THE_REST, RunPart
+from volseg.reporting.content import Block, NamedValues, Shares, Text, TextTable
+from volseg.reporting.reading import RunRecord
+from volseg.reporting.words import format_duration, tell_when
+
+__all__ = ["add_spans", "tell_kernels", "tell_memory", "tell_time"]
+
+GIB = 2**30
+
+
+def add_spans(parts: Sequence[RunPart]) -> dict[str, float]:
+    """Return the seconds of all parts by what was done, and what no span accounts for."""
+    spans: dict[str, float] = {}
+    for part in parts:
+        for name, seconds in part.spans.items():
+            spans[name] = spans.get(name, 0.0) + seconds
+    told = spans.pop(THE_REST, 0.0)  # by the parts that have ended
+    # Spans are measured one by one: what they leave may be a hair below nothing.
+    left = max(sum(part.seconds for part in parts) - math.fsum(spans.values()), told)
+    return {**spans, THE_REST: left}
+
+
+def tell_time(record: RunRecord) -> list[Block]:
+    """Return where the time went, over all parts of the run."""
+    if not record.parts:
+        return []
+    whole = sum(part.seconds for part in record.parts)
+    spans = add_spans(record.parts)
+    rows = [[name, format_duration(part), f"{100 * part / (whole or 1):.0f} %"] for name, part in spans.items()]
+    rows.append(["in all", format_duration(whole), "100 %"])
+    parts = (
+        "in one go" if len(record.parts) == 1 else f"in {len(record.parts)} parts, as it was resumed; all are counted"
+    )
+    begun = tell_when(record.parts[0].begun)
+    return [
+        Text(f"{format_duration(whole)} {parts}; begun {begun}."),
+        Shares(title="Time", parts=spans),
+        TextTable(
+            caption="What the time went by with",
+            header=("", "time", "share"),
+            rows=rows,
+            bold=frozenset([len(rows) - 1]),
+        ),
+    ]
+
+
+def tell_memory(record: RunRecord) -> list[Block]:
+    """Return what the first steps took of each GPU, beside what was forecast."""
+    memory = record.memory
+    if not memory or not memory.get("measured"):
+        return []
+    reading = memory["measured"][-1]
+    forecast, of_devices = memory.get("forecast") or {}, memory.get("forecast_of_devices") or ()
+    # Of a run of an older volseg the fullest GPU's is known alone.
+    knows_each = len(of_devices) == len(reading["devices"])
+    fitting = of_devices if knows_each else [{}] * len(reading["devices"])
+    rows = [
+        [f"process {device.get('process', 0)}, {device['device']}", *_list_gib(device), *_list_gib(expected)]
+        for device, expected in zip(reading["devices"], fitting, strict=True)
+    ]
+    if forecast.get("reserved") and not knows_each:
+        rows.append(["the fullest", "", "", *_list_gib(forecast)])
+    table = TextTable(
+        caption=f"Peaks after {reading['steps']} steps, in GiB; forecasts are of a step, without cases",
+        header=("GPU", "used", "reserved", "forecast used", "forecast reserved"),
+        rows=rows,
+    )
+    told = record.told.memory
+    text = [Text(f"{told[0].upper()}{told[1:]}.")] if told else []
+    if memory.get("no_forecast"):
+        text.append(Text(f"No forecast: {memory['no_forecast']}"))
+    return [*text, table]
+
+
+def _list_gib(memory: Mapping[str, Any]) -> list[str]:
+    return [f"{memory[key] / GIB:.2f}" if key in memory else "" for key in ("used", "reserved")]
+
+
+def tell_kernels(record: RunRecord) -> list[Block]:
+    """Return what was measured, and chosen, where the config left it to that."""
+    if record.kernels is None:
+        return []
+    times = {kind: f"{ms:.3g} ms a step" for kind, ms in (record.kernels.get("milliseconds") or {}).items()}
+    lacking = {kind: f"not to be had: {reason}" for kind, reason in (record.kernels.get("refused") or {}).items()}
+    return [NamedValues({"taken": str(record.kernels.get("chosen")), **times, **lacking})]
