@@ -375,6 +375,7 @@ def test_bad_cases_can_be_left_out_and_are_listed_in_the_report(damaged, configu
         ("preprocessing=[{name: ZScor}]", "did you mean 'ZScore' or 'ClipZScore'?"),
         ("schedule.name=cosin", "no schedule is called 'cosin'; did you mean 'cosine'?"),
         ("metrics=[{name: DiceMetrik, output: x}]", "no metric is called 'DiceMetrik'; did you mean 'DiceMetric'"),
+        ("logging.loggers=[tensorbord]", "no logger is called 'tensorbord'; did you mean 'tensorboard'"),
     ],
 )
 def test_an_unknown_component_is_refused_before_anything_is_read(configured, override, message):
@@ -493,9 +494,13 @@ def test_a_prediction_never_replaces_its_image(outcome, task, tmp_path, monkeypa
         ("losses=[{name: DiceLoss, inputs: [logits, lable]}]", r"a loss needs the field 'lable'; did you mean 'label'"),
         ("metrics=[{name: MeanIoU, output: x, inputs: [pred, logits]}]", r"a metric needs the field 'logits'; known:"),
         ("preprocessing=[{name: Spacing, spacing: [1, 1]}]", r"Spacing refused .*three positive lengths in mm"),
+        ("logging.loggers=[wandb]", r"^logger wandb: the package wandb is needed .*pip install 'volseg\[wandb\]'"),
     ],
 )
-def test_a_component_that_cannot_be_built_is_refused_before_anything_is_read(configured, override, message):
+def test_a_component_that_cannot_be_built_is_refused_before_anything_is_read(
+    configured, override, message, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=message):
         train(configured(override, "data.root=/nowhere"))
 

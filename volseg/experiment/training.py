@@ -42,7 +42,7 @@ from volseg.experiment.starting import START, Start
 from volseg.forecast.candidate import Candidate
 from volseg.monitoring.duration import DurationWarning
 from volseg.monitoring.logger_table import build_logger
-from volseg.monitoring.loggers import History, LoggedRun
+from volseg.monitoring.loggers import History, LoggedRun, Logger
 from volseg.monitoring.memory import FirstSteps, GpuMeter
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.signs_of_life import SignsOfLife
@@ -92,6 +92,8 @@ def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks:
         require_components(config.folder, resumes=True)
     with signs.span("start"):
         check_components(config)
+        if is_main_process():  # now too: cases of a large task are prepared for hours before there is something to log
+            _build_loggers(config)
     replanning = Replanning(config)
     with suppress(BeginAgain):
         return _train(config, resume, hooks, replanning, signs)
@@ -304,6 +306,10 @@ def _write_end(run: _Run, final: Score | None, scores: Mapping[str, float]) -> O
     return outcome
 
 
+def _build_loggers(config: ExperimentConfig) -> list[Logger]:
+    return [build_logger(logger.spec()) for logger in config.logging.loggers]
+
+
 def _open_log(
     config: ExperimentConfig, role: Member, signs: SignsOfLife, memory: FirstSteps, task: Task
 ) -> TrainingLog:
@@ -317,7 +323,7 @@ def _open_log(
         folder=role.folder.path,
         config=config.model_dump(mode="json"),
     )
-    loggers = [History(), *(build_logger(logger.spec()) for logger in config.logging.loggers)]
+    loggers = [History(), *_build_loggers(config)]
     texts = {"config": f"```yaml\n{format_config(config)}```", "network": describe_network(config, task)}
     channel = choose_channel(config, task)
     return TrainingLog(loggers, run, texts=texts, more=memory.scalars, channel=channel, ends=False)
