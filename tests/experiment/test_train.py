@@ -459,10 +459,12 @@ def test_a_run_lost_before_its_first_checkpoint_begins_again_by_resume(configure
 
 def test_a_damaged_latest_checkpoint_is_told_and_the_best_one_gone_on_from(outcome, configured, caplog):
     (outcome.folder.checkpoints / "latest.pt").write_bytes(b"no checkpoint")
-    with caplog.at_level("WARNING"):
+    epoch, batch = load_checkpoint(outcome.folder.checkpoints / "best.pt").progress
+    with caplog.at_level("INFO"):
         train(configured(), resume=True)
     assert "latest.pt is damaged" in caplog.text
     assert "going on from best.pt" in caplog.text
+    assert f"{outcome.folder.path} goes on after epoch {epoch} and batch {batch}" in caplog.messages
 
 
 def test_resume_refuses_cases_that_changed_sides(outcome, configured, task, tmp_path):

@@ -1,5 +1,6 @@
 """A training from its config to its summary: begin, fit, finish."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -62,6 +63,8 @@ from volseg.workflow.training import Training
 from volseg.workflow.validation import Validated
 
 __all__ = ["train"]
+
+logger = logging.getLogger(__name__)
 
 
 def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks: Sequence[Hook] = ()) -> Outcome:
@@ -220,6 +223,8 @@ def _begin(
         state = folder.newest_checkpoint()
         require_epochs(folder, state, config.training.epochs)
         training.load_state_dict(state)
+        if is_main_process():
+            logger.info("%s goes on after epoch %d and batch %d", folder.path, *state.progress)
         role.go_on(finished=training.finished, more={**told, **described})
     else:
         begun = {} if start is None else {START: start.as_json()}
