@@ -375,6 +375,7 @@ def test_bad_cases_can_be_left_out_and_are_listed_in_the_report(damaged, configu
         ("preprocessing=[{name: ZScor}]", "did you mean 'ZScore' or 'ClipZScore'?"),
         ("schedule.name=cosin", "no schedule is called 'cosin'; did you mean 'cosine'?"),
         ("metrics=[{name: DiceMetrik, output: x}]", "no metric is called 'DiceMetrik'; did you mean 'DiceMetric'"),
+        ("logging.loggers=[tensorbord]", "no logger is called 'tensorbord'; did you mean 'tensorboard'"),
     ],
 )
 def test_an_unknown_component_is_refused_before_anything_is_read(configured, override, message):
@@ -458,10 +459,12 @@ def test_a_run_lost_before_its_first_checkpoint_begins_again_by_resume(configure
 
 def test_a_damaged_latest_checkpoint_is_told_and_the_best_one_gone_on_from(outcome, configured, caplog):
     (outcome.folder.checkpoints / "latest.pt").write_bytes(b"no checkpoint")
-    with caplog.at_level("WARNING"):
+    epoch, batch = load_checkpoint(outcome.folder.checkpoints / "best.pt").progress
+    with caplog.at_level("INFO"):
         train(configured(), resume=True)
     assert "latest.pt is damaged" in caplog.text
     assert "going on from best.pt" in caplog.text
+    assert f"{outcome.folder.path} goes on after epoch {epoch} and batch {batch}" in caplog.messages
 
 
 def test_resume_refuses_cases_that_changed_sides(outcome, configured, task, tmp_path):
@@ -493,9 +496,13 @@ def test_a_prediction_never_replaces_its_image(outcome, task, tmp_path, monkeypa
         ("losses=[{name: DiceLoss, inputs: [logits, lable]}]", r"a loss needs the field 'lable'; did you mean 'label'"),
         ("metrics=[{name: MeanIoU, output: x, inputs: [pred, logits]}]", r"a metric needs the field 'logits'; known:"),
         ("preprocessing=[{name: Spacing, spacing: [1, 1]}]", r"Spacing refused .*three positive lengths in mm"),
+        ("logging.loggers=[wandb]", r"^logger wandb: the package wandb is needed .*pip install 'volseg\[wandb\]'"),
     ],
 )
-def test_a_component_that_cannot_be_built_is_refused_before_anything_is_read(configured, override, message):
+def test_a_component_that_cannot_be_built_is_refused_before_anything_is_read(
+    configured, override, message, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=message):
         train(configured(override, "data.root=/nowhere"))
 

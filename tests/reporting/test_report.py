@@ -17,7 +17,8 @@ from volseg.commands import spell
 from volseg.errors import ConfigError
 from volseg.monitoring.run_files import RunStatus, write_status
 from volseg.reporting import write_brief, write_report
-from volseg.reporting.drawing import choose_ticks
+from volseg.reporting.content import Shares
+from volseg.reporting.drawing import NUM_COLOURS, choose_ticks, draw_legend, draw_shares
 from volseg.reporting.judged import choose_extremes
 from volseg.reporting.needed import add_spans
 from volseg.reporting.reading import ReportedCase, read_run
@@ -123,6 +124,25 @@ def test_an_unfinished_run_says_how_far_it_came_and_how_it_goes_on(run, state):
     assert (message in page.text) == (state == "failed")
     assert "summary.json is not there" in page.text
     assert "finished" in Page(write_report(run, state="finished").read_text(encoding="utf-8")).texts
+
+
+def test_a_run_interrupted_in_its_first_epoch_claims_none(run):
+    shutil.rmtree(run / "validation")
+    (run / "history.jsonl").write_text("", encoding="utf-8")
+    status = RunStatus(state="interrupted", time=BEGUN, started=BEGUN, host="h", pid=1, epoch=0, epochs=20, batch=7)
+    write_status(run / "status.json", status)
+    page = read_page(run)
+    assert "0 of 20" in page.texts
+    assert "20, 12 batches each" in page.texts  # of the config
+    assert "No curves: no epoch has ended; history.jsonl is empty." in page.text
+
+
+def test_no_two_parts_of_a_whole_are_painted_alike():
+    parts = {f"part {number}": 1.0 for number in range(2 * NUM_COLOURS)}
+    styles = re.findall(r'style="([^"]*)"', str(draw_shares(Shares(title="Time", parts=parts))))
+    assert len(styles) == len({*styles}) == len(parts)
+    legend = re.findall(r'style="([^"]*)"', str(draw_legend([(name, number) for number, name in enumerate(parts)])))
+    assert [one.replace("background", "fill") for one in legend] == styles
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": 1}', "[" * 100_000])

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -40,6 +41,8 @@ FOREIGN = (
     (r"`torch\.cuda\.amp\.\w+\(args\.\.\.\)` is deprecated", r"monai\."),
 )
 """FutureWarnings that are not shown, by message and module: each between two libraries, with its reason above."""
+
+_word_as_python = warnings.formatwarning
 
 WRONG_COMMAND: type[Exception] = typer.BadParameter.__mro__[1]
 """Click's ``UsageError``, from wherever the installed typer has it."""
@@ -144,6 +147,16 @@ def _keep_foreign_warnings_back() -> None:
     """Hide warnings that libraries give each other, about which nobody who trains can do anything."""
     for message, module in FOREIGN:
         warnings.filterwarnings("ignore", message, FutureWarning, module)
+    warnings.formatwarning = _word_warning
+
+
+def _word_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning about a config without the line of pydantic that called for it: no line of theirs is meant."""
+    if issubclass(category, FutureWarning) and "pydantic" in Path(filename).parts:
+        return f"volseg: {message}"
+    return _word_as_python(message, category, filename, lineno, line)
 
 
 def _say(words: str, colour: str | None = None) -> None:

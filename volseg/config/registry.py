@@ -191,7 +191,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         except ImportError as fault:  # of what only this component needs
             raise ConfigError(f"{self.kind} {spec['name']} {explain_import(fault)}") from fault
         except (TypeError, ValueError) as fault:
-            raise ConfigError(f"{self.kind} {spec['name']} refused {parameters}: {fault}") from fault
+            refused = f" refused {parameters}" if parameters else ""
+            raise ConfigError(f"{self.kind} {spec['name']}{refused}: {fault}") from fault
 
     def bind(self, spec: Mapping[str, Any]) -> Callable[..., Any]:
         """Return the component with the spec's parameters bound, to be called later."""

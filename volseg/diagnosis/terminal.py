@@ -31,7 +31,8 @@ def show(diagnosis: Diagnosis, *, file: TextIO | None = None, width: int | None 
         for finding in findings:
             table.add_row(Text(MARKS[level][is_plain], STYLES[level]), finding.check, _describe(finding))
     console.print(table)
-    counts = [f"{len(by_level[level])} {level}s" for level in ("error", "warning", "note")]
+    found = {level: len(by_level[level]) for level in ("error", "warning", "note")}
+    counts = [f"{number} {level}{'' if number == 1 else 's'}" for level, number in found.items()]
     well = f"{len(by_level['ok'])} checks are well"
     style = STYLES[diagnosis.level]
     console.print(Text(f"{', '.join([*counts, well])} ({diagnosis.seconds:.0f} s)", style))

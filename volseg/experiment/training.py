@@ -1,5 +1,6 @@
 """A training from its config to its summary: begin, fit, finish."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ from volseg.experiment.starting import START, Start
 from volseg.forecast.candidate import Candidate
 from volseg.monitoring.duration import DurationWarning
 from volseg.monitoring.logger_table import build_logger
-from volseg.monitoring.loggers import History, LoggedRun
+from volseg.monitoring.loggers import History, LoggedRun, Logger
 from volseg.monitoring.memory import FirstSteps, GpuMeter
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.signs_of_life import SignsOfLife
@@ -62,6 +63,8 @@ from volseg.workflow.training import Training
 from volseg.workflow.validation import Validated
 
 __all__ = ["train"]
+
+logger = logging.getLogger(__name__)
 
 
 def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks: Sequence[Hook] = ()) -> Outcome:
@@ -92,6 +95,8 @@ def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks:
         require_components(config.folder, resumes=True)
     with signs.span("start"):
         check_components(config)
+        if is_main_process():  # now too: cases of a large task are prepared for hours before there is something to log
+            _build_loggers(config)
     replanning = Replanning(config)
     with suppress(BeginAgain):
         return _train(config, resume, hooks, replanning, signs)
@@ -218,6 +223,8 @@ def _begin(
         state = folder.newest_checkpoint()
         require_epochs(folder, state, config.training.epochs)
         training.load_state_dict(state)
+        if is_main_process():
+            logger.info("%s goes on after epoch %d and batch %d", folder.path, *state.progress)
         role.go_on(finished=training.finished, more={**told, **described})
     else:
         begun = {} if start is None else {START: start.as_json()}
@@ -304,6 +311,10 @@ def _write_end(run: _Run, final: Score | None, scores: Mapping[str, float]) -> O
     return outcome
 
 
+def _build_loggers(config: ExperimentConfig) -> list[Logger]:
+    return [build_logger(logger.spec()) for logger in config.logging.loggers]
+
+
 def _open_log(
     config: ExperimentConfig, role: Member, signs: SignsOfLife, memory: FirstSteps, task: Task
 ) -> TrainingLog:
@@ -317,7 +328,7 @@ def _open_log(
         folder=role.folder.path,
         config=config.model_dump(mode="json"),
     )
-    loggers = [History(), *(build_logger(logger.spec()) for logger in config.logging.loggers)]
+    loggers = [History(), *_build_loggers(config)]
     texts = {"config": f"```yaml\n{format_config(config)}```", "network": describe_network(config, task)}
     channel = choose_channel(config, task)
     return TrainingLog(loggers, run, texts=texts, more=memory.scalars, channel=channel, ends=False)

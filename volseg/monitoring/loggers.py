@@ -118,7 +118,7 @@ def import_package(name: str, *, extra: str) -> Any:
         return import_module(name)
     except ImportError as fault:
         raise ConfigError(
-            f"logger {extra} needs the package {name} ({fault}); install it by: pip install 'volseg[{extra}]'"
+            f"the package {name} is needed ({fault}); install it by: pip install 'volseg[{extra}]'"
         ) from fault
 
 

@@ -77,7 +77,7 @@ def draw_boxes(boxes: Boxes) -> Markup:
         if not known.size:
             continue
         told.append(f"{name}: median {format_number(float(np.median(known)))} of {known.size} cases")
-        middle, colour = ROW * number + 29, f"stroke:var(--c{number % NUM_COLOURS});fill:var(--c{number % NUM_COLOURS})"
+        middle, colour = ROW * number + 29, _paint(number, "stroke", "fill")
         parts.extend(_draw_box(known, middle, colour, place))
         for order, (case, value) in enumerate(cases):
             if math.isfinite(value):
@@ -94,7 +94,7 @@ def draw_shares(shares: Shares) -> Markup:
     begin, parts, told = 0.0, [], []
     for number, (name, part) in enumerate(shares.parts.items()):
         width = WIDTH * part / whole
-        style = f"fill:var(--c{number % NUM_COLOURS})"
+        style = _paint(number, "fill")
         title = tag("title", f"{name}: {100 * part / whole:.0f} %")
         parts.append(tag("rect", title, x=begin, y=0, width=max(width - 0.6, 0.0), height=20, style=style))
         begin += width
@@ -147,11 +147,17 @@ def format_number(value: float) -> str:
 
 
 def _draw_key(name: str, colour: int) -> Markup:
-    return tag("li", tag("i", style=f"background:var(--c{colour % NUM_COLOURS})"), name)
+    return tag("li", tag("i", style=_paint(colour, "background")), name)
+
+
+def _paint(number: int, *properties: str) -> str:
+    """Return a style in a colour of the palette, which begins anew in paler colours where more are wanted."""
+    painted = ";".join(f"{one}:var(--c{number % NUM_COLOURS})" for one in properties)
+    return painted if number < NUM_COLOURS else f"{painted};opacity:.4"
 
 
 def _draw_line(line: Line, place) -> list[Markup]:  # type: ignore[no-untyped-def]  # a function of two numbers
-    stroke = f"stroke:var(--c{line.colour % NUM_COLOURS})"
+    stroke = _paint(line.colour, "stroke")
     stride = -(-len(line.xs) // MOST_POINTS)
     points = list(zip(line.xs, line.ys, strict=True))
     points = [*points[::stride], *points[-1:]] if stride > 1 else points

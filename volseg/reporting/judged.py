@@ -39,7 +39,8 @@ def tell_scores(scores: Scores | None, compose: Composer) -> list[Section]:
 
 
 def name_metric(metric: str) -> str:
-    """Return a metric as a table's head calls it."""
+    """Return a metric as a table's head calls it, or a curve's title, by its name or by its tag: ``HD95``, ``hd95``."""
+    metric = {one.lower(): one for one in (*UNITS, "NSD", "lesion_F1")}.get(metric.lower(), metric)
     return {"volume_diff_ml": "volume difference (ml)", "lesion_F1": "lesion F1"}.get(
         metric, f"{metric} ({UNITS[metric]})" if metric in UNITS else metric
     )

@@ -160,7 +160,9 @@ def read_run(folder: str | Path) -> RunRecord:
         missing.append(f"No curves: {fault}.")
         history = ()
     else:
-        if not history:
+        if not history and (folder / HISTORY).exists():
+            missing.append(f"No curves: no epoch has ended; {HISTORY} is empty.")
+        elif not history:
             missing.append(f"No curves: {HISTORY} is not there; no epoch has ended, or the run is of an older volseg.")
     parts = read_times(folder / TIMES)
     if not parts:

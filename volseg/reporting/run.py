@@ -25,7 +25,7 @@ from volseg.reporting.content import (
     Section,
     Text,
 )
-from volseg.reporting.judged import choose_extremes, tell_scores
+from volseg.reporting.judged import choose_extremes, name_metric, tell_scores
 from volseg.reporting.needed import tell_kernels, tell_memory, tell_time
 from volseg.reporting.published import tabulate_published
 from volseg.reporting.reading import RunRecord, Scores
@@ -155,7 +155,9 @@ def _make_headline(record: RunRecord) -> list[tuple[str, str]]:
 
 def _count_epochs(record: RunRecord) -> tuple[int | None, int | None]:
     epochs = (record.config.get("training") or {}).get("epochs")
-    return (record.history[-1].epoch + 1 if record.history else None), epochs
+    if record.history:
+        return record.history[-1].epoch + 1, epochs
+    return (None if record.status is None else record.status.epoch), epochs
 
 
 def _list_warnings(record: RunRecord, state: str) -> list[Block]:
@@ -163,7 +165,9 @@ def _list_warnings(record: RunRecord, state: str) -> list[Block]:
     if state == "failed" and record.status is not None:
         warnings.append(f"The training failed: {record.status.message or 'nothing is known of the reason'}")
     if state == "interrupted":
-        warnings.append("The training was interrupted; it goes on from its last checkpoint by --resume.")
+        warnings.append(
+            "The training was interrupted; it goes on from its last checkpoint by the first command below Next."
+        )
     if left := record.told.problems:
         warnings.append(f"{len(left)} case(s) were left out, as they cannot be used; see below.")
     if remarks := record.told.remarks:
@@ -210,7 +214,7 @@ def _compare(record: RunRecord) -> list[Block]:
         table,
         Text(
             f"The {cases} cases of one fold are not those of a whole cross-validation, nor of a challenge's test set: "
-            "other cases are easier or harder. Compare with that in mind, or run `volseg cross-validate`."
+            "other cases are easier or harder. Compare with that in mind, or run volseg cross-validate."
         ),
     ]
 
@@ -230,7 +234,7 @@ def _draw_curves(record: RunRecord) -> list[Block]:
     further = [tag for tag in tags if tag not in taken and tag.startswith("val/")]
     for metric in dict.fromkeys(tag.split("/")[1] for tag in further):
         chosen = [tag for tag in further if tag.split("/")[1] == metric]
-        charts.append(Chart(title=f"Validation: {metric}", lines=_list_lines(record, chosen, names)))
+        charts.append(Chart(title=f"Validation: {name_metric(metric)}", lines=_list_lines(record, chosen, names)))
     return [Text("Over the epochs, counted from 0."), Charts(charts)] if charts else []
 
 
@@ -300,14 +304,14 @@ def _tell_config(record: RunRecord) -> list[Block]:
     config = record.config
     training, patch, network = (config.get(part) or {} for part in ("training", "patch", "network"))
     optimizer, losses = config.get("optimizer") or {}, config.get("losses") or ()
-    batches = _join(training.get("iterations"), "batches an epoch")
+    batches = training.get("iterations")
     facts = {
         "Network": network.get("name"),
         "Patch": " x ".join(map(str, patch.get("size") or ())),
         "Batch": patch.get("batch"),
         "Optimizer": _join(optimizer.get("name"), f"lr {optimizer['lr']:g}" if "lr" in optimizer else None),
         "Losses": ", ".join(str(loss.get("name")) for loss in losses if isinstance(loss, dict)),
-        "Epochs": _join(training.get("epochs"), batches),
+        "Epochs": _join(training.get("epochs"), batches and f"{batches} batches each"),
         "Precision": training.get("precision"),
         "Seed": config.get("seed"),
     }
