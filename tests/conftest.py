@@ -58,16 +58,16 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def watched_kernels(request):
-    """Let Triton's interpreter, where it runs kernels, find what would go wrong on a GPU only."""
+    """Let Triton's interpreter, where it runs kernels, find what would go wrong on a GPU only; returns the launches."""
     if os.environ.get("TRITON_INTERPRET") != "1" or request.node.get_closest_marker("kernels") is None:
-        yield
+        yield []
         return
     from kernel_sanitizer import watching  # not in the processes that tests start
 
     # Networks run the same kernels hundreds of times: there, memory is poisoned, and no access looked at.
     of_kernels = request.path.parent.name in ("device", "inference", "regressions", "transforms")
-    with watching(most=24 if of_kernels else 0):
-        yield
+    with watching(most=24 if of_kernels else 0) as launches:
+        yield launches
 
 
 @pytest.fixture

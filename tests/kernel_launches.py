@@ -85,6 +85,7 @@ class Launch:
     """One launch of a kernel."""
 
     name: str
+    """Of the kernel, with its module: several modules have a ``_forward_kernel``."""
     tensors: Sequence[Tensor]
     programs: int
     regions: list[Region] = field(default_factory=list)

@@ -140,10 +140,11 @@ def watching(
             raise KernelFault(f"{self.fn.__name__}: CUDA takes no grid of {grid}, at most {LARGEST_GRID}")
         tensors = [value for value in given.values() if isinstance(value, Tensor)]
         programs = grid[0] * grid[1] * grid[2]
-        watched = sum(launch.name == self.fn.__name__ for launch in seen) < most and programs <= MOST_PROGRAMS
+        name = f"{self.fn.__module__}.{self.fn.__name__}"
+        watched = sum(launch.name == name for launch in seen) < most and programs <= MOST_PROGRAMS
         watched = watched and sum(tensor.untyped_storage().nbytes() for tensor in tensors) <= LARGEST_WATCHED
         kind = LargeLaunch if only is not None else Launch if watched else LooseLaunch
-        launch = kind(self.fn.__name__, tensors, programs)
+        launch = kind(name, tensors, programs)
         patches = interpreter._patch_lang(self.fn)
         launches.append(launch)
         seen.append(launch)
@@ -161,6 +162,7 @@ def watching(
                 left = launch.compare(left) if kind is Launch else left
         finally:
             launches.pop()
+            launch.regions = []  # what was noted of a box of planes takes a gigabyte
             patches.restore()
 
     own = {

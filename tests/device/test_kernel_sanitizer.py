@@ -96,7 +96,7 @@ def test_a_kernel_without_fault_passes() -> None:
         out = torch.empty(30)
         copy_kernel[(4,)](values(30), out, 30, BV=8)
     assert out.equal(values(30))
-    assert [launch.name for launch in launched] == ["copy_kernel"]
+    assert [launch.name for launch in launched] == [f"{__name__}.copy_kernel"]
 
 
 def test_what_is_not_written_is_no_number() -> None:
@@ -174,4 +174,4 @@ def test_of_many_launches_the_first_are_watched() -> None:
     assert len(launched) == 1
     with watching(most=0) as launched:
         one_place_kernel[(1,)](torch.empty(4), BV=8)
-    assert [launch.name for launch in launched] == ["one_place_kernel"]
+    assert [launch.name for launch in launched] == [f"{__name__}.one_place_kernel"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_launches import Launch
 from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from torch import Tensor
 
@@ -79,7 +80,7 @@ def test_each_kernel_has_a_case() -> None:
 
 @with_kernels
 @pytest.mark.parametrize("kernel", CASES)
-def test_kernels_equal_plain_torch(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_equal_plain_torch(kernel: str, monkeypatch: pytest.MonkeyPatch, watched_kernels: list[Any]) -> None:
     module, name = kernel.rsplit(".", 1)
     monkeypatch.setattr(triton_tiles, "TILE", 32)  # several programs, of a few voxels
     grids: list[Any] = []
@@ -93,6 +94,10 @@ def test_kernels_equal_plain_torch(kernel: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.import_module(module), name, Spy())
     CASES[kernel]()
     assert grids, f"the case of {kernel} does not run it"
+    watched = [launch for launch in watched_kernels if launch.name == kernel and type(launch) is Launch]
+    assert watched or not INTERPRETED, (
+        f"no launch in the case of {kernel} is watched: it has too many programs, or bytes"
+    )
 
 
 def volume(*shape: int, dtype: torch.dtype = torch.float32, last: bool = False) -> Tensor:
