@@ -32,7 +32,8 @@ def ask():
 def test_a_training_is_forecast_beside_it_and_what_takes_less(configured, ask, monkeypatch):
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)  # it is none of the job's processes, nor waits for them
-    config = configured("patch.size=[160,160,160]", "network={name: UNet, channels: [16, 32], strides: [2]}")
+    network = "network={name: UNet, channels: [16, 32], strides: [2], num_res_units: 2}"
+    config = configured("patch.size=[256,256,256]", network)
     tried = find_candidate(config, config.mesh(1), 1)
     plan = ask(config, H200, thorough=True)
     asked = AskedOfCandidate(plan, tried)
