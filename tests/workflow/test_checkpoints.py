@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -243,3 +244,32 @@ def test_a_checkpoint_is_still_read_as_the_dict_that_it_was():
         assert STATE["epoch"] == 1
     with pytest.warns(FutureWarning):
         assert STATE["config"] == {"name": "x"}
+
+
+def test_a_folder_that_is_taken_away_while_it_is_written_to_is_not_made_again(make_training, tmp_path):
+    """The thread asked for the folder, which was moved then, and made it anew with a checkpoint in it."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    asked = []
+
+    def require():
+        asked.append(run.is_dir())
+        if len(asked) == 2:
+            run.rename(moved)
+        elif len(asked) > 2:
+            raise CheckpointError("the folder was taken away")
+
+    checkpoints = Checkpoints(run / "checkpoints", every_minutes=0, require_folder=require)
+    with pytest.raises(CheckpointError, match="the folder was taken away"):
+        make_training(hooks=[checkpoints]).run()
+    assert not run.exists()
+    assert (moved / "checkpoints" / "latest.pt").is_file()
+
+
+def test_checkpoints_that_were_removed_are_written_again(make_training, tmp_path):
+    class Remove(Hook):
+        def on_epoch_begin(self, training):
+            shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    make_training(hooks=[checkpoints, Remove()]).run()
+    assert (tmp_path / "checkpoints" / "latest.pt").is_file()

@@ -36,7 +36,11 @@ BEST = "best.pt"
 
 
 def save_checkpoint(
-    state: TrainingState | Mapping[str, Any], path: str | Path, *, previous: str | Path | None = None
+    state: TrainingState | Mapping[str, Any],
+    path: str | Path,
+    *,
+    previous: str | Path | None = None,
+    make_folder: bool = True,
 ) -> Path:
     """Write a training's state to ``path`` atomically.
 
@@ -48,6 +52,8 @@ def save_checkpoint(
         Of the checkpoint.
     previous : path, optional
         In the same folder; takes the checkpoint that ``path`` was before.
+    make_folder : bool
+        Make the folder where it is not there.
 
     Raises
     ------
@@ -58,7 +64,10 @@ def save_checkpoint(
     content = TrainingState.from_checkpoint(state, f"what is to be written to {path}").as_checkpoint()
     try:
         # Into an open file: given a path torch writes in C++ without a pause in which Python could train on.
-        with replacing(path, previous=previous) as partial, partial.open("wb") as file:
+        with (
+            replacing(path, previous=previous, make_folder=make_folder) as partial,
+            partial.open("wb") as file,
+        ):
             torch.save({"format": FORMAT, **content}, file)
     except (OSError, RuntimeError) as fault:
         # On a full disk torch's writer raises another error over the system's, about the position in the file.
@@ -227,9 +236,15 @@ class Checkpoints(Hook):
                     f"far was one; it is not written to {self.folder / name}. Lower the learning rate or set "
                     "training.clip, then go on from the checkpoint before by --resume"
                 )
+        is_there = self.folder.is_dir()  # asked first: one that is taken away from now on is not made again
         self.require_folder()
         try:
-            save_checkpoint(state, self.folder / name, previous=self.folder / PREVIOUS if name == LATEST else None)
+            save_checkpoint(
+                state,
+                self.folder / name,
+                previous=self.folder / PREVIOUS if name == LATEST else None,
+                make_folder=not is_there,
+            )
         except CheckpointError:
             self.require_folder()  # says more, where the folder was taken away since it was asked
             raise
