@@ -161,7 +161,7 @@ def test_ctrl_c_ends_it_between_two_steps_and_leaves_nothing(config, tmp_path, m
 
 @pytest.mark.gpu
 def test_a_recorded_step_of_a_gpu_is_told_by_layer(config):
-    network = "network={name: DynUNet, filters: [32, 64, 128, 256]}"
+    network = "network={name: DynUNet, filters: [32, 64, 128, 256, 320]}"  # as many as the patch has levels
     sizes = ["patch={size: [64, 64, 64], batch: 1}", "augmentation.enabled=false"]
     report = profile_training(load_config(config, [network, *sizes]), steps=3).report
     assert report.recorded, report.not_recorded

@@ -8,9 +8,10 @@ are measured in turns, so that their ratios are those of one GPU at one time; a 
 its turns. Beside them: memory per voxel, and how far ours is from the plain network in float32.
 
 Each row is a process of its own, for a compiler may hang, or take the process with it: such a row says what went wrong,
-and the others go on. Compiling takes a minute of one core, so the processes of several networks (``--ahead``) get ready
-side by side, on all cores, and nothing is timed meanwhile; then each GPU is one network's at a time. Processes that
-wait give their memory back. What is compiled is kept in ``--cache``, so that a second call finds it.
+and the others go on. Compiling takes minutes of one core, so the processes of several networks (``--ahead``) get ready
+side by side, one for each core, and nothing is timed meanwhile; then each GPU is one network's at a time. Modes of the
+compiler in one layout make nearly the same kernels: they follow one another, and find in ``--cache`` what is compiled,
+as a second call of this program does. Processes that wait give their memory back.
 
 The JSON is rewritten after each network. What it has is not measured again unless it failed for want of time
 (``--again`` measures what is asked for in any case); nothing is begun after ``--seconds``. Beside it lies a plot.
@@ -148,20 +149,42 @@ def measure_batch(
         for number, (_, rows) in enumerate(batch):
             groups.append([Running(row, number % gpus, chosen, Path(scratch)) for row in rows])
         try:
-            everyone = [one for group in groups for one in group]
-            for one in everyone:
-                one.get_ready(limit)
-            single = [[one for one in group if len(one.processes) == 1] for group in groups]
+            lanes = list_lanes([one for group in groups for one in group])
+            with ThreadPoolExecutor(os.cpu_count()) as cores:
+                list(cores.map(lambda lane: get_ready(lane, limit), lanes))
+            single = [[one for one in group if len(one.logs) == 1] for group in groups]
             with ThreadPoolExecutor(gpus) as pool:
-                lanes = [[group for number, group in enumerate(single) if number % gpus == gpu] for gpu in range(gpus)]
-                list(pool.map(lambda lane: [take_turns(group, chosen.turns) for group in lane], lanes))
+                shares = [[group for number, group in enumerate(single) if number % gpus == gpu] for gpu in range(gpus)]
+                list(pool.map(lambda share: take_all_turns(share, chosen.turns), shares))
             for group in groups:
-                take_turns([one for one in group if len(one.processes) > 1], chosen.turns)
+                take_turns([one for one in group if len(one.logs) > 1], chosen.turns)
         finally:
             for group in groups:
                 for one in group:
                     one.end()
     return [(one.row["network"], one.row["name"], one.tell()) for group in groups for one in group]
+
+
+def list_lanes(everyone: Sequence["Running"]) -> list[list["Running"]]:
+    """Return rows that get ready one after another, the longest lanes first: what compiles a network in one layout."""
+    lanes: dict[tuple[Any, ...], list[Running]] = {}
+    for one in everyone:
+        row = one.row
+        compiles = "compile" in row or row["kind"] == "compiled"
+        lanes.setdefault((row["network"], row.get("channels_last", False)) if compiles else (id(one),), []).append(one)
+    return sorted(lanes.values(), key=len, reverse=True)
+
+
+def get_ready(lane: Sequence["Running"], limit: float) -> None:
+    """Let rows get ready one after another."""
+    for one in lane:
+        one.get_ready(limit)
+
+
+def take_all_turns(groups: Sequence[Sequence["Running"]], turns: int) -> None:
+    """Let one network's rows after another's run."""
+    for group in groups:
+        take_turns(group, turns)
 
 
 def take_turns(group: Sequence["Running"], turns: int) -> None:
@@ -192,10 +215,16 @@ class Running:
         self.row, self.limit_s = row, chosen.limit
         self.ms: list[float] = []
         self.told: Row = {}
-        job = row | {"gpu": gpu, "port": find_port()}
+        self.gpu, self.cache = gpu, str(chosen.cache.resolve())
         count = row.get("gpus", 1)
-        kept = {"TORCHINDUCTOR_CACHE_DIR": str(chosen.cache.resolve()), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
         self.logs = [(scratch / f"{row['network']} {row['name']} {number}").open("w+b") for number in range(count)]
+        self.processes: list[subprocess.Popen[str]] = []
+        self.answers: list[Queue[Row]] = [Queue() for _ in self.logs]
+        self.listeners: list[threading.Thread] = []
+
+    def _start(self) -> None:
+        kept = {"TORCHINDUCTOR_CACHE_DIR": self.cache, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        job = self.row | {"gpu": self.gpu, "port": find_port()}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(WORKER)],
@@ -203,19 +232,21 @@ class Running:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 encoding="utf-8",
-                env=os.environ | kept | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | kept,
             )
             for log in self.logs
         ]
-        self.answers: list[Queue[Row]] = [Queue() for _ in self.processes]
-        self.listeners = []
         for number, (process, answers) in enumerate(zip(self.processes, self.answers, strict=True)):
             self.listeners.append(threading.Thread(target=listen, args=(process, answers), daemon=True))
             self.listeners[-1].start()
             self._say(process, json.dumps(job | {"number": number}))
 
     def get_ready(self, limit: float) -> None:
-        """Wait until the step is built and compiled; a row that is not ready by then is ended."""
+        """Begin, and wait until the step is built and compiled; a row that is not ready by then is ended."""
+        if time.monotonic() >= limit:
+            self.told = {"error": f"{LATE} {self.limit_s:.0f} s, and not begun"}
+            return
+        self._start()
         answers = self._hear(limit, "ready")
         if answers is not None:
             self.told = answers[0]["ready"]
@@ -266,7 +297,7 @@ class Running:
         """Return what was found: milliseconds of each turn, their median, speed, memory."""
         if not self.ms or "error" in self.told:
             return self.told
-        voxels = self.row["sides"][0] * self.row["sides"][1] * self.row["sides"][2] * len(self.processes)
+        voxels = self.row["sides"][0] * self.row["sides"][1] * self.row["sides"][2] * len(self.logs)
         median = statistics.median(self.ms)
         return self.told | {"ms": median, "ms_of_turns": self.ms, "mvoxel_per_s": voxels / median / 1e3}
 

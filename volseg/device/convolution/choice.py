@@ -20,6 +20,7 @@ __all__ = [
     "FORWARD",
     "WEIGHT_GRADIENT",
     "ConvolutionCall",
+    "adds_bias",
     "choose",
     "convolve",
     "differentiate",
@@ -164,6 +165,20 @@ def _given(call: ConvolutionCall) -> Tensor:
 def choose(kernels: Sequence[Kernel], call: ConvolutionCall) -> Kernel | None:
     """Return the first kernel that takes the convolution, or None where torch's are the faster ones."""
     return next((kernel for kernel in kernels if kernel.suits(call)), None)
+
+
+def adds_bias(slab: Tensor, weight: Tensor, settings: Settings, channels_last: bool) -> bool:
+    """Say whether a kernel of ours adds the bias in its own pass; torch adds it in a pass behind cuDNN's.
+
+    Parameters
+    ----------
+    slab, weight, settings, channels_last
+        See ``convolve``.
+    """
+    if not channels_last:
+        return False
+    call = ConvolutionCall(slab, weight, weight.new_empty(weight.shape[0], device="meta"), settings)
+    return choose(FORWARD, call) is not None
 
 
 def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, channels_last: bool) -> Tensor:

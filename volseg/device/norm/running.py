@@ -38,3 +38,7 @@ class Running:
             self.variance.addcdiv_(variance, count - 1, value=self.momentum)
         else:
             self.variance.add_(variance, alpha=self.momentum / (count - 1))
+
+    def shift(self, bias: Tensor) -> None:
+        """Move the mean by what the samples lacked that it was moved to, ``(C,)``."""
+        self.mean.add_(bias.to(self.mean.device), alpha=self.momentum)

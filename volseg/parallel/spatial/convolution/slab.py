@@ -25,6 +25,7 @@ from volseg.device.layout import DIM, layout_of
 from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
+from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait
 from volseg.parallel.spatial.lazy.recipes import Join
 from volseg.parallel.spatial.lazy.vanishing import sum_vanishing, vanishes
 from volseg.parallel.spatial.recipe import Recipe, Write
@@ -66,18 +67,26 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
     columns = [slabs]
     if recipe is not None and pending.parts is not None:
         columns, volume.is_bypassed = pending.parts, True
-    work = _Input([slab.detach() for slab in slabs], plan, recipe, room, wait, len(biases))
+    waits = may_wait(bias, slabs[0]) and not choice.adds_bias(slabs[0], weights[0], plan.settings, plan.channels_last)
+    work = _Input([slab.detach() for slab in slabs], plan, recipe, room, wait, len(biases), waits)
     results = _Convolve.apply(work, *weights, *biases, *chain.from_iterable(columns))
     work.slabs = []
     volume.pending.release(volume)  # where it has a recipe: kept as that, or as a cast
     shape = list(results[0].shape)
     shape[volume.dims[0]] = plan.outputs
-    return ShardedVolume(results, volume.dims, shape, context)
+    result = ShardedVolume(results, volume.dims, shape, context)
+    return add_bias_later(result, biases) if waits else result
 
 
 @dataclass
 class _Input:
-    """What a convolution reads, besides what autograd knows: the slabs, how to compute them again, room and halos."""
+    """What a convolution reads, besides what autograd knows: the slabs, how to compute them again, room and halos.
+
+    Attributes
+    ----------
+    leaves_biases
+        Whether somebody else adds the biases.
+    """
 
     slabs: list[Tensor]
     plan: ConvolutionPlan
@@ -85,6 +94,7 @@ class _Input:
     room: int
     wait: Wait | None
     num_biases: int
+    leaves_biases: bool
 
 
 class _Convolve(torch.autograd.Function):
@@ -101,7 +111,8 @@ class _Convolve(torch.autograd.Function):
         if halos:
             buffers = [extend(slab, given.room, halo.own) for slab, halo in zip(slabs, halos, strict=True)]
             borders = (start_filling(buffers, halos, keep=recipe is not None) if given.wait is None else given.wait)()
-        rows = zip(buffers, weights, biases or [None] * count, strict=True)
+        added = [None] * count if given.leaves_biases else biases or [None] * count
+        rows = zip(buffers, weights, added, strict=True)
         results = tuple(choice.convolve(*row, plan.settings, plan.channels_last) for row in rows)
         # Not the recipe's tensors: autograd keeps them, or whoever watches what it keeps.
         ctx.plan, ctx.write = plan, None if recipe is None else recipe.write

@@ -49,8 +49,8 @@ class WaitingNorm(Waiting):
 
     Parameters
     ----------
-    volume
-        The norm's input.
+    volume, slabs
+        The norm's input, as ``found`` is of it.
     pooled
         Which (sample, channel) pairs share statistics.
     found
@@ -62,13 +62,14 @@ class WaitingNorm(Waiting):
     def __init__(
         self,
         volume: ShardedVolume,
+        slabs: Sequence[Tensor],
         pooled: Pooled,
         found: NormStatistics,
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> None:
         self.context, self.pooled, self.found, self.weight, self.bias = volume.context, pooled, found, weight, bias
-        self.stand_ins = slabs = list(volume.slabs)
+        self.stand_ins = slabs = list(slabs)
         self.activation = IDENTITY
         self.slope: Tensor | None = None
         self.moment = Moment([tensor for tensor in (weight, bias) if tensor is not None])

@@ -78,6 +78,7 @@ def count_slab_voxels(grid: tuple[int, ...], dims: tuple[int, ...], shape: torch
 
 def compute_statistics(
     volume: ShardedVolume,
+    slabs: Sequence[Tensor],
     pooled: Pooled,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -88,8 +89,8 @@ def compute_statistics(
 
     Parameters
     ----------
-    volume
-        The norm's input.
+    volume, slabs
+        The norm's input; the slabs perhaps without a number that is added to a channel.
     pooled
         Which pairs share their statistics.
     weight, bias
@@ -102,17 +103,17 @@ def compute_statistics(
     context = volume.context
     counts = count_slab_voxels(context.communicator.grid, volume.dims, volume.shape)
     with torch.no_grad():  # the gradient through the statistics is part of the norm's own
-        if _fits_one_kernel(context, pooled, volume.slabs):
+        if _fits_one_kernel(context, pooled, slabs):
             shares = context.communicator.shares(counts, torch.float32, context.communicator.home)
             given = weight, bias, eps
             settings: dict[str, Any] = {"grouping": pooled.grouping}
             if running is not None and _moves(context, running):
                 settings["running"], running = running, None
-            calls = [partial(_exchange_coefficients, slab, shares, given, settings) for slab in volume.slabs]
-            found = _exchange(context, calls, volume.slabs[0])
+            calls = [partial(_exchange_coefficients, slab, shares, given, settings) for slab in slabs]
+            found = _exchange(context, calls, slabs[0])
         else:
             # (num_shards, 2, B, C)
-            stacked = context.communicator.collect([choice.moments(slab) for slab in volume.slabs])
+            stacked = context.communicator.collect([choice.moments(slab) for slab in slabs])
             shares = context.communicator.shares(counts, stacked.dtype, stacked.device)
             found = choice.coefficients(stacked, shares, weight, bias, eps, pooled.needed(*volume.shape[:2]))
         mean, variance, rstd, scale, shift = found.unbind(0)
@@ -143,14 +144,19 @@ def _exchange_coefficients(
 
 
 def take_statistics(
-    volume: ShardedVolume, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
+    volume: ShardedVolume,
+    slabs: Sequence[Tensor],
+    running: Running,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> NormStatistics:
     """Return the statistics of a norm in evaluation: the running ones.
 
     Parameters
     ----------
-    volume
-        The norm's input.
+    volume, slabs
+        See ``compute_statistics``.
     running
         Mean and variance of each channel.
     weight, bias, eps
@@ -159,7 +165,7 @@ def take_statistics(
     with torch.no_grad():
         home = volume.context.communicator.home
         own = running.mean.to(home), running.variance.to(home)
-        found = choice.given_coefficients(volume.slabs[0], *own, weight, bias, eps)
+        found = choice.given_coefficients(slabs[0], *own, weight, bias, eps)
     counts = count_slab_voxels(volume.context.communicator.grid, volume.dims, volume.shape)
     mean, variance, rstd, scale, shift = found.unbind(0)
     return NormStatistics(mean, variance, rstd, scale, shift, sum(counts))

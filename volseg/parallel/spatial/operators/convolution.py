@@ -14,6 +14,7 @@ from volseg.device.layout import DIM
 from volseg.parallel.spatial.contract import rehearsed
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan, count_tiles, plan_convolution
 from volseg.parallel.spatial.convolution.slab import convolve
+from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, with_gradient
 from volseg.parallel.spatial.lazy.transposed import TransposedSettings, convolve_later
 from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
@@ -112,6 +113,8 @@ def transposed_convolution(
         if later is not None:
             return later
 
+    waits = may_wait(bias, volume._slabs[0])
+
     def run(slab: Tensor, own: tuple[Any, Any], padding: list[int], extra: list[int]) -> Tensor:
         def run_part(part: Tensor) -> Tensor:
             return func(part, *own, stride, padding, extra, groups, dilation)
@@ -124,13 +127,17 @@ def transposed_convolution(
         return torch.cat([run_part(part) for part in slab.tensor_split(stacks, 2)], 2)
 
     def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
-        return run(slab, (weights[position], biases[position]), inside, extra_inside)
+        return run(slab, (weights[position], None if waits else biases[position]), inside, extra_inside)
 
     def whole(tensor: Tensor) -> Tensor:
-        own = (weights[0], biases[0]) if volume.context.communicator.num_shards == 1 else (weight, bias)
-        return run(tensor, own, padding, extra)
+        alone = volume.context.communicator.num_shards == 1
+        return run(tensor, (weights[0], None if waits else biases[0]) if alone else (weight, bias), padding, extra)
 
-    return sharded_windows(volume, plans, local, whole)
+    result = sharded_windows(volume, plans, local, whole)
+    if not waits or not isinstance(result, ShardedVolume):
+        return result
+    biases = [volume.context.cast(copy, result.dtype) for copy in biases]
+    return add_bias_later(with_gradient(result, biases), biases)
 
 
 def _direct(

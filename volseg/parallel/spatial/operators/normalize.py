@@ -13,6 +13,7 @@ from torch import Tensor
 from volseg.device import fusions
 from volseg.device.norm.grouping import Grouping
 from volseg.device.norm.running import Running
+from volseg.parallel.spatial.lazy.bias import take_without_bias
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
 from volseg.parallel.spatial.lazy.statistics import NormStatistics, Pooled, compute_statistics, take_statistics
 from volseg.parallel.spatial.operators.arguments import spatial_only
@@ -31,17 +32,21 @@ def normalize(
     bias: Tensor | None,
     eps: float,
     running: Running | None = None,
-) -> tuple[ShardedVolume, NormStatistics]:
-    """Return the normalised volume, still to be computed, and the statistics it is normalised with.
+) -> tuple[ShardedVolume, NormStatistics, Tensor | None]:
+    """Return the normalised volume, still to be computed, the statistics, and what these lack: a bias in front, if any.
 
     Parameters
     ----------
     volume, pooled, weight, bias, eps, running
         See ``compute_statistics``.
     """
-    found = compute_statistics(volume, pooled, weight, bias, eps, running)
-    waiting = WaitingNorm(volume, pooled, found, weight, bias)
-    return defer(waiting, volume.dims, volume.shape, volume.context), found
+    ignored = pooled.ignores_channels(*volume.shape[:2])
+    slabs, lacking = take_without_bias(volume) if ignored else (volume.slabs, None)
+    found = compute_statistics(volume, slabs, pooled, weight, bias, eps, running)
+    if running is not None and lacking is not None:
+        running.shift(lacking)
+    waiting = WaitingNorm(volume, slabs, pooled, found, weight, bias)
+    return defer(waiting, volume.dims, volume.shape, volume.context), found, lacking
 
 
 @handles("Normalisation", "F.batch_norm", rehearse=False)
@@ -130,13 +135,15 @@ def _with_running(
     moved = None if mean is None or var is None else Running(mean, var, momentum)
     if over_batch:
         return settle_in_checkpoint(normalize(volume, pooled, weight, bias, eps, moved)[0])
-    result, found = normalize(volume, pooled, weight, bias, eps)
+    result, found, lacking = normalize(volume, pooled, weight, bias, eps)
     settle_in_checkpoint(result)  # torch's instance norm changes its running statistics last, its batch norm first
     if moved is not None:
         with torch.no_grad():
             alone = volume.shape[0] == 1
             center, variance = (value[0] if alone else value.mean(0) for value in (found.mean, found.variance))
             moved.update(center, variance, count)
+            if lacking is not None:
+                moved.shift(lacking)
     return result
 
 
@@ -156,9 +163,11 @@ def _with_given(
         ]
         rows = zip(volume.slabs, *columns, strict=True)  # torch says what is missing
         return wrap(volume, [F.batch_norm(x, m, v, w, b, False, 0.0, eps) for x, m, v, w, b in rows])
-    found = take_statistics(volume, Running(mean, var, 0.0), weight, bias, eps)
-    pooled = Pooled(given=True)
-    waiting = WaitingNorm(volume, pooled, found, weight, bias)
+    slabs, lacking = take_without_bias(volume)
+    if lacking is not None:
+        mean = mean.to(lacking.device) - lacking  # of the slabs as they lie
+    found = take_statistics(volume, slabs, Running(mean, var, 0.0), weight, bias, eps)
+    waiting = WaitingNorm(volume, slabs, Pooled(given=True), found, weight, bias)
     return settle_in_checkpoint(defer(waiting, volume.dims, volume.shape, volume.context))
 
 

@@ -1,0 +1,229 @@
+"""Biases that wait for a norm, against the plain network in float64: outputs, every gradient, buffers."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from volseg.device import fusions
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel import FastKernels, ModelParallel
+from volseg.parallel.spatial.lazy.bias import WaitingBias, torch_adds_apart
+from volseg.parallel.spatial.volume import ShardedVolume
+
+Use = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Convolutions with biases, a norm, and what is done with them."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], use: Use) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv3d(2, 6, 3, padding=1), nn.Conv3d(6, 6, 3, padding=1)
+        self.strided, self.up = nn.Conv3d(2, 6, 3, stride=2, padding=1), nn.ConvTranspose3d(6, 6, 2, stride=2)
+        self.overlapping = nn.ConvTranspose3d(6, 6, 3, stride=2, padding=1, output_padding=1)
+        self.norm, self.other = norm(6), norm(6)
+        self.last = nn.Conv3d(6, 2, 3, padding=1)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.use(self, x))
+        return result
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let biases wait on a CPU, too, whose kernels add them in their own passes."""
+    monkeypatch.setattr("volseg.parallel.spatial.lazy.bias.torch_adds_apart", lambda slab: True)
+
+
+def use_before_and_behind(net: Net, x: Tensor) -> Tensor:
+    found = net.first(x)
+    return F.relu(net.norm(found)) + found
+
+
+def use_twice(net: Net, x: Tensor) -> Tensor:
+    found = net.first(x)
+    return F.relu(net.norm(found)) * torch.sigmoid(net.other(found))
+
+
+def change_behind_norm(net: Net, x: Tensor) -> Tensor:
+    found = net.first(x)
+    normed = torch.tanh(net.norm(found))
+    return normed + (found.mul_(2) if not torch.is_grad_enabled() else found * 2)
+
+
+def change_in_place(net: Net, x: Tensor) -> Tensor:
+    return net.norm(net.first(x).mul_(3))
+
+
+def look(net: Net, x: Tensor) -> Tensor:
+    found = net.first(x)
+    total = found.detach().sum()  # seen, with its bias
+    return F.relu(net.norm(found)) * total.sigmoid()
+
+
+def checkpoint_between(net: Net, x: Tensor) -> Tensor:
+    found = checkpoint(net.first, x, use_reentrant=False)
+    return checkpoint(lambda given: F.relu(net.norm(given)), found, use_reentrant=False)
+
+
+def hook_it(net: Net, x: Tensor) -> Tensor:
+    found = net.first(x)
+    if found.requires_grad:
+        found.register_hook(lambda gradient: gradient + 1)
+    return net.norm(found)
+
+
+USES: dict[str, Use] = {
+    "norm": lambda net, x: F.relu(net.norm(net.first(x))),
+    "two in a row": lambda net, x: F.relu(net.other(net.second(F.leaky_relu(net.norm(net.first(x)))))),
+    "no norm": lambda net, x: F.relu(net.first(x)),
+    "a convolution behind": lambda net, x: net.second(net.first(x)),
+    "a join": lambda net, x: F.relu(net.norm(net.first(x))) + torch.cat([net.first(x)[:, :3], net.first(x)[:, 3:]], 1),
+    "norm and itself": use_before_and_behind,
+    "two norms": use_twice,
+    "changed behind": change_behind_norm,
+    "changed before": change_in_place,
+    "looked at": look,
+    "checkpointed": checkpoint_between,
+    "hooked": hook_it,
+    "strided, transposed": lambda net, x: F.relu(net.norm(net.up(F.relu(net.other(net.strided(x)))))),
+    "transposed, overlapping": lambda net, x: F.relu(net.norm(net.overlapping(net.strided(x)))),
+    "transposed, no norm": lambda net, x: net.up(net.strided(x)) + net.overlapping(net.strided(x)),
+    "norm plus norm": lambda net, x: F.elu(net.norm(net.first(x)) + net.other(net.first(x))),
+}
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "instance": lambda channels: nn.InstanceNorm3d(channels, affine=True),
+    "instance, running": lambda channels: nn.InstanceNorm3d(channels, track_running_stats=True),
+    "batch": nn.BatchNorm3d,
+    "batch, cumulative": lambda channels: nn.BatchNorm3d(channels, momentum=None, affine=False),
+    "group": lambda channels: nn.GroupNorm(2, channels),
+    "group of each": lambda channels: nn.GroupNorm(channels, channels),
+}
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fast": lambda net: FastKernels(net, "cpu"),
+    "one": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu"]),
+    "two": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]),
+    "recomputed": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"], checkpoint="all"),
+    "tiled": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"], checkpoint="tiled"),
+}
+
+
+def observe(net: nn.Module, call: nn.Module, steps: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Return outputs, gradients and buffers of some steps of gradient descent."""
+    found: dict[str, Tensor] = {}
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(steps):
+        x = torch.rand(2, 2, 8, 6, 4, generator=torch.Generator().manual_seed(step))
+        x = x.to(next(net.parameters()).device, dtype).requires_grad_()
+        output = call(x)
+        output = output.full_tensor() if isinstance(output, ShardedVolume) else output
+        optimizer.zero_grad()
+        (
+            output
+            * torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).view(output.shape).sin()
+        ).sum().backward()
+        assert x.grad is not None
+        found |= {f"output {step}": output.detach(), f"image {step}": x.grad}
+        found |= {f"{name} {step}": p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return found | {name: buffer.clone() for name, buffer in net.named_buffers()}
+
+
+def compare(plain: Net, way: str, steps: int = 2) -> None:
+    other = copy.deepcopy(plain)
+    wanted, got = observe(plain, plain, steps), observe(other, WAYS[way](other), steps)
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("use", USES)
+def test_biases_are_exact(use: str, way: str) -> None:
+    torch.manual_seed(0)
+    compare(Net(NORMS["batch"], USES[use]).double(), way)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("way", ["fast", "two"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_biases_in_front_of_norms_are_exact(norm: str, way: str, training: bool) -> None:
+    torch.manual_seed(0)
+    plain = Net(NORMS[norm], USES["two in a row"]).double()
+    plain(torch.rand(2, 2, 8, 6, 4, dtype=torch.float64))  # running statistics that are no start's
+    compare(plain.train(training), way)
+
+
+@pytest.mark.parametrize(("norm", "waits"), [("instance", True), ("batch", True), ("group", False)])
+def test_nothing_is_added_in_front_of_a_norm_that_takes_it_away(
+    norm: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    original = WaitingBias.write
+    monkeypatch.setattr(WaitingBias, "write", lambda self, halos: written.append(self) or original(self, halos))
+    net = FastKernels(Net(NORMS[norm], lambda net, x: net.norm(net.up(net.other(net.first(x))))), "cpu")
+    net(torch.rand(1, 2, 4, 4, 4)).sum().backward()
+    assert len(written) == (1 if waits else 3)  # the last convolution's output is read as it is
+
+
+def test_a_large_bias_costs_no_digits() -> None:
+    """A plain network rounds what it adds a bias to; ours is the closer one."""
+    torch.manual_seed(0)
+    exact = Net(NORMS["instance"], USES["norm"])
+    with torch.no_grad():
+        exact.first.bias.fill_(300.0)
+    plain, ours = copy.deepcopy(exact), copy.deepcopy(exact)
+    exact.double()
+    wanted = observe(exact, exact, 1)
+    theirs, found = observe(plain, plain, 1, torch.float32), observe(ours, FastKernels(ours, "cpu"), 1, torch.float32)
+    for name in ("output 0", "first.weight 0", "norm.weight 0"):
+        errors = [(values[name].double() - wanted[name]).abs().max() for values in (found, theirs)]
+        assert errors[0] < 0.1 * errors[1], name
+
+
+def test_a_bias_that_is_changed_before_it_is_added_is_refused() -> None:
+    class Changed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(1, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.conv(x)
+            with torch.no_grad():
+                self.conv.bias.add_(1)
+            return F.relu(found)
+
+    with pytest.raises(UnsupportedOperatorError, match="bias of a convolution was changed in place"):
+        FastKernels(Changed(), "cpu")(torch.rand(1, 1, 4, 4, 4))
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.gpu
+def test_biases_are_exact_on_a_gpu(use: str) -> None:
+    torch.manual_seed(0)
+    plain = Net(NORMS["batch"], USES[use]).double()
+    other = copy.deepcopy(plain).cuda()
+    wanted, got = observe(plain, plain, 2), observe(other, FastKernels(other, "cuda"), 2)
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name].cpu(), value, rtol=1e-9, atol=1e-9, msg=lambda t, n=name: f"{n}: {t}")
+
+
+def test_on_a_cpu_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("volseg.parallel.spatial.lazy.bias.torch_adds_apart", torch_adds_apart)
+    monkeypatch.setattr(WaitingBias, "__init__", None)  # would raise
+    FastKernels(Net(NORMS["batch"], USES["strided, transposed"]), "cpu")(torch.rand(1, 2, 4, 4, 4))
+
+
+def test_the_fusion_can_be_switched_off() -> None:
+    torch.manual_seed(0)
+    plain = Net(NORMS["batch"], USES["strided, transposed"]).double()
+    with fusions.without("waiting biases"):
+        compare(plain, "two")

@@ -1,0 +1,141 @@
+"""A convolution's bias that waits: a norm behind takes it away again, and a pass over memory is spared.
+
+What is added to a channel everywhere changes neither a norm of instances nor one of batches, but the running mean of
+the latter, which is moved by it. Such a norm takes the slabs as the convolution left them. Whatever else comes behind
+gets them with the bias: added where they lie, or, once a norm keeps them, to copies.
+
+The gradient of the bias does not wait: it is the convolution's, which sums its output's (see ``vanishing``).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device import fusions
+from volseg.device.first_order import first_order
+from volseg.device.pretended import on_gpu
+from volseg.parallel.spatial.lazy.vanishing import sum_vanishing, vanishes
+from volseg.parallel.spatial.moment import Moment
+from volseg.parallel.spatial.pending import Waiting
+from volseg.parallel.spatial.recipe import Recipe
+from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.versions import Unchanged
+from volseg.parallel.spatial.volume import ShardedVolume, defer
+
+__all__ = ["add_bias_later", "may_wait", "take_without_bias", "torch_adds_apart", "with_gradient"]
+
+
+class WaitingBias(Waiting):
+    """What a convolution left, and a bias that is still to be added.
+
+    Parameters
+    ----------
+    slabs
+        The convolution's, without the bias; nobody else has seen them.
+    biases
+        Of each slab, ``(C,)``.
+    """
+
+    refusal = (
+        "the bias of a convolution was changed in place before the convolution's result was used; do that out of "
+        "place, or use the result before"
+    )
+
+    def __init__(self, slabs: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        self.stand_ins, self.biases, self.room = list(slabs), [bias.detach() for bias in biases], 0
+        self.moment, self.unchanged = Moment(), Unchanged(biases)
+        self.is_kept = False
+
+    def keep_slabs(self) -> list[Tensor]:
+        """Return the slabs without the bias to a norm, which keeps them: from now on nothing is added to them."""
+        self.check()
+        self.is_kept = True
+        return self.stand_ins
+
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Add the bias."""
+        del halos
+        pairs = list(zip(self.stand_ins, self.biases, strict=True))
+        with self.moment.restored():
+            if self.is_kept:
+                return [_Add.apply(*pair) for pair in pairs], None, None
+            with torch.no_grad():  # the convolution knows of it
+                for slab, bias in pairs:
+                    slab.add_(_over_voxels(bias, slab))
+        return self.stand_ins, None, None
+
+
+def may_wait(bias: Tensor | None, slab: Tensor) -> bool:
+    """Say whether a convolution of a slab may leave its bias to what comes behind."""
+    return bias is not None and torch_adds_apart(slab) and fusions.is_on("waiting biases")
+
+
+def torch_adds_apart(slab: Tensor) -> bool:
+    """Say whether torch adds a bias in a pass of its own: behind cuDNN's kernels, not in those of a CPU."""
+    return on_gpu(slab)
+
+
+def add_bias_later(volume: ShardedVolume, biases: Sequence[Tensor]) -> ShardedVolume:
+    """Return a volume with a bias that waits.
+
+    Parameters
+    ----------
+    volume
+        What a convolution left without its bias, new, and seen by nobody; its gradient is the bias's, too.
+    biases
+        Of each slab.
+    """
+    return defer(WaitingBias(volume._slabs, biases), volume.dims, volume.shape, volume.context)
+
+
+def take_without_bias(volume: ShardedVolume) -> tuple[list[Tensor], Tensor | None]:
+    """Return a volume's slabs for a norm, and the bias ``(C,)`` that they lack, on the home device; None if none."""
+    waiting = volume.pending
+    if not isinstance(waiting, WaitingBias):
+        return volume.slabs, None
+    return waiting.keep_slabs(), waiting.biases[0].to(volume.context.communicator.home)
+
+
+def with_gradient(volume: ShardedVolume, biases: Sequence[Tensor]) -> ShardedVolume:
+    """Return a volume whose gradient is the biases', too, though nothing is added to it."""
+    slabs = [_Known.apply(slab, bias) for slab, bias in zip(volume._slabs, biases, strict=True)]
+    return ShardedVolume(slabs, volume.dims, volume.shape, volume.context)
+
+
+def _over_voxels(bias: Tensor, slab: Tensor) -> Tensor:
+    return bias.view(-1, *[1] * (slab.ndim - 2))
+
+
+class _Add(torch.autograd.Function):
+    """A bias whose gradient the convolution computes."""
+
+    @staticmethod
+    def forward(ctx: Any, slab: Tensor, bias: Tensor) -> Tensor:
+        del ctx
+        return slab + _over_voxels(bias, slab)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return gradient, None
+
+
+class _Known(torch.autograd.Function):
+    """A slab as it is, with a bias's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, slab: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype = bias.dtype
+        return slab.data  # no view of it: the bias may be added where it lies
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        own = None
+        if ctx.needs_input_grad[1]:
+            others = [dim for dim in range(gradient.ndim) if dim != 1]
+            own = (sum_vanishing(gradient) if vanishes(gradient) else gradient.sum(others)).to(ctx.dtype)
+        return gradient, own
