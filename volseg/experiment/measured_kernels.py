@@ -13,12 +13,12 @@ import logging
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
+from volseg.config.records import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
@@ -96,16 +96,12 @@ class MeasuredKernels:
             If that is something else.
         """
         try:
-            found = TypeAdapter(cls).validate_python(content)
-            if unknown := set(content) - {field.name for field in fields(cls)}:
-                raise ValueError(f"unknown: {sorted(unknown)}")
-        except ValueError as fault:  # pydantic's is one, of many lines
-            reason = " ".join(str(fault).split())
+            return read_record(cls, content)
+        except ValueError as fault:
             raise CheckpointError(
-                f"{source} should say which kernels the run was begun with ({reason}); restore it from a copy, or set "
+                f"{source} should say which kernels the run was begun with ({fault}); restore it from a copy, or set "
                 "training.kernels to fast, torch or compiled"
             ) from fault
-        return found
 
     def __str__(self) -> str:
         times = ", ".join(f"{kind} {ms:.3g} ms" for kind, ms in self.milliseconds.items())
