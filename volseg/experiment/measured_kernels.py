@@ -109,13 +109,20 @@ class MeasuredKernels:
         return f"a training step with kernels {times}: {self.chosen}{lacking}"
 
 
-def choose_fastest(milliseconds: Mapping[str, float]) -> str:
+def choose_fastest(milliseconds: Mapping[str, float], refused: Mapping[str, str] | None = None) -> str:
     """Return the kind of kernels to take, the first of `KINDS` than which no later one is clearly faster.
+
+    Parameters
+    ----------
+    milliseconds : Mapping of str to float
+        Of a training step with each kind.
+    refused : Mapping of str to str, optional
+        Why others could not be had.
 
     Raises
     ------
     ConfigError
-        If there is none.
+        If there is none, with all that was refused.
 
     Examples
     --------
@@ -123,7 +130,10 @@ def choose_fastest(milliseconds: Mapping[str, float]) -> str:
     ['fast', 'fast', 'compiled']
     """
     if not milliseconds:
-        raise ConfigError("training.kernels is measured, and no kernels could be had; set it to torch to see why")
+        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in (refused or {}).items())
+        raise ConfigError(
+            f"training.kernels is measured, and no kernels could be had ({reasons}); name one, and mend that"
+        )
     chosen = next(kind for kind in KINDS if kind in milliseconds)
     for kind in KINDS:
         if milliseconds.get(kind, float("inf")) < (1 - MARGIN) * milliseconds[chosen]:
@@ -195,7 +205,7 @@ def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, de
             refused[kind] = "its step was out of memory"
         _free(device)
     return MeasuredKernels(
-        chosen=choose_fastest(milliseconds),
+        chosen=choose_fastest(milliseconds, refused),
         milliseconds=milliseconds,
         refused=refused,
         shape=(rows, task.num_channels, *patch.size),
