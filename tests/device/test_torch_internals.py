@@ -762,3 +762,21 @@ def test_the_compiler_leaves_out_what_it_is_told_to() -> None:
     torch.testing.assert_close(compiled(torch.zeros(2)), torch.ones(2))
     assert compiling == [False, False]
     assert backend.graphs == 0  # the addition inside was not followed
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, for jvp
+def test_derivatives_that_are_computed_forward_are_noticed() -> None:
+    noticed = []
+
+    def function(x: Tensor) -> Tensor:
+        noticed.append(internals.is_forward_mode())
+        return 2 * x
+
+    x = torch.ones(2)
+    torch.func.jvp(function, (x,), (x,))
+    torch.func.jacfwd(function)(x)
+    with torch.autograd.forward_ad.dual_level():
+        function(x)
+    torch.func.vjp(function, x)
+    function(x.requires_grad_())
+    assert noticed == [True, True, True, False, False]

@@ -96,6 +96,7 @@ __all__ = [
     "hand_backward_over",
     "is_changed_in_place",
     "is_compiled",
+    "is_forward_mode",
     "is_in_bad_fork",
     "is_transformed",
     "is_view",
@@ -343,6 +344,12 @@ unwrap_transformed: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapp
 
 find_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 """Return the innermost transform that is active, or None."""
+
+
+def is_forward_mode() -> bool:
+    """Say whether derivatives are computed forward: in a ``dual_level``, which ``torch.func.jvp`` enters too."""
+    return torch.autograd.forward_ad._current_level >= 0
+
 
 # Modules.
 
