@@ -78,7 +78,7 @@ def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
     wanted = choice.coefficients(moments, shares, weight, bias, 1e-5, None)
     mean, _, rstd, scale, shift = wanted
     rows = zip(gradients, slabs, strict=True)
-    sums = torch.stack([choice.gradient_sums(*row, mean, scale, shift, activation) for row in rows])
+    sums = torch.stack([choice.gradient_sums_of_parts(*row, mean, scale, shift, activation).sum(0) for row in rows])
     wanted_back = choice.backward_coefficients(sums, mean, rstd, weight, voxels, None)
 
     def exchanged() -> tuple[list[Tensor], list[Tensor]]:

@@ -1,9 +1,6 @@
 """What torch's private names do that the package relies on; a torch in which one does not fails here, by its name."""
 
 import ast
-import json
-import subprocess
-import sys
 import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -767,56 +764,19 @@ def test_the_compiler_leaves_out_what_it_is_told_to() -> None:
     assert backend.graphs == 0  # the addition inside was not followed
 
 
-SPARED = """
-import gc, json, sys
-import torch
-from torch import nn
-from volseg.device import torch_internals as internals
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, for jvp
+def test_derivatives_that_are_computed_forward_are_noticed() -> None:
+    noticed = []
 
-class Listen(internals.TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
+    def function(x: Tensor) -> Tensor:
+        noticed.append(internals.is_forward_mode())
+        return 2 * x
 
-def step(kind):
-    torch.manual_seed(0)
-    layer = nn.Linear(2, 3)
-    optimizer = kind(layer.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        layer(torch.ones(1, 2)).square().sum().backward()
-        with torch.enable_grad():
-            optimizer.step(lambda: told.append(torch.is_grad_enabled()))
-            told.append(torch.is_grad_enabled())
-    optimizer.load_state_dict(optimizer.state_dict())
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
-    optimizer.step()
-    return layer.weight.tolist()
-
-told = []
-kinds = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RAdam]
-if sys.argv[1] != "plain":
-    getattr(internals, sys.argv[1])()
-    gc.freeze()
-first = [step(kind) for kind in kinds]
-torch.var_mean(torch.empty(2, 3, device="meta"))
-with Listen():
-    torch.ones(2) + 1
-is_there = internals.COMPILER in sys.modules
-import torch._dynamo
-later = [step(kind) for kind in kinds]
-kept = torch.optim.Optimizer.zero_grad.__wrapped__
-print(json.dumps([first, later, told, is_there, kept.__dict__["__dynamo_disable"] is kept]))
-"""
-
-
-def test_optimizers_and_tensors_without_values_need_no_compiler_until_somebody_imports_it() -> None:
-    run = [sys.executable, "-c", SPARED]
-    spared, plain = (
-        json.loads(subprocess.check_output([*run, how])) for how in (internals.spare_compiler.__name__, "plain")
-    )
-    first, later, told, is_there, is_spared = spared
-    assert not is_there
-    assert plain[3]  # else torch imports it no more, and nothing has to be spared
-    assert first == later == plain[0] == plain[1]
-    assert told == plain[2]
-    assert not is_spared  # what torch keeps there itself, again
+    x = torch.ones(2)
+    torch.func.jvp(function, (x,), (x,))
+    torch.func.jacfwd(function)(x)
+    with torch.autograd.forward_ad.dual_level():
+        function(x)
+    torch.func.vjp(function, x)
+    function(x.requires_grad_())
+    assert noticed == [True, True, True, False, False]

@@ -11,12 +11,13 @@ import torch
 from in_group import in_group
 from monai.networks.nets import BasicUNet
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from traced_graphs import trace_only
 
 from volseg.device import compiler_internals
-from volseg.errors import ParallelError
+from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, DataParallel, Replicas, join_mesh
 from volseg.parallel.state.recorded import RecordedState
@@ -286,6 +287,7 @@ def test_hooks_are_refused_whenever_they_come(traced):
         handle.remove()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, for jvp
 def test_modes_and_tensors_that_would_run_it_plain_are_refused(traced):
     class Own(torch.Tensor):
         pass
@@ -298,6 +300,46 @@ def test_modes_and_tensors_that_would_run_it_plain_are_refused(traced):
         model(image.as_subclass(Own))
     with pytest.raises(ParallelError, match=r"inside of a transform of torch\.func"):
         torch.func.vmap(model)(image[None])
+    with forward_ad.dual_level(), pytest.raises(UnsupportedOperatorError, match="a compiled Conv3d computes deriv"):
+        model(forward_ad.make_dual(image, image))
+
+
+class Scaled(nn.Module):
+    """Reads an attribute that is no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(1)), 2.0
+        self.inner = nn.Conv3d(1, 1, 1)
+
+    def forward(self, x):
+        return self.inner(x) * self.weight * self.scale
+
+
+def test_another_forward_is_run_wherever_it_is_put(traced, monkeypatch):
+    model, image = CompiledNetwork(Scaled()), torch.randn(1, 1, 4, 4, 4)
+    before = model(image)
+    monkeypatch.setattr(Scaled, "forward", lambda self, x: self.inner(x) * self.weight + 1)
+    torch.testing.assert_close(model(image), before / 2 + 1)
+    model.inner.forward = lambda x: x
+    torch.testing.assert_close(model(image), image + 1)
+    del model.inner.forward
+    torch.testing.assert_close(model(image), before / 2 + 1)
+
+
+def test_attributes_are_the_networks(traced):
+    net, image = Scaled(), torch.randn(1, 1, 4, 4, 4)
+    model = CompiledNetwork(net)
+    before = model(image)
+    model.scale, model.note = 3.0, "kept"
+    assert (net.scale, net.note, model.scale, model.note) == (3.0, "kept", 3.0, "kept")
+    torch.testing.assert_close(model(image), before * 1.5)
+    model.weight = nn.Parameter(torch.full((1,), 5.0))
+    assert net.weight is model.weight
+    torch.testing.assert_close(model(image), before * 7.5)
+    assert not vars(model).keys() & {"scale", "note", "weight"}
+    with pytest.raises(AttributeError, match="'Scaled' object has no attribute 'missing'"):
+        _ = model.missing
 
 
 def test_nothing_of_a_network_is_kept_when_it_goes(traced):

@@ -6,9 +6,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from volseg.errors import ParallelError, UnsupportedOperatorError
-from volseg.parallel import ModelParallel, Pipeline, RecordedStep, Spatial, scatter_batch
+from volseg.parallel import FastKernels, ModelParallel, Pipeline, RecordedStep, Spatial, scatter_batch
 
 
 def net() -> nn.Module:
@@ -211,3 +212,23 @@ def test_a_pipeline_says_that_it_cuts_no_volumes_and_records_by_itself():
         RecordedStep(model, lambda x: x)
     with pytest.raises(ParallelError, match=r"one GPU per process, and this model is on \['cpu'\]"):
         RecordedStep(parallel(net()), lambda x: x)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        parallel,
+        lambda plain: ModelParallel(plain, split_size=2, devices=["cpu"] * 2),
+        lambda plain: FastKernels(plain, "cpu"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, for jvp
+def test_derivatives_forward_are_refused_in_words(wrap):
+    """They ended in torch's errors about functions without ``jvp``, or about ``data``."""
+    model, x = wrap(net()), torch.randn(2, 1, 8, 8, 8)
+    refused = pytest.raises(UnsupportedOperatorError, match=r"computes derivatives backward.*torch\.func\.jvp")
+    with refused:
+        torch.func.jvp(model, (x,), (x,))
+    with refused, forward_ad.dual_level():
+        model(forward_ad.make_dual(x, x))
+    model(x)

@@ -121,7 +121,6 @@ def train(
     if gpus is not None:
         loaded = loaded.on_one_device(count_launched())
     begin = experiment.train  # imports what trains
-    experiment.spare_compiler()
     gc.freeze()  # modules live as long as this process: whoever looks for garbage, each recording does, passes them by
     outcome = begin(loaded, resume=resume)
     if experiment.is_main_process():

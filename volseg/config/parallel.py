@@ -11,11 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from volseg.config.base import ConfigModel
+from volseg.config.numbers import Count
 from volseg.errors import ConfigError
 
 __all__ = ["MeshPlan", "ParallelConfig", "choose_num_processes", "plan_mesh"]
-
-Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True)

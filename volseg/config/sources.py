@@ -1,9 +1,9 @@
 """Where a component of the user's own came from: what a run writes down of it, to find it again."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from volseg.config.records import read_record
 from volseg.errors import DataError
 
 __all__ = ["EXECUTED", "Source"]
@@ -47,9 +47,7 @@ class Source:
         DataError
             Names ``file`` if it holds something else.
         """
-        known = cls.__dataclass_fields__
-        if not isinstance(content, Mapping) or not all(
-            key in known and isinstance(value, str) for key, value in content.items()
-        ):
-            raise DataError(f"{file} should say where each component came from, got {content!r}; restore it")
-        return cls(**content)
+        try:
+            return read_record(cls, content)
+        except ValueError as fault:
+            raise DataError(f"{file} should say where each component came from ({fault}); restore it") from fault

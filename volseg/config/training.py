@@ -120,6 +120,11 @@ class TrainingConfig(ConfigModel):
     """Whose notices that the machine will be taken away are heeded: ``aws`` asks the instance's metadata service every
     5 s, and saves and ends with status 143 when it says so."""
 
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether a step can be run on tensors without values: what torch.compile makes of a network cannot."""
+        return self.kernels != "compiled"
+
 
 KERNELS_OF = {
     "none": ("auto", "fast", "torch", "compiled", "measured"),

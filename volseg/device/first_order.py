@@ -1,4 +1,4 @@
-"""First derivatives only: what a backward pass of our own says to ``create_graph=True``."""
+"""First derivatives, backward: what functions of our own say to ``create_graph=True``, and to derivatives forward."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -7,10 +7,19 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from volseg.device.torch_internals import is_changed_in_place
+from volseg.device.torch_internals import is_changed_in_place, is_forward_mode
 from volseg.errors import UnsupportedOperatorError
 
-__all__ = ["first_order"]
+__all__ = ["first_order", "refuse_forward_mode"]
+
+
+def refuse_forward_mode(name: str) -> None:
+    """Raise `UnsupportedOperatorError` where derivatives are computed forward: functions of our own have none."""
+    if is_forward_mode():
+        raise UnsupportedOperatorError(
+            f"{name} computes derivatives backward, and was called where they are computed forward (torch.func.jvp, or "
+            "a dual_level of torch.autograd.forward_ad): take the gradient by backward(), or call the plain network"
+        )
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:

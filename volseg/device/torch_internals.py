@@ -5,14 +5,12 @@ relied on, so a torch in which one has moved, or does something else, is found b
 are used on every call of an operator are the objects themselves, or C functions: they cost nothing.
 """
 
-import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from operator import attrgetter
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -98,6 +96,7 @@ __all__ = [
     "hand_backward_over",
     "is_changed_in_place",
     "is_compiled",
+    "is_forward_mode",
     "is_in_bad_fork",
     "is_transformed",
     "is_view",
@@ -120,7 +119,6 @@ __all__ = [
     "read_value",
     "softmax",
     "softmax_backward",
-    "spare_compiler",
     "step_adamw",
     "step_sgd",
     "suggest_memory_format",
@@ -347,6 +345,12 @@ unwrap_transformed: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapp
 find_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 """Return the innermost transform that is active, or None."""
 
+
+def is_forward_mode() -> bool:
+    """Say whether derivatives are computed forward: in a ``dual_level``, which ``torch.func.jvp`` enters too."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 # Modules.
 
 PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
@@ -499,67 +503,3 @@ def accept_gradients_of_other_streams() -> None:
     setting = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
     if setting is not None:
         setting(False)
-
-
-# What imports torch's compiler.
-
-COMPILER = "torch._dynamo"
-"""What torch imports to say that the compiler need not look: 798 modules, in two thirds of the time of torch itself."""
-
-_LEFT_OUT = _of_compile._disable_dynamo(len).__code__
-_STEP = _of_optimizers._use_grad_for_differentiable(len).__code__
-_OF_GRADIENTS = {"is_grad_enabled", "set_grad_enabled", "defaults"}
-_NAMED_BY_STEP = {COMPILER, "_dynamo", "graph_break", "cast", "Optimizer"} | _OF_GRADIENTS
-"""All that torch's decorator of a step uses: it tells the compiler, and says whether gradients are recorded."""
-
-
-def spare_compiler() -> None:
-    """Let torch do without its compiler where it would import that only to keep it out, until somebody imports it.
-
-    An optimizer that is made, stepped or emptied, an operator that runs on tensors without values, a mode that listens
-    to operators: each imports the compiler, to say that it is not to look there. Where it is not imported nobody has to
-    be told; before it is, all is made torch's own again. What another version of torch has made differently stays as it
-    is, and so does what is made after this call. Before `gc.freeze`, behind which nothing is found.
-    """
-    if COMPILER in sys.modules or "fn" not in _LEFT_OUT.co_freevars or "__dynamo_disable" not in _LEFT_OUT.co_consts:
-        return
-    left_out = [_find_left_out(each) for each in gc.get_referrers(_LEFT_OUT) if isinstance(each, FunctionType)]
-    functions = [each for each in left_out if isinstance(each, FunctionType)]
-    for function in functions:
-        function.__dynamo_disable = function  # type: ignore[attr-defined]  # where torch keeps what it runs in place of the function
-    sys.meta_path.insert(0, _UntilCompiler(functions))
-    kinds: set[Any] = {each for each in vars(torch.optim).values() if isinstance(each, type)}
-    for kind in kinds:
-        step: Any = vars(kind).get("step")
-        if getattr(step, "__code__", None) is _STEP and _NAMED_BY_STEP.issuperset(_STEP.co_names):
-            kind.step = _step_without_compiler(step)
-
-
-def _find_left_out(wrapper: FunctionType) -> Any:
-    """Return the function that torch keeps from the compiler: the wrapper may call itself by the name of another."""
-    assert wrapper.__closure__ is not None
-    return wrapper.__closure__[_LEFT_OUT.co_freevars.index("fn")].cell_contents
-
-
-class _UntilCompiler:
-    """Asked for every module before it is imported; finds none, and makes all as it was when the compiler comes."""
-
-    def __init__(self, functions: list[FunctionType]) -> None:
-        self._functions = functions
-
-    def find_spec(self, name: str, *_: Any) -> None:
-        while name == COMPILER and self._functions:
-            vars(self._functions.pop()).pop("__dynamo_disable", None)
-
-
-def _step_without_compiler(step: Any) -> Callable[..., Any]:
-    plain = step.__wrapped__
-
-    @wraps(step)
-    def run(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if COMPILER in sys.modules:
-            return step(optimizer, *args, **kwargs)
-        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
-            return plain(optimizer, *args, **kwargs)
-
-    return run

@@ -9,7 +9,6 @@ from volseg.importing import import_late
 
 if TYPE_CHECKING:
     from volseg.config.loading import load_config
-    from volseg.device.torch_internals import spare_compiler
     from volseg.experiment.configuring import configure, configure_words, is_data_set, plan_run
     from volseg.experiment.cross_validation import cross_validate
     from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
@@ -64,7 +63,6 @@ __all__ = [
     "quickstart",
     "register",
     "serve_predictions",
-    "spare_compiler",
     "train",
     "train_on",
     "validate",
@@ -105,7 +103,6 @@ _HOMES = {
     "quickstart": "volseg.experiment.quickstarting",
     "register": "volseg.experiment.own_components",
     "serve_predictions": "volseg.experiment.predicting",
-    "spare_compiler": "volseg.device.torch_internals",
     "train": "volseg.experiment.training",
     "train_on": "volseg.experiment.launching",
     "validate": "volseg.experiment.validating",

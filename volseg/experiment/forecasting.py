@@ -263,7 +263,7 @@ def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
 
 def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
     """Yield what of the kernels that the config asks for no forecast is about."""
-    if config.training.kernels == "compiled":
+    if not config.training.can_be_followed:
         yield (
             "memory and times are those of torch's kernels: what torch.compile makes of a network "
             "(training.kernels: compiled) cannot be followed, and takes other memory and time"

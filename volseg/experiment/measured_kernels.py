@@ -13,12 +13,12 @@ import logging
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
+from volseg.config.records import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
@@ -96,16 +96,12 @@ class MeasuredKernels:
             If that is something else.
         """
         try:
-            found = TypeAdapter(cls).validate_python(content)
-            if unknown := set(content) - {field.name for field in fields(cls)}:
-                raise ValueError(f"unknown: {sorted(unknown)}")
-        except ValueError as fault:  # pydantic's is one, of many lines
-            reason = " ".join(str(fault).split())
+            return read_record(cls, content)
+        except ValueError as fault:
             raise CheckpointError(
-                f"{source} should say which kernels the run was begun with ({reason}); restore it from a copy, or set "
+                f"{source} should say which kernels the run was begun with ({fault}); restore it from a copy, or set "
                 "training.kernels to fast, torch or compiled"
             ) from fault
-        return found
 
     def __str__(self) -> str:
         times = ", ".join(f"{kind} {ms:.3g} ms" for kind, ms in self.milliseconds.items())
@@ -113,13 +109,20 @@ class MeasuredKernels:
         return f"a training step with kernels {times}: {self.chosen}{lacking}"
 
 
-def choose_fastest(milliseconds: Mapping[str, float]) -> str:
+def choose_fastest(milliseconds: Mapping[str, float], refused: Mapping[str, str] | None = None) -> str:
     """Return the kind of kernels to take, the first of `KINDS` than which no later one is clearly faster.
+
+    Parameters
+    ----------
+    milliseconds : Mapping of str to float
+        Of a training step with each kind.
+    refused : Mapping of str to str, optional
+        Why others could not be had.
 
     Raises
     ------
     ConfigError
-        If there is none.
+        If there is none, with all that was refused.
 
     Examples
     --------
@@ -127,7 +130,10 @@ def choose_fastest(milliseconds: Mapping[str, float]) -> str:
     ['fast', 'fast', 'compiled']
     """
     if not milliseconds:
-        raise ConfigError("training.kernels is measured, and no kernels could be had; set it to torch to see why")
+        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in (refused or {}).items())
+        raise ConfigError(
+            f"training.kernels is measured, and no kernels could be had ({reasons}); name one, and mend that"
+        )
     chosen = next(kind for kind in KINDS if kind in milliseconds)
     for kind in KINDS:
         if milliseconds.get(kind, float("inf")) < (1 - MARGIN) * milliseconds[chosen]:
@@ -199,7 +205,7 @@ def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, de
             refused[kind] = "its step was out of memory"
         _free(device)
     return MeasuredKernels(
-        chosen=choose_fastest(milliseconds),
+        chosen=choose_fastest(milliseconds, refused),
         milliseconds=milliseconds,
         refused=refused,
         shape=(rows, task.num_channels, *patch.size),

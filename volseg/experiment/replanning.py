@@ -21,14 +21,14 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
 from volseg.config.base import validated
 from volseg.config.parallel import ParallelConfig
+from volseg.config.records import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
@@ -89,11 +89,6 @@ class Failure:
     """The allocator's words, with what was tried."""
     tried: Candidate
 
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> "Failure":
-        """Return what was written down as plain values."""
-        return cls(**{**content, "tried": Candidate(**content["tried"])})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Replanned:
@@ -134,13 +129,11 @@ class Replanned:
             If that is something else.
         """
         try:
-            found = TypeAdapter(cls).validate_python(content)
-            if unknown := set(content) - {field.name for field in fields(cls)}:
-                raise ValueError(f"unknown: {sorted(unknown)}")
+            found = read_record(cls, content)
             if set(found.training) != {"kernels", "record"}:
                 raise ValueError(f"training must hold kernels and record, got {dict(found.training)}")
             validated(ParallelConfig, dict(found.parallel), str(source))
-        except (ConfigError, ValueError) as fault:  # pydantic's is a ValueError, of many lines
+        except (ConfigError, ValueError) as fault:  # the config's has a line per fault
             reason = " ".join(str(fault).split())
             raise CheckpointError(
                 f"{source} should say how the run goes on after it was out of memory ({reason}); restore it from a "
@@ -170,7 +163,7 @@ class Replanning:
         self.tried: Candidate | None = None
         """What the training does, once that is settled."""
         said = os.environ.pop(VARIABLE, None)
-        self.failure = None if said is None else Failure.read(json.loads(said))
+        self.failure = None if said is None else read_record(Failure, json.loads(said))
 
     def settle(self, role: Member, config: ExperimentConfig, resume: bool) -> ExperimentConfig:
         """Return the config with how the run goes on, where a step was out of memory; every process calls this.
@@ -186,7 +179,7 @@ class Replanning:
         if is_main_process():
             found = None
             if failures:
-                found = _choose(config, Failure.read(json.loads(failures[0])), count)
+                found = _choose(config, read_record(Failure, json.loads(failures[0])), count)
                 logger.warning("%s", found)
             elif resume:
                 found = self._read(role, config, count)

@@ -198,9 +198,8 @@ def make_room(config: ExperimentConfig, needed: Needed, free: int) -> tuple[Expe
 def _forecast_step(config: ExperimentConfig, plan: MeshPlan, device: torch.device) -> Needed | None:
     """Return what is forecast of a step, the same in all processes; None where nobody knows."""
     told: list[str] = []
-    gpus = Gpus.find(device, plan.num_processes * plan.pipeline)
-    if config.training.kernels == "compiled":  # which nobody can follow
-        gpus = None
+    count = plan.num_processes * plan.pipeline
+    gpus = Gpus.find(device, count) if config.training.can_be_followed else None
     if gpus is not None and is_main_process():
         answer = PlanBeside(config.with_mesh(plan), gpus).wait()
         found = find_forecast(find_candidate(config, plan, 1), answer.forecasts)

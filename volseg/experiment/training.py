@@ -248,7 +248,7 @@ def _ask_for_forecast(
 ) -> AskedOfCandidate | None:
     """Have forecast what this training takes; None where it has no GPU, and in processes that write nothing."""
     gpus = Gpus.find(device, candidate.num_gpus)
-    if gpus is None or not is_main_process() or config.training.kernels == "compiled":  # which nobody can follow
+    if gpus is None or not is_main_process() or not config.training.can_be_followed:
         return None
     asked = AskedOfCandidate(PlanBeside(config, gpus), candidate)
     held.callback(asked.close)

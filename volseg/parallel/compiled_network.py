@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from volseg.device import compiler_internals
+from volseg.device.first_order import refuse_forward_mode
 from volseg.device.graph import without_cached_casts
 from volseg.device.pretended import is_pretended
 from volseg.device.torch_internals import (
@@ -45,6 +47,7 @@ from volseg.device.torch_internals import (
 from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import check_network
 from volseg.parallel.norms import find_norm_of_batch
+from volseg.parallel.state.module import REGISTRIES
 from volseg.parallel.state.opaque import opaque
 
 __all__ = ["MOST_VARIANTS", "CompiledNetwork", "refusing"]
@@ -122,6 +125,7 @@ class CompiledNetwork(nn.Module):
 
     net: nn.Module
     _compiled: "_Compiled"
+    _functions: list[Callable[..., Any]]
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -131,7 +135,25 @@ class CompiledNetwork(nn.Module):
         for name in (PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT):
             object.__setattr__(self, name, getattr(net, name))
         self.training = net.training
-        object.__setattr__(self, "_compiled", _Compiled(net))
+        self._compile()
+
+    def _compile(self) -> None:
+        """Let the network be compiled, anew if it was, when it is called."""
+        object.__setattr__(self, "_functions", self._list_functions())
+        object.__setattr__(self, "_compiled", _Compiled(self.net))
+
+    def _list_functions(self) -> list[Callable[..., Any]]:
+        """Return what the modules run, by their class or by themselves."""
+        return [getattr(module.forward, "__func__", module.forward) for module in self.net.modules()]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the network, which is what reads it; what every module has is the wrapper's own."""
+        own = name in REGISTRIES or name == "training" or hasattr(nn.Module, name)
+        (super().__setattr__ if own else partial(setattr, self.net))(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the network."""
+        return super().__getattr__(name) if name in ("net", *REGISTRIES) else getattr(self.net, name)
 
     @left_out_of_compilation
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +162,8 @@ class CompiledNetwork(nn.Module):
             return self.net(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._require_ordinary(given)
+        if self._list_functions() != self._functions:  # torch.compile does not look whether a class has another one
+            self._compile()
         if has_torch_function(given):
             # Modes that look at functions of torch see one function. Were they there inside of it, torch.compile would
             # take that for another situation than before, and compile anew.
@@ -238,6 +262,7 @@ class CompiledNetwork(nn.Module):
             raise ParallelError(
                 f"torch.compile compiles nothing under a TorchDispatchMode, and one is active; {instead}"
             )
+        refuse_forward_mode(f"a compiled {name}")
         if find_transform() is not None:
             raise ParallelError(f"a compiled {name} was called inside of a transform of torch.func; {instead}")
         of_all = any(HOOKS_OF_ALL_MODULES)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from volseg.device.first_order import refuse_forward_mode
 from volseg.device.torch_internals import (
     BUFFERS,
     MODULES,
@@ -172,6 +173,7 @@ class ModelParallel(nn.Module):
     @left_out_of_compilation
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network over the devices; spatial outputs are sharded volumes."""
+        refuse_forward_mode(type(self).__name__)
         if self._tries:
             return self._first_forward(*args, **kwargs)
         return self.strategy(*args, **kwargs)

@@ -86,7 +86,7 @@ def _norms(slab: Tensor, gradient: Tensor) -> dict[str, float]:
     scale, shift = variance.rsqrt(), -mean * variance.rsqrt()
     out = choice.affine(slab, scale, shift, act)
     worst = {"mean": relative(mean, sums[0]), "variance": relative(variance, sums[1] - sums[0] ** 2)}
-    total = choice.gradient_sums(gradient, slab, mean, scale, shift, act)
+    total = choice.gradient_sums_of_parts(gradient, slab, mean, scale, shift, act).sum(0)
     by_slice = torch.zeros_like(total)
     slope = offset = torch.full_like(scale, 1e-3)
     back = choice.gradient_input(gradient, slab, scale, shift, slope, offset, act)
@@ -96,7 +96,7 @@ def _norms(slab: Tensor, gradient: Tensor) -> dict[str, float]:
         worst["norm"] = max(worst["norm"], relative(out[:, :, s], choice.affine(own, scale, shift, act)))
         expected = choice.gradient_input(g, own, scale, shift, slope, offset, act)
         worst["norm gradient"] = max(worst["norm gradient"], relative(back[:, :, s], expected))
-        by_slice += choice.gradient_sums(g, own, mean, scale, shift, act)
+        by_slice += choice.gradient_sums_of_parts(g, own, mean, scale, shift, act).sum(0)
     return worst | {"norm sums": relative(total, by_slice)}
 
 

@@ -8,9 +8,8 @@ python workflows/benchmarks/start_up.py --turns 2 --train configs/task04_cpu.yam
 Each row is a process of its own, which imports what is named and nothing else, in turns; files and Python's bytecode
 were read once before. ``collecting`` imports with Python's garbage collector on, as they were before; ``no bytecode``
 compiles what is named anew. With ``--train`` a training begins, without a cache of cases, and ends where it would take
-its first batch: without torch's compiler, and with it, which torch imports for optimizers unless it is spared. With
-``--config`` (and Triton) its step is followed and the kernels compiled into an empty folder, by so many processes, for
-``--gpu``.
+its first batch. With ``--config`` (and Triton) its step is followed and the kernels compiled into an empty folder, by
+so many processes, for ``--gpu``.
 Seconds of a core (user and system) hold on a machine that does other things; those of the clock are told beside.
 """
 
@@ -44,12 +43,9 @@ IMPORTS = {
 CACHED = ", all in the cache"
 NO_BYTECODE = {"all of volseg train, no bytecode": None, "all of volseg train, no bytecode of volseg": volseg.__name__}
 """Rows of `IMPORTS` again, and the package whose modules have none; None for all packages."""
-COMPILER = ", compiler imported"
 BEGIN = """
-import os, sys
+import os
 from volseg.workflow.training import Training
-if sys.argv.pop(1) == "imported":
-    import torch._dynamo
 Training.run = lambda self: os._exit(0)
 from volseg.cli import main
 main()
@@ -81,9 +77,8 @@ def main() -> None:
     commands = {name: ["-c", code] for name, code in IMPORTS.items()}
     commands |= {name: ["-c", IMPORTS["all of volseg train"]] for name in NO_BYTECODE}
     if chosen.train:
-        more = ["train", str(chosen.train), "--set", f"data.root={chosen.task}", "--no-cache"]
-        for name, how in (("to the first batch", "spared"), (f"to the first batch{COMPILER}", "imported")):
-            commands[name] = ["-c", BEGIN, how, *more]
+        training = ["train", str(chosen.train), "--set", f"data.root={chosen.task}", "--no-cache"]
+        commands["to the first batch"] = ["-c", BEGIN, *training]
     if chosen.config:
         for count in chosen.processes:
             arguments = [str(chosen.config), chosen.gpu, str(count)]

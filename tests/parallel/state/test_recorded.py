@@ -15,6 +15,8 @@ from torch import nn
 from volseg.device.graph import RecordedFunction, describe_inputs
 from volseg.device.record_policy import Recorder
 from volseg.errors import ParallelError
+from volseg.models import FitGrid
+from volseg.parallel import FastKernels
 from volseg.parallel.state.recorded import RecordedState
 from volseg.parallel.state.watch import Watch
 
@@ -321,3 +323,19 @@ def test_a_watch_names_what_changed(made: SimpleNamespace) -> None:
     made.net.drop.p = 0.1
     assert [change.name for change in watch.changes()] == ["0.drop.p"]
     assert watch.changes() == []
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda net: FitGrid(net, (1, 1, 1)), lambda net: FitGrid(FastKernels(net, "cpu"), (1, 1, 1))]
+)
+def test_what_a_wrapped_network_reads_is_watched(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """A wrapper has the network's children, and not its attributes."""
+    net = Block()
+    watch = Watch(wrap(net))
+    assert not watch.changes()
+    net.path = (1, 3)
+    net.config["alpha"] = 2.0
+    assert {change.name.rpartition(".")[2] for change in watch.changes()} == {"path", "config"}
+    assert not watch.changes()
+    net.conv.stride = (2, 2, 2)
+    assert [change.name for change in watch.changes()] == ["conv.stride"]

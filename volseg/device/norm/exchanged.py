@@ -119,13 +119,22 @@ def exchange_coefficients(
     grouping: Grouping = ALONE,
     running: Running | None = None,
 ) -> Tensor:
-    """Compute ``choice.exchange_coefficients``.
+    """Return ``reference.coefficients`` of a slab and those of the others, exchanged by the kernel that uses them.
 
     Parameters
     ----------
-    slab, shares, weight, bias, eps, mailbox, grouping, running
-        See ``choice.exchange_coefficients``.
+    slab
+        One that Triton ``takes``.
+    shares, weight, bias, eps
+        See ``reference.coefficients``; where the kernel runs.
+    mailbox
+        How the kernel exchanges; None where there is one slab.
+    grouping
+        Which pairs of sample and channel share their statistics.
+    running
+        What the kernel moves towards them, where there is one slab: elsewhere it may run more than once.
     """
+    assert running is None or mailbox is None
     slab = make_even(slab, slab)
     means, squares, per_program = compute_moments_of_parts(slab)
     means, squares = (part.to(shares.device, non_blocking=True) for part in (means, squares))
@@ -159,17 +168,20 @@ def exchange_backward_coefficients(
     grouping: Grouping = ALONE,
     given: bool = False,
 ) -> Tensor:
-    """Compute ``choice.exchange_backward_coefficients`` from the sums of ``passes.gradient_sums``.
+    """Return ``reference.backward_coefficients`` likewise.
 
     Parameters
     ----------
     partials
-        Of ``passes.gradient_sums``.
-    mean, rstd, weight, voxels, given
+        Sums of each part of the slab: see ``passes.gradient_sums``.
+    mean, rstd
+        Of the slab; the second where the kernel runs.
+    weight, voxels, given
         See ``reference.backward_coefficients``.
     mailbox, grouping
-        See ``choice.exchange_coefficients``.
+        See ``exchange_coefficients``.
     """
+    partials, mean = (value.to(rstd.device, non_blocking=True) for value in (partials, mean))
     parts, rows, batch, channels = partials.shape
     lanes = grouping.find_lanes(batch, channels)
     out = partials.new_empty((4, batch, channels))

@@ -23,7 +23,7 @@ from volseg.parallel.spatial.contract import Outline, check, rehearsed
 from volseg.parallel.spatial.copied_view import Origin, mark_copies
 from volseg.parallel.spatial.gathered import name_of, nested, unsupported, volumes
 from volseg.parallel.spatial.history import HISTORY, refuse_custom
-from volseg.parallel.spatial.signatures import NOTHING, bind, defaults_of
+from volseg.parallel.spatial.signatures import NOTHING, bind, defaults_of, writes
 from volseg.parallel.spatial.table import BY_SAMPLE, COMPOSITES, TABLE, Entry, Refusal, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, relaid
 
@@ -60,8 +60,8 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if entry is None:
             scripted = isinstance(func, ScriptMethod)
             return unsupported(func, args, kwargs, SCRIPTED if scripted else "it has no sharded form")
-        if any(volume.widen is not None for volume in given) and _reads_digits(entry):
-            args, kwargs = tree_map(_widened, (args, kwargs))
+        if not entry.rounded and any(volume.widen is not None for volume in given):
+            args, kwargs = _widen_what_is_read(func, args, kwargs)
             given = _given(args, kwargs)
         try:
             handler = entry.handler
@@ -100,15 +100,24 @@ def _given(args: tuple, kwargs: dict[str, Any]) -> list[ShardedVolume]:
     return found
 
 
-def _reads_digits(entry: Entry) -> bool:
-    """Say whether a result shows the digits of what is read, as that of a convolution or a norm does not."""
-    shows = entry.family in ("Along channels", "Losses", "Reductions") or entry.name.rpartition(".")[2] == "sigmoid"
-    return shows and not entry.name.endswith("_")
+def _widen_what_is_read(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return a call's arguments with torch's digits where they have fewer here, but for what it changes in place.
+
+    That keeps its type, as whoever else holds it does. Where it comes by keyword a copy is changed, which is refused.
+    """
+    told = isinstance(func, types.FunctionType) and "inplace" in func.__code__.co_varnames
+    changed = int(bool(bind(func, args, kwargs).get("inplace")) if told else writes(func))
+    rest, kwargs = tree_map(_widened, (args[changed:], kwargs))
+    return (*args[:changed], *rest), kwargs
 
 
 def _widened(leaf: Any) -> Any:
-    """Return a volume as torch has it where it has fewer digits here."""
-    return leaf.widen(leaf) if isinstance(leaf, ShardedVolume) and leaf.widen is not None else leaf
+    """Return a volume as torch has it, where it has fewer digits here: a copy."""
+    if not isinstance(leaf, ShardedVolume) or leaf.widen is None:
+        return leaf
+    wide = leaf.widen(leaf)
+    wide.origin = Origin(leaf._slabs, wide._slabs, [leaf.origin] if leaf.origin is not None else [])
+    return wide
 
 
 def _treated(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

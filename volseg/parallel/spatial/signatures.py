@@ -192,11 +192,14 @@ def returns_view(func: Callable) -> bool:
 
 @cache
 def writes(func: Callable) -> bool:
-    """Say whether a compiled function changes an argument whatever it is called with."""
+    """Say whether a compiled function changes its first argument whatever it is called with."""
+    if func is Tensor.__setitem__:  # which has no schema
+        return True
     schemas = [s for s in _raw_schemas(func) if any("Tensor" in str(a.type) for a in s.arguments)]
     # What is written by keyword is out=, under whatever name (``max`` takes ``max=`` and ``max_values=``).
     own = [a for s in schemas for a in s.arguments if not a.kwarg_only]
-    return any(a.alias_info is not None and a.alias_info.is_write for a in own)
+    # TorchScript sorts lists of tensors in place, under the name of ``torch.sort``.
+    return any(a.alias_info is not None and a.alias_info.is_write and "List" not in str(a.type) for a in own)
 
 
 NOTHING: Any = object()

@@ -35,6 +35,7 @@ __all__ = [
     "handles",
     "handles_samples",
     "honour_merged",
+    "read_rounded",
     "refuse",
     "sharded_form",
 ]
@@ -82,6 +83,9 @@ class Entry:
     merged
         Whether the handler honours a cut dim that was merged with its neighbours (see ``plan.shards.Merged``). Any
         other one gets the volume in planes, or not at all.
+    rounded
+        Whether it reads an upsampled volume in the type that its slabs have, where torch has float32. Any other one
+        gets it in float32.
     """
 
     name: str
@@ -93,6 +97,7 @@ class Entry:
     views: bool
     perhaps: bool
     merged: bool = False
+    rounded: bool = False
 
 
 class Refusal(Exception):  # noqa: N818  (never reaches a user)
@@ -198,12 +203,21 @@ def composes(family: str, *names: str) -> Callable[[Handler], Handler]:
 
 def honour_merged(*handlers: Handler) -> None:
     """Declare that these handlers honour a cut dim that was merged with its neighbours."""
-    idle = [handler.__name__ for handler in handlers if all(entry.handler is not handler for entry in TABLE.values())]
+    _declare(handlers, merged=True)
+
+
+def read_rounded(*handlers: Handler) -> None:
+    """Declare that these handlers, or single functions, read upsampled volumes in the type that their slabs have."""
+    _declare(handlers, rounded=True)
+
+
+def _declare(handlers: Sequence[Handler], **told: Any) -> None:
+    idle = set(handlers) - TABLE.keys() - {entry.handler for entry in TABLE.values()}
     if idle:
-        raise ValueError(f"{', '.join(idle)} handles no function: register it first")
+        raise ValueError(f"{', '.join(sorted(each.__name__ for each in idle))} handles no function: register it first")
     for function, entry in TABLE.items():
-        if entry.handler in handlers:
-            TABLE[function] = replace(entry, merged=True)
+        if function in handlers or entry.handler in handlers:
+            TABLE[function] = replace(entry, **told)
 
 
 def _check_unknown(function: Callable, label: str) -> None:

@@ -245,7 +245,7 @@ class Watch:
         self._begin()
 
     def _begin(self) -> None:
-        self._members = [module for module in self._net.modules() if not is_scripted(module)]
+        self._members = [module for _, module in _name_modules(self._net)]
         self._kinds = list(map(type, self._members))
         self._held = list(_find_held(self._net, self._optimizer, self._sees_tensors))
         self._children = {id(get_modules(module)) for module in self._members}
@@ -331,9 +331,7 @@ def _find_held(net: nn.Module, optimizer: Optimizer | None, sees_tensors: bool) 
     """Yield the dictionaries that are watched."""
     see, registered = (See.VALUES, See.OBJECTS) if sees_tensors else (See.KINDS, See.KINDS)
     kinds: dict[type, None] = {}
-    for path, module in net.named_modules():
-        if is_scripted(module):
-            continue
+    for path, module in _name_modules(net):
         kinds |= dict.fromkeys(type(module).__mro__)
         where = f"{path}." if path else ""
         yield _Held(where, vars(module), see, LEFT_OUT)
@@ -349,6 +347,23 @@ def _find_held(net: nn.Module, optimizer: Optimizer | None, sees_tensors: bool) 
             yield _Held("the optimizer's ", group, registered)
         for state in optimizer.state.values():
             yield _Held("the optimizer's ", state, registered)
+
+
+def _name_modules(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules, and the networks of wrappers that have their registries and no child of that name."""
+    waiting, known = [("", net)], set[int]()
+    for path, outer in waiting:
+        for name, module in outer.named_modules(prefix=path):
+            if id(module) in known or is_scripted(module):
+                continue
+            known.add(id(module))
+            yield name, module
+            held = ((key, value) for key, value in vars(module).items() if isinstance(value, nn.Module))
+            waiting += [
+                (f"{name}.{key}" if name else key, value)
+                for key, value in held
+                if not is_scripted(value) and get_modules(value) is get_modules(module)
+            ]
 
 
 def _list_own(optimizer: Optimizer | None) -> tuple[Any, ...]:

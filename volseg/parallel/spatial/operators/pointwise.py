@@ -200,8 +200,8 @@ DUNDER = [
 IN_PLACE = ["iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"]
 
 
-SUMS = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
-SUMS_IN_PLACE = frozenset({Tensor.add_, Tensor.__iadd__})
+SUMS: frozenset[Any] = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
+SUMS_IN_PLACE: frozenset[Any] = frozenset({Tensor.add_, Tensor.__iadd__})
 
 CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 
