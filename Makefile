@@ -46,8 +46,8 @@ test-all: $(LINT)
 
 test-gpu: $(READY)
 	$(TESTER) -c 'import sys, torch; n = torch.cuda.device_count(); print(n, "GPUs, torch", torch.__version__); sys.exit(not n)'
-	$(TESTER) -m pytest -q -n $(GPU_WORKERS) --dist loadfile -m gpu
-	$(TESTER) -m pytest -q -m multi_gpu
+	$(TESTER) -m pytest -q -n $(GPU_WORKERS) --dist loadfile -m gpu tests
+	$(TESTER) -m pytest -q -m multi_gpu tests
 
 # Triton's kernels without a GPU, by its interpreter.
 test-kernels: $(if $(READY),$(INTERPRETER))

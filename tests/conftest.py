@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from marked_files import SAID, leaves_out, require_said
 
 # The machine may be busy; the time of one example says nothing.
 settings.register_profile("untimed", deadline=None)
@@ -169,8 +170,16 @@ def shared_ct() -> Path:
     return _shared("ct")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave out, unless it is asked for by its name, what holds no test of the one marker that ``-m`` names."""
+    named = {Path(arg.partition("::")[0]).resolve() for arg in config.args}
+    return True if collection_path not in named and leaves_out(collection_path, config.option.markexpr) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(items):
-    """Skip tests that need devices this machine lacks."""
+    """Skip tests that need devices this machine lacks, and refuse those that `leaves_out` would never let run."""
+    require_said((item.path, marker) for item in items for marker in SAID if item.get_closest_marker(marker))
     devices = torch.cuda.device_count()
     for item in items:
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
