@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 from monai.data import MetaTensor
-from monai.transforms import MapTransform, NormalizeIntensity
+from monai.transforms import MapTransform
+from torch import Tensor
 
 from volseg.errors import DataError
 from volseg.fields import LABEL_FIELDS, Case
@@ -17,7 +18,7 @@ __all__ = ["ClipZScore", "ZScore"]
 SLAB_PLANES = 8
 
 
-def _choose_channels(volume: MetaTensor, channels: Sequence[int] | None, field: str) -> list[int]:
+def _choose_channels(volume: Tensor, channels: Sequence[int] | None, field: str) -> list[int]:
     """Return the channels to work on, all of them by default."""
     chosen = list(range(len(volume)) if channels is None else channels)
     if absent := [channel for channel in chosen if not 0 <= channel < len(volume)]:
@@ -38,21 +39,41 @@ class ZScore(MapTransform):
 
     def __init__(self, fields: Sequence[str], *, nonzero: bool = False, channels: Sequence[int] | None = None) -> None:
         super().__init__([field for field in fields if field not in LABEL_FIELDS])
-        self.channels = channels
-        self.normalise = NormalizeIntensity(nonzero=nonzero, channel_wise=True)
+        self.nonzero, self.channels = nonzero, channels
 
     def __call__(self, data: Mapping[str, Any]) -> Case:
         """Return the case with its images normalised, its label maps as they were."""
         case = dict(data)
         for field in self.key_iterator(case):
-            volume = case[field].float().clone()  # NormalizeIntensity writes into what it is given
-            chosen = _choose_channels(volume, self.channels, field)
-            if len(chosen) == len(volume):
-                volume = self.normalise(volume)
+            # MONAI's NormalizeIntensity to its last bit, without its way of a tensor with metadata for each small step.
+            voxels = case[field].as_tensor().to(torch.float32, copy=True)
+            chosen = _choose_channels(voxels, self.channels, field)
+            is_whole = len(chosen) == len(voxels)
+            part = (voxels if is_whole else voxels[chosen]).to(memory_format=torch.contiguous_format)
+            for channel in part:
+                self._normalise(channel)
+            if is_whole:
+                voxels = part
             else:
-                volume[chosen] = self.normalise(volume.as_tensor()[chosen])
-            case[field] = volume
+                voxels[chosen] = part
+            case[field] = MetaTensor(voxels).copy_meta_from(case[field])
         return case
+
+    def _normalise(self, channel: Tensor) -> None:
+        """Write into a channel."""
+        if not self.nonzero:
+            mean, divisor = channel.mean().item(), _divisor_of(channel)
+            channel.sub_(mean).div_(divisor)
+            return
+        inside = channel != 0
+        if inside.any():
+            held = channel[inside]
+            channel[inside] = (held - held.mean().item()) / _divisor_of(held)
+
+
+def _divisor_of(voxels: Tensor) -> float:
+    """Return the standard deviation; 1 where that is 0."""
+    return voxels.std(correction=0).item() or 1.0
 
 
 class ClipZScore(MapTransform):

@@ -18,34 +18,22 @@ from monai.transforms import (
     CropForegroundd,
     DivisiblePad,
     MapTransform,
-    Orientationd,
     Padd,  # codespell:ignore padd
-    Spacingd,
     SpatialPad,
 )
 
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
 from volseg.fields import LABEL_FIELDS, Case
-from volseg.memory import available_bytes
-from volseg.transforms.grid import ANISOTROPY, Grid, find_coarse_axis
+from volseg.transforms.bounded_spacing import BoundedSpacing, PlaneSpacing
+from volseg.transforms.grid import Grid
 from volseg.transforms.intensities import ClipZScore, ZScore
-from volseg.transforms.resampling import SlabResample
+from volseg.transforms.kept_grid import KeptOrientation
 
 __all__ = ["PREPROCESSING", "Preprocessing", "build_preprocessing", "choose_label_dtype"]
 
 GEOMETRIC = frozenset({"CropForeground", "Orientation", "Pad", "Spacing"})
 """Components that change the grid."""
-
-
-RESAMPLING_BYTES = 24
-"""Of each new voxel while MONAI resamples: its three coordinates in float64; each channel takes 8 more."""
-
-MOST_VOXELS = 2**31 - 1
-"""Of a resampled volume; torch's kernels count voxels in 32 bits."""
-
-ALWAYS_FITS = 1 << 28
-"""Bytes for which the system is not asked how many are free."""
 
 
 def build_preprocessing(
@@ -162,7 +150,7 @@ class Preprocessing(Compose):
     @property
     def suits_devices(self) -> bool:
         """Whether a GPU computes the same, but for the last bit of a resampled voxel."""
-        kinds = (RememberGrid, Orientationd, Pad, StoreVoxels)
+        kinds = (RememberGrid, KeptOrientation, Pad, StoreVoxels)
         return all(
             isinstance(step, kinds)
             or type(step) is BoundedSpacing
@@ -258,17 +246,17 @@ def choose_label_dtype(label: MetaTensor, field: str = "label") -> torch.dtype:
     return torch.uint8 if low >= 0 and high <= 255 else torch.int32
 
 
-def orientation(fields: Sequence[str], *, axcodes: str = "RAS") -> Orientationd:
+def orientation(fields: Sequence[str], *, axcodes: str = "RAS") -> KeptOrientation:
     """Permute and flip the voxel axes to point to ``axcodes``; no voxel moves in the patient."""
     if sorted(axcodes.translate(str.maketrans("LPI", "RAS"))) != ["A", "R", "S"]:
         raise ValueError(f"axcodes must name each body axis once, as RAS or LPI do, got {axcodes!r}")
     labels = (("L", "R"), ("P", "A"), ("I", "S"))  # affines here are RAS+, whatever a file format used
-    return Orientationd(fields, axcodes=axcodes, labels=labels, allow_missing_keys=True)
+    return KeptOrientation(fields, axcodes=axcodes, labels=labels, allow_missing_keys=True)
 
 
 def spacing(
     fields: Sequence[str], *, spacing: Sequence[float], thick_slices: Literal["linear", "nearest"] = "linear"
-) -> Spacingd:
+) -> BoundedSpacing:
     """Resample to ``spacing`` (mm along D, H, W): images trilinearly, label maps to the nearest voxel.
 
     An axis within 0.001 mm of its target is left as it is, so 1 mm data pass a target of 1 mm untouched.
@@ -284,46 +272,6 @@ def spacing(
     modes = ["nearest" if field in LABEL_FIELDS else "bilinear" for field in fields]
     kind = BoundedSpacing if thick_slices == "linear" else PlaneSpacing
     return kind(fields, pixdim=spacing, mode=modes, padding_mode="border", allow_missing_keys=True)
-
-
-class BoundedSpacing(Spacingd):
-    """MONAI's, a slab at a time, which refuses before it resamples what no memory could hold."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.spacing_transform.sp_resample = SlabResample(
-            mode="bilinear", padding_mode="border", align_corners=False, dtype=np.float64
-        )
-
-    def __call__(self, data: Mapping[str, Any], lazy: bool | None = None) -> Case:
-        for field in self.key_iterator(data):
-            grid, target = Grid.of(data[field]), [float(side) for side in self.spacing_transform.pixdim]
-            sides = grid.affine[:3, :3].norm(dim=0).tolist()
-            shape = [math.ceil(n * side / to) for n, side, to in zip(grid.shape, sides, target, strict=True)]
-            needed = math.prod(shape) * (RESAMPLING_BYTES + 8 * len(data[field]))
-            if math.prod(shape) > MOST_VOXELS or (needed > ALWAYS_FITS and needed > available_bytes()):
-                raise GridError(
-                    f"{field} has {grid.shape} voxels of {' x '.join(f'{side:.4g}' for side in sides)} mm; at the "
-                    f"spacing {target} mm that is {tuple(shape)} voxels, {needed / 2**30:.1f} GiB to resample. Mend "
-                    "the spacing in the header if it is wrong, else choose a coarser spacing or leave the case out"
-                )
-        return super().__call__(data, lazy)
-
-
-class PlaneSpacing(BoundedSpacing):
-    """Resamples thick slices within their planes only, and takes the nearest of them."""
-
-    def __call__(self, data: Mapping[str, Any], lazy: bool | None = None) -> Case:
-        target = [float(side) for side in self.spacing_transform.pixdim]
-        fields = list(self.key_iterator(data))
-        sides = Grid.of(data[fields[0]]).affine[:3, :3].norm(dim=0).tolist()
-        axis = find_coarse_axis(sides if max(sides) / min(sides) > ANISOTROPY else target)
-        if axis is None:
-            return super().__call__(data, lazy)
-        within = [sides[axis] if i == axis else side for i, side in enumerate(target)]
-        modes = ["nearest" if field in LABEL_FIELDS else "bilinear" for field in fields]
-        planes = BoundedSpacing(fields, pixdim=within, mode=modes, padding_mode="border")
-        return BoundedSpacing(fields, pixdim=target, mode="nearest", padding_mode="border")(planes(data))
 
 
 def crop_foreground(
