@@ -92,7 +92,7 @@ def use(scripts: Path, folder: Path) -> None:
     said = run(volseg, "quickstart", "--output", "first", *short, folder=folder)
     assert "Next:" in said
     assert (folder / "first" / "config.yaml").is_file()
-    for command in (line.strip() for line in said.splitlines() if " train " in line):
+    for command in (line.strip() for line in said.splitlines() if " train " in line and "--resume" not in line):
         refused = run(volseg, "train", command.split(" train ")[1].split()[0], folder=folder, status=1)
         assert "Task04_Hippocampus" in refused, f"{command}: {refused}"  # the config is found, by its name or its path
 

@@ -50,7 +50,7 @@ class TellNorm(volseg.Hook):
     def on_epoch_end(self, training, record):
         """Print a line for each epoch."""
         norm = torch.stack([weight.norm() for weight in training.model.parameters()]).norm()
-        print(f"epoch {record.epoch}: loss {record.losses['loss']:.4f}, weights {norm.item():.3f}")
+        print(f"epoch {record.epoch + 1}: loss {record.losses['loss']:.4f}, weights {norm.item():.3f}")
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def test_the_page_about_ones_own_components_runs(tmp_path, monkeypatch):
     Path("config.yaml").write_text(config, encoding="utf-8")
     said = "".join(run(line) for line in commands.splitlines())
     assert "TinyNet" in said
-    assert "epoch 0: learning rate" in said
+    assert "epoch 1: learning rate" in said
     assert (tmp_path / "runs" / "own" / "components.json").exists()
 
     exec(compile(call, "own-components.md", "exec"), {"__name__": "a_program"})

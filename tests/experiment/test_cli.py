@@ -1,6 +1,7 @@
 import json
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from volseg.cli import app, main
 from volseg.cli.options import SETTINGS
 from volseg.config.shipped import find_shipped
 from volseg.errors import ConfigError, DataError, VolsegError
-from volseg.experiment import load_config, train
+from volseg.experiment import load_config, quickstart, train
 from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
 
@@ -261,3 +262,15 @@ def test_what_is_given_in_the_place_of_something_else_is_told(
     assert isinstance(raised, VolsegError), raised
     pattern = ".*".join(map(re.escape, name(message).split(".*")))
     assert re.search(pattern, str(raised)), raised
+
+
+def test_the_quickstart_says_first_where_it_lies_and_how_to_go_on(tmp_path, caplog):
+    """Stopped, it named ``RUN``, and nothing on the screen said which folder that was."""
+    caplog.set_level("INFO")
+    run = tmp_path / "a run"
+    with pytest.raises(ConfigError, match="epochs"):
+        quickstart(run, ["training.epochs=0"])
+    told = caplog.messages[0]
+    assert f"data and run lie in {run};" in told
+    words = shlex.split(told.partition("goes on by: ")[2])
+    assert words[-5:] == ["train", str(run / "config.yaml"), "-o", str(run), "--resume"]

@@ -12,12 +12,13 @@ import torch
 from volseg import Checkpoints, Hook
 from volseg.config.parallel import ParallelConfig
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
-from volseg.experiment import RunFolder, replanning, train
+from volseg.experiment import REGISTRIES, RunFolder, replanning, train
 from volseg.experiment import training as experiment_training
 from volseg.experiment.forecast_beside import Answer
 from volseg.experiment.placed_network import build_model
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
+from volseg.monitoring.loggers import Logger
 from volseg.parallel import ModelParallel
 from volseg.workflow import load_checkpoint, training
 
@@ -57,7 +58,7 @@ def test_without_being_asked_a_run_ends_and_says_what_takes_less(configured):
     told = str(caught.value)
     assert told.startswith("out of memory on cpu, which has ")
     assert "Tried: patch.size [16, 16, 16], patch.batch 2" in told
-    assert "at train, epoch 0, 1" in told
+    assert "at train, epoch 1, batch 2" in told
     assert "\n  --set parallel.strategy=spatial --set parallel.devices=1 --set parallel.checkpoint=all   " in told
     assert told.endswith("parallel.checkpoint: all (recomputes activations)")
 
@@ -90,7 +91,7 @@ def test_a_batch_is_part_of_its_step(configured, monkeypatch):
         take_all_memory()
 
     monkeypatch.setattr(training, "remaining_batches", lambda *args: iter(lambda: fill_memory(*args), None))
-    with pytest.raises(OutOfMemoryError, match=r"(?s), at train, epoch 0, 0.*What takes less, fastest first:"):
+    with pytest.raises(OutOfMemoryError, match=r"(?s), at train, epoch 1, batch 1.*What takes less, fastest first:"):
         train(configured())
 
 
@@ -126,6 +127,29 @@ def test_whichever_part_of_a_step_fails_nothing_is_trained_twice_or_left_out(con
     # float32, in another order of sums.
     torch.testing.assert_close(latest(config).model, latest(aside).model, rtol=1e-3, atol=1e-5)
     assert [record.epoch for record in latest(config).history] == [0, 1]
+
+
+class Counted(Logger):
+    """Counts how often it is made, and notes the epochs that it hears of."""
+
+    made, heard = 0, ()
+
+    def __init__(self):
+        type(self).made += 1
+
+    def scalars(self, values, step):
+        type(self).heard += (step,)
+
+
+def test_a_logger_is_made_once_also_where_a_run_goes_on_in_another_way(configured):
+    """Each was made to be tried, and again to be told: a logger that opens a server's run in its constructor left one
+    that nobody ended."""
+    REGISTRIES["logger"].register("counted", Counted)
+    try:
+        train(configured(REPLAN, "logging.loggers=[counted]"), hooks=[TooMuch(1, 1)])
+    finally:
+        REGISTRIES["logger"].forget("counted")
+    assert (Counted.made, Counted.heard) == (1, (1, 2))
 
 
 def test_a_second_attempt_that_cannot_be_built_failed_in_no_step(configured, monkeypatch):
@@ -166,7 +190,9 @@ def test_a_run_goes_on_from_its_checkpoint_in_another_way(configured, caplog):
         (1, 1, True),
         (1, 2, True),
     ]
-    words = "was out of memory at train, epoch 1, 1; since then, and once only, the run goes on with --set parallel."
+    words = (
+        "was out of memory at train, epoch 2, batch 2; since then, and once only, the run goes on with --set parallel."
+    )
     assert caplog.text.count(words) == 1
     record = json.loads((config.folder / "replanned.json").read_text(encoding="utf-8"))
     assert record["parallel"]["checkpoint"] == "all"
@@ -382,7 +408,10 @@ def test_one_of_two_processes_fails_and_both_go_on_cut(start, configured, config
     assert again[0] == again[1]
     assert again[0][-1] == (1, 2)
     assert "process 1 of 2" in errors
-    assert errors.count("was out of memory at train, epoch 1, 1; since then, and once only, the run goes on with") == 1
+    assert (
+        errors.count("was out of memory at train, epoch 2, batch 2; since then, and once only, the run goes on with")
+        == 1
+    )
     assert "every volume cut into 2 slabs" in errors
     assert "Traceback" not in errors
     history = latest(configured()).history
@@ -462,7 +491,10 @@ def test_one_of_two_gpus_is_out_of_memory_and_both_go_on_cut(start, configured, 
     assert status == 0, errors
     assert {attempt for _, attempt, _, _ in batches} == {0, 1}
     assert "CUDA out of memory" in errors
-    assert errors.count("was out of memory at train, epoch 1, 1; since then, and once only, the run goes on with") == 1
+    assert (
+        errors.count("was out of memory at train, epoch 2, batch 2; since then, and once only, the run goes on with")
+        == 1
+    )
     assert [record.epoch for record in latest(configured()).history] == [0, 1]
     devices = json.loads((configured().folder / "memory.json").read_text(encoding="utf-8"))["measured"][0]["devices"]
     assert [(each["process"], each["device"]) for each in devices] == [(0, "cuda:0"), (1, "cuda:1")]

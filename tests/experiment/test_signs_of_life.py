@@ -38,12 +38,12 @@ def test_a_run_says_how_far_it_is_how_it_failed_and_how_it_went_on(configured):
     assert validated.score is not None
     failed = folder.status()
     assert (failed.state, failed.message) == ("failed", "RuntimeError: the disk is on fire")
-    assert [line.epoch for line in folder.history()] == [0]
+    assert [line.epoch for line in folder.history()] == [1]
 
     experiment.train(config, resume=True)
     assert folder.status().state == "finished"
     # The checkpoint is from before the fault, so the first epoch came twice, and stands there once.
-    assert [(line.epoch, line.step) for line in folder.history()] == [(0, 3), (1, 6)]
+    assert [(line.epoch, line.step) for line in folder.history()] == [(1, 3), (2, 6)]
     first, second = folder.times()
     assert first.begun < second.begun
     for part in (first, second):

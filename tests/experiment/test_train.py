@@ -493,6 +493,10 @@ def test_a_prediction_never_replaces_its_image(outcome, task, tmp_path, monkeypa
     [
         ("optimizer.lr=-1", r"optimizer SGD refused .*Invalid learning rate"),
         ("losses=[{name: DiceLoss}, {name: FocalLoss}]", r"losses need different names.*such as output: dice"),
+        (
+            "losses=[{name: DiceLoss, factor: 2}]",
+            r"the loss DiceLoss has the factor 2 and .*such as output: dice, or leave out",
+        ),
         ("losses=[{name: DiceLoss, inputs: [logits, lable]}]", r"a loss needs the field 'lable'; did you mean 'label'"),
         ("metrics=[{name: MeanIoU, output: x, inputs: [pred, logits]}]", r"a metric needs the field 'logits'; known:"),
         ("preprocessing=[{name: Spacing, spacing: [1, 1]}]", r"Spacing refused .*three positive lengths in mm"),

@@ -168,3 +168,10 @@ def test_every_network_that_is_offered_gives_logits_on_the_grid_of_an_image_and_
 def test_what_monai_has_besides_is_refused_with_the_reason(name):
     with pytest.raises(ConfigError, match=rf"no network is called '{name}'; monai.networks.nets.{name} is not offered"):
         build(name)
+
+
+@pytest.mark.parametrize(("name", "near"), [("DynUnet", "DynUNet"), ("Unet", "UNet"), ("basicunet", "BasicUNet")])
+def test_another_name_that_monai_has_for_an_offered_network_leads_to_the_offered_one(name, near):
+    """``DynUnet`` was told to be no segmentation network."""
+    with pytest.raises(ConfigError, match=rf"no network is called '{name}'; did you mean .*'{near}'"):
+        build(name)

@@ -92,11 +92,13 @@ def test_a_logger_hears_of_a_training_from_its_begin_to_its_final_scores():
 def test_tensorboard_and_the_history_have_the_same_numbers(tmp_path):
     log_two_epochs(TensorBoard(tmp_path / "tensorboard"), History(tmp_path / "history.jsonl"))
     lines = read_history(tmp_path / "history.jsonl")
-    assert [(line.epoch, line.step) for line in lines] == [(0, 10), (1, 20)]
+    assert [(line.epoch, line.step) for line in lines] == [(1, 10), (2, 20)]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert {*events.Tags()["scalars"]} == {*lines[0].scalars, "final/dice_mean"}
     for tag, value in lines[1].scalars.items():
+        assert [event.step for event in events.Scalars(tag)] == [1, 2]
         assert events.Scalars(tag)[1].value == pytest.approx(value, nan_ok=True)
+    assert [event.step for event in events.Scalars("final/dice_mean")] == [2]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader still asks NumPy for old names

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def test_a_running_training_says_how_far_it_is(tmp_path):
         "1 h 6 min left",
     ):
         assert part in said
-    assert f"3 s ago, by process {os.getpid()} on {socket.gethostname()}" in said
+    assert re.search(rf"\d s ago, by process {os.getpid()} on {re.escape(socket.gethostname())}", said)
 
 
 def test_an_old_sign_of_life_is_a_fault_only_where_an_age_is_asked_for(tmp_path):
@@ -69,7 +70,7 @@ def test_an_old_sign_of_life_is_a_fault_only_where_an_age_is_asked_for(tmp_path)
     assert ask(run)[0] == 0
     status, said = ask(run, "--max-age", "10m")
     assert status == 1
-    assert "the last sign of life is 1 h old" in said
+    assert re.search(r"the last sign of life is 1 h( \d+ \w+)? old", said)  # later on a busy machine
     assert ask(run, "--max-age", "2h")[0] == 0
 
 

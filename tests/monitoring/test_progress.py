@@ -112,7 +112,7 @@ def test_scripts_get_each_epoch_as_json():
     command = [sys.executable, "-c", BARS.format(before="import os; os.environ['VOLSEG_LOGS'] = 'json'")]
     said = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stderr
     told = [json.loads(line) for line in said.splitlines()]
-    assert [line["epoch"] for line in told] == [0, 1]
+    assert [line["epoch"] for line in told] == [1, 2]
     assert told[0]["scalars"]["train/loss"] > told[1]["scalars"]["train/loss"]
     assert told[0]["message"].startswith("epoch 1/2: loss")
 

@@ -23,16 +23,16 @@ from volseg.monitoring.run_files import (
 
 
 def line(epoch, **scalars):
-    return EpochLine(epoch=epoch, step=10 * (epoch + 1), time=1.5, scalars={"train/loss": 0.5, **scalars})
+    return EpochLine(epoch=epoch, step=10 * epoch, time=1.5, scalars={"train/loss": 0.5, **scalars})
 
 
 def test_a_history_is_read_as_it_was_written_nan_too(tmp_path):
     file = tmp_path / "history.jsonl"
     assert read_history(file) == []
-    append_history(file, line(0))
-    append_history(file, line(1, dice=math.nan))
+    append_history(file, line(1))
+    append_history(file, line(2, dice=math.nan))
     first, second = read_history(file)
-    assert first == line(0)
+    assert first == line(1)
     assert second.step == 20
     assert math.isnan(second.scalars["dice"])
     for text in file.read_text(encoding="utf-8").splitlines():
@@ -42,24 +42,36 @@ def test_a_history_is_read_as_it_was_written_nan_too(tmp_path):
 @pytest.mark.parametrize("torn", ['{"epoch": 2, "st', "\x00\x00\x00", '{"epoch": 2, "step": 3}\n', "\x00\x00\n"])
 def test_a_line_that_a_crash_cut_off_is_dropped_and_the_next_one_stands_by_itself(tmp_path, torn):
     file = tmp_path / "history.jsonl"
-    append_history(file, line(0))
     append_history(file, line(1))
+    append_history(file, line(2))
     with file.open("a", encoding="utf-8") as history:
         history.write(torn)
-    assert read_history(file) == [line(0), line(1)]
+    assert read_history(file) == [line(1), line(2)]
     begin_history(file, 2)
-    append_history(file, line(2))
-    assert read_history(file) == [line(0), line(1), line(2)]
+    append_history(file, line(3))
+    assert read_history(file) == [line(1), line(2), line(3)]
 
 
 def test_lines_past_the_epoch_gone_on_from_are_dropped(tmp_path):
     file = tmp_path / "history.jsonl"
-    for epoch in range(4):
+    for epoch in range(1, 5):
         append_history(file, line(epoch))
     begin_history(file, 2)
-    assert [found.epoch for found in read_history(file)] == [0, 1]
+    assert [found.epoch for found in read_history(file)] == [1, 2]
     begin_history(file, 0)
     assert not file.exists()
+
+
+def test_a_history_of_an_older_volseg_counted_from_0_and_is_read_and_gone_on_with_from_1(tmp_path):
+    file = tmp_path / "history.jsonl"
+    old = [json.dumps({"epoch": epoch, "step": 10 * (epoch + 1), "time": 1.5, "scalars": {}}) for epoch in range(3)]
+    file.write_text("".join(f"{text}\n" for text in old), encoding="utf-8")
+    assert [(found.epoch, found.step) for found in read_history(file)] == [(1, 10), (2, 20), (3, 30)]
+    begin_history(file, 2)  # writes the lines that stay as they are written now
+    append_history(file, line(3))
+    assert [(found.epoch, found.step) for found in read_history(file)] == [(1, 10), (2, 20), (3, 30)]
+    written = [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()]
+    assert [(found["epoch"], found["counted_from"]) for found in written] == [(1, 1), (2, 1), (3, 1)]
 
 
 def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):

@@ -38,8 +38,8 @@ def test_the_event_file_holds_loss_rate_dice_and_waiting(tmp_path):
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = {"train/loss", "lr", "time/epoch_seconds", "time/data_wait_seconds", "time/validation_seconds"}
     assert set(events.Tags()["scalars"]) == {*tags, "val/dice_mean", "val/dice/Anterior"}
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 1.0), (1, 0.5)]
-    assert [(e.step, e.value) for e in events.Scalars("val/dice/Anterior")] == [(1, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("val/dice/Anterior")] == [(2, 0.5)]
 
 
 def test_the_environment_names_versions_and_devices():
@@ -85,4 +85,4 @@ def test_a_training_that_goes_on_replaces_the_events_past_its_checkpoint(tmp_pat
             hook.on_epoch_end(training, record(epoch, score=0.1 * begin))
         hook.on_training_end(training)
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(e.step, round(e.value, 3)) for e in events.Scalars("val/dice_mean")] == [(0, 0.0), (1, 0.1)]
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("val/dice_mean")] == [(1, 0.0), (2, 0.1)]

@@ -27,7 +27,7 @@ def told(caplog, *waited, training=Stands):
 
 def test_it_is_said_once_and_not_of_the_first_epoch(caplog):
     (message,) = told(caplog, 9.0, 0.9, 1.5, 8.0)
-    assert message.startswith("epoch 2 waited 1.5 of its 10.0 s for batches; make them in more processes")
+    assert message.startswith("epoch 3 waited 1.5 of its 10.0 s for batches; make them in more processes")
 
 
 def test_short_waits_and_followers_say_nothing(caplog):

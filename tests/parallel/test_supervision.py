@@ -92,7 +92,7 @@ def test_when_nobody_goes_on_everybody_is_told_where_each_is():
         assert "nobody has made progress for" in told
         assert "(parallel.timeout is 1):" in told
         assert "process 0 of 2 (host0, cpu): start\n" in told
-        assert "process 1 of 2 (host1, cpu): train, epoch 3, 18\n" in told
+        assert "process 1 of 2 (host1, cpu): train, epoch 3, batch 18\n" in told
         assert "set parallel.timeout to more" in told
         assert all("running.wait(10 * TIMEOUT)" in stack for stack in running.stacks)
 
@@ -158,6 +158,6 @@ def test_progress():
     before = find_milestone()
     report_progress("train", 3, 17)
     assert find_milestone().count == before.count + 1
-    assert str(find_milestone()) == "train, epoch 3, 17"
+    assert str(find_milestone()) == "train, epoch 3, batch 17"
     report_progress("read", item="hippocampus_042")
     assert str(find_milestone()) == "read, hippocampus_042"

@@ -58,7 +58,7 @@ def test_a_logger_of_a_second_training_leaves_the_files_of_the_first(kind, tmp_p
     written = {name: [file for file in (tmp_path / name).rglob("*") if file.is_file()] for name in ("first", "second")}
     assert all(len(files) == 1 for files in written.values())
     if kind is History:
-        assert [line.epoch for line in read_history(tmp_path / "first/history.jsonl")] == [0, 1]
+        assert [line.epoch for line in read_history(tmp_path / "first/history.jsonl")] == [1, 2]
 
 
 def test_what_a_logger_does_to_its_numbers_reaches_no_other_one(tmp_path):
@@ -72,7 +72,7 @@ def test_numbers_of_numpy_do_not_end_the_history(tmp_path):
     assert list_scalars(record)["val/own/metric"] == 0.25
     history = History(tmp_path / "history.jsonl")
     history.begin(LoggedRun(name="a"))
-    history.scalars(list_scalars(record), 0)
+    history.scalars(list_scalars(record), 1)
     history.end({})
     assert read_history(tmp_path / "history.jsonl")[0].scalars["val/dice_mean"] == 0.5
 

@@ -127,7 +127,7 @@ def write_history(folder, epochs, draw):
         if epoch % 2:
             dice = {f"val/dice/{name}": 0.9 - math.exp(-epoch / 4) for name in LABELS.values()}
             scalars |= {"val/dice_mean": sum(dice.values()) / 2, **dice, "val/hd95/Anterior": 4 - epoch / 10}
-        line = EpochLine(epoch=epoch, step=12 * (epoch + 1), time=BEGUN + 60 * epoch, scalars=scalars)
+        line = EpochLine(epoch=epoch + 1, step=12 * (epoch + 1), time=BEGUN + 60 * epoch, scalars=scalars)
         with (folder / "history.jsonl").open("a", encoding="utf-8") as history:
             append_history(history, line)
 

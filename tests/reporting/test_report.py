@@ -17,8 +17,8 @@ from volseg.commands import spell
 from volseg.errors import ConfigError
 from volseg.monitoring.run_files import RunStatus, write_status
 from volseg.reporting import write_brief, write_report
-from volseg.reporting.content import Shares
-from volseg.reporting.drawing import NUM_COLOURS, choose_ticks, draw_legend, draw_shares
+from volseg.reporting.content import Chart, Line, Shares
+from volseg.reporting.drawing import NUM_COLOURS, WIDTH, choose_ticks, draw_chart, draw_legend, draw_shares
 from volseg.reporting.judged import choose_extremes
 from volseg.reporting.needed import add_spans
 from volseg.reporting.reading import ReportedCase, read_run
@@ -185,7 +185,7 @@ def test_numbers_that_are_none_leave_gaps(run):
             line = {"epoch": epoch, "step": 1, "time": 0.0, "scalars": {"train/loss": None, "train/only_nan": None}}
             history.write(json.dumps(line) + "\n")
     page = read_page(run)
-    assert "Losses or gradients were not finite in 2 epoch(s), first in 20." in page.text
+    assert "Losses or gradients were not finite in 2 epoch(s), first in epoch 21." in page.text
     numbers = " ".join(
         value for tag, key, value in page.attributes if tag in ("path", "circle", "line", "text") and key != "class"
     )
@@ -245,6 +245,16 @@ def test_ticks_enclose_what_is_drawn(low, high):
     assert ticks[-1] >= high
     assert 2 <= len(ticks) <= 8
     assert ticks == sorted(set(ticks))
+
+
+def test_a_curve_of_one_epoch_has_that_epoch_alone_on_its_axis():
+    """Its axis went from 1 to 2, and the point stood at the left border."""
+    drawn = Page(str(draw_chart(Chart(title="Loss", lines=[Line(name="loss", xs=[7], ys=[0.5], colour=0)]))))
+    centred = [value for kind, key, value in drawn.attributes if (kind, key) == ("text", "text-anchor")]
+    assert centred.count("middle") == 1
+    assert drawn.texts.count("7") == 1
+    (x,) = (float(value) for kind, key, value in drawn.attributes if (kind, key) == ("circle", "cx"))
+    assert WIDTH / 3 < x < 2 * WIDTH / 3
 
 
 def test_the_verb_writes_it_and_imports_no_torch(run, tmp_path):

@@ -103,6 +103,16 @@ def test_losses_need_names_of_their_own(make_training, outputs):
         make_training(losses=losses)
 
 
+def test_a_single_loss_with_a_factor_is_told_to_take_a_name(make_training):
+    ce = Named(cross_entropy, ["logits", "label"], ["loss"])
+    needs = r"the loss cross_entropy has the factor 0\.5 and gives 'loss', .*name its output, such as output: dice"
+    with pytest.raises(ConfigError, match=needs):
+        make_training(losses=ce, loss_weights=[0.5])
+    named = Named(cross_entropy, ["logits", "label"], ["ce"])
+    record = make_training(losses=named, loss_weights=[0.5], epochs=1).run()[0]
+    assert record.losses["loss"] == pytest.approx(0.5 * record.losses["ce"], rel=1e-5)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loss_that_is_not_finite_names_epoch_batch_and_cases_and_spares_the_weights(make_training, accumulate):
     class Poisoned:
@@ -116,7 +126,7 @@ def test_a_loss_that_is_not_finite_names_epoch_batch_and_cases_and_spares_the_we
                 yield batch
 
     training = make_training(Poisoned(), accumulate=accumulate)
-    with pytest.raises(NonFiniteLossError, match=r"epoch 1, batch 2: .*cases: case_1_2_0, case_1_2_1"):
+    with pytest.raises(NonFiniteLossError, match=r"epoch 2, batch 3: .*cases: case_1_2_0, case_1_2_1"):
         training.run()
     assert all(p.isfinite().all() for p in training.network.parameters())
 

@@ -31,7 +31,7 @@ def profile(
     gpus: Annotated[int | None, typer.Option(min=1, help="With --gpu: how many; default what the config asks.")] = None,
     channels: Annotated[int | None, typer.Option(min=1, help="Of the images, where the data set is not there.")] = None,
     classes: Annotated[
-        int | None, typer.Option(min=1, help="Of the label maps, with the background, where the data set is not there.")
+        int | None, typer.Option(min=2, help="Of the label maps, with the background, where the data set is not there.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; docs/profile.md says what is in it.")] = False,
     components: Components = None,

@@ -50,8 +50,8 @@ WRONG_COMMAND: type[Exception] = typer.BadParameter.__mro__[1]
 WAYS_ON = {
     "train": "a training that had begun is saved, go on with it by --resume",
     "cross-validate": "a training that had begun is saved, go on with it by --resume",
-    "quickstart": "begin anew with another --output; a training that had begun is saved, go on with it by: "
-    "volseg train RUN/config.yaml -o RUN --resume",
+    "quickstart": "begin anew with another --output; a training that had begun is saved, go on with it by the command "
+    "in the first line",
     "predict": "the label maps that are written are whole, go on with the others by --resume",
 }
 """What to do by verb, after an interruption or a refusal of the system; the other verbs are begun again."""

@@ -1,8 +1,10 @@
 """The first thing to try: synthetic data, a small network, its Dice, and what to type next; no data, no GPU needed."""
 
+import logging
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from shlex import quote
 
 from volseg.commands import spell
 from volseg.config.loading import load_config, path_override
@@ -15,6 +17,8 @@ from volseg.experiment.training import train
 from volseg.parallel.devices import count_gpus
 
 __all__ = ["quickstart"]
+
+logger = logging.getLogger(__name__)
 
 
 def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) -> str:
@@ -40,6 +44,9 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
     """
     folder = RunFolder(_free_folder() if output is None else Path(output))
     folder.require_free()
+    # Said first: whoever stops it has no other place to learn which folder that is.
+    go_on = spell(f"volseg train {quote(str(folder.config_file))} -o {quote(str(folder.path))} --resume")
+    logger.info("data and run lie in %s; once it trains it may be stopped, and goes on by: %s", folder.path, go_on)
     root = make_task(folder.path / "data" / "Task00_Synthetic")
     places = [path_override("data.root", root), path_override("output", folder.path)]
     config = load_config(find_shipped("quickstart"), [*overrides, *places])

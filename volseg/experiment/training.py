@@ -95,17 +95,23 @@ def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks:
         require_components(config.folder, resumes=True)
     with signs.span("start"):
         check_components(config)
-        if is_main_process():  # now too: cases of a large task are prepared for hours before there is something to log
-            _build_loggers(config)
+        # Now: cases of a large task are prepared for hours before there is something to log. In the leader alone.
+        named = config.logging.loggers if is_main_process() else ()
+        loggers = [build_logger(logger.spec()) for logger in named]
     replanning = Replanning(config)
     with suppress(BeginAgain):
-        return _train(config, resume, hooks, replanning, signs)
+        return _train(config, resume, hooks, loggers, replanning, signs)
     free_memory()  # here, where no traceback holds the model
-    return _train(config, True, hooks, replanning, signs)
+    return _train(config, True, hooks, loggers, replanning, signs)
 
 
 def _train(
-    config: ExperimentConfig, resume: bool, hooks: Sequence[Hook], replanning: Replanning, signs: SignsOfLife
+    config: ExperimentConfig,
+    resume: bool,
+    hooks: Sequence[Hook],
+    loggers: Sequence[Logger],
+    replanning: Replanning,
+    signs: SignsOfLife,
 ) -> Outcome:
     """Begin or go on, as far as that goes."""
     report_progress("start")  # what an attempt before did last is no step of this one
@@ -125,7 +131,7 @@ def _train(
             held.push(role.show_end)  # after the signs of life, which tell how the run ended
             role.show_life(signs, BeginAgain)
         with signs.span("building"):
-            run = _begin(role, resume, hooks, replanning, signs, held, compiling)
+            run = _begin(role, resume, hooks, loggers, replanning, signs, held, compiling)
         _fit(run)
         return _finish(run)
 
@@ -151,6 +157,7 @@ def _begin(
     role: Member,
     resume: bool,
     hooks: Sequence[Hook],
+    loggers: Sequence[Logger],
     replanning: Replanning,
     signs: SignsOfLife,
     held: ExitStack,
@@ -203,7 +210,7 @@ def _begin(
         require_same_cases(folder, prepared.fingerprints)
     del prepared  # its training cases: on a GPU the batches have copied them
     validate = partial(reading.make_validation, model, chosen.task, held_out)
-    log = _open_log(config, role, signs, memory, chosen.task)
+    log = _open_log(config, role, loggers, signs, memory, chosen.task)
     held.callback(log.end)  # without scores, where the training does not reach its end
     training = build_training(
         config,
@@ -311,14 +318,15 @@ def _write_end(run: _Run, final: Score | None, scores: Mapping[str, float]) -> O
     return outcome
 
 
-def _build_loggers(config: ExperimentConfig) -> list[Logger]:
-    return [build_logger(logger.spec()) for logger in config.logging.loggers]
-
-
 def _open_log(
-    config: ExperimentConfig, role: Member, signs: SignsOfLife, memory: FirstSteps, task: Task
+    config: ExperimentConfig,
+    role: Member,
+    loggers: Sequence[Logger],
+    signs: SignsOfLife,
+    memory: FirstSteps,
+    task: Task,
 ) -> TrainingLog:
-    """Return what tells the config's loggers of the training; only the leader's are made."""
+    """Return what tells the leader's loggers of the training."""
     if not is_main_process():
         return TrainingLog([], ends=False)
     run = LoggedRun(
@@ -328,10 +336,9 @@ def _open_log(
         folder=role.folder.path,
         config=config.model_dump(mode="json"),
     )
-    loggers = [History(), *_build_loggers(config)]
     texts = {"config": f"```yaml\n{format_config(config)}```", "network": describe_network(config, task)}
     channel = choose_channel(config, task)
-    return TrainingLog(loggers, run, texts=texts, more=memory.scalars, channel=channel, ends=False)
+    return TrainingLog([History(), *loggers], run, texts=texts, more=memory.scalars, channel=channel, ends=False)
 
 
 def _name_final(final: Score) -> dict[str, float]:

@@ -40,8 +40,12 @@ take more than an image, return more than logits, or need packages of their own 
 
 
 def _explain_monai(name: str) -> str:
-    """Return why a network that MONAI has is not offered; nothing for other names."""
+    """Return why a network that MONAI has is not offered; nothing for names that are near ours."""
     if not isinstance(name, str) or not inspect.isclass(getattr(nets, name, None)):
+        return ""
+    if name.lower() in {
+        offered.lower() for offered in NETWORKS
+    }:  # MONAI's DynUnet, Unet, basicunet: other names of one
         return ""
     return (
         f"monai.networks.nets.{name} is not offered, as it is no segmentation network from an image to logits, or "

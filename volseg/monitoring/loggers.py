@@ -34,7 +34,7 @@ class LoggedRun:
     batches: int = 0
     """Of an epoch."""
     epoch: int = 0
-    """From which on numbers come: more than 0 where a training goes on."""
+    """Epochs that are done, after which numbers come: more than 0 where a training goes on."""
 
     def require_folder(self, logger: str) -> Path:
         """Return the run folder, or raise a `ConfigError` where the training has none."""
@@ -51,10 +51,10 @@ class Logger:
     """
 
     def begin(self, run: LoggedRun) -> None:
-        """Before the first batch, also of a training that goes on: numbers from ``run.epoch`` on come again."""
+        """Before the first batch, also of a training that goes on: numbers past ``run.epoch`` come again."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """After each epoch, its numbers by tag; ``step`` is the epoch, counted from 0."""
+        """After each epoch, its numbers by tag; ``step`` is the epoch, counted from 1."""
 
     def images(self, pictures: Mapping[str, Tensor], step: int) -> None:
         """After each validation, pictures by tag: ``(3, height, width)``, uint8."""
@@ -96,7 +96,7 @@ class History(Logger):
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Add an epoch."""
         assert self._lines is not None, "begin was not called"
-        line = EpochLine(epoch=step, step=(step + 1) * self._batches, time=time.time(), scalars=dict(values))
+        line = EpochLine(epoch=step, step=step * self._batches, time=time.time(), scalars=dict(values))
         append_history(self._lines, line)
 
     def end(self, scores: Mapping[str, float]) -> None:

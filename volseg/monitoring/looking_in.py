@@ -15,7 +15,7 @@ from typing import Any
 from volseg.errors import DataError
 from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, read_status
 
-__all__ = ["Look", "find_runs", "look_at", "parse_age"]
+__all__ = ["Look", "find_runs", "look_at", "parse_age", "tell_speed"]
 
 CLOCKS_DIFFER_SECONDS = 30.0
 """Between the time that a status says and the one at which the disk got it, from which on it is told."""
@@ -76,7 +76,7 @@ class Look:
         scores = {"loss": status.loss, "Dice": status.score, "best": status.best}
         if told := [f"{name} {value:.4f}" for name, value in scores.items() if value is not None]:
             lines.append(f"  scores  {', '.join(told)}")
-        speed = [] if status.voxels_per_second is None else [f"{status.voxels_per_second / 1e6:.1f} Mvoxel/s"]
+        speed = [] if status.voxels_per_second is None else [tell_speed(status.voxels_per_second)]
         speed += [] if status.memory_gib is None else [f"{status.memory_gib:.1f} GiB of GPU memory"]
         if status.seconds_left is not None and not status.has_ended:
             speed.insert(0, f"{_tell_seconds(status.seconds_left)} left")
@@ -137,6 +137,16 @@ def parse_age(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise DataError(f"an age is a number with s, m, h or d, such as 10m, got {text!r}")
     return seconds
+
+
+def tell_speed(voxels_per_second: float) -> str:
+    """Return how fast a training is, in thousands of voxels where millions would be 0.0.
+
+    >>> tell_speed(45.2e6), tell_speed(1.2e6), tell_speed(11_095)
+    ('45.2 Mvoxel/s', '1.2 Mvoxel/s', '11.1 kvoxel/s')
+    """
+    factor, letter = (1e6, "M") if voxels_per_second >= 1e6 else (1e3, "k")
+    return f"{voxels_per_second / factor:.1f} {letter}voxel/s"
 
 
 def _is_run(folder: Path) -> bool:

@@ -25,6 +25,7 @@ class MLflow(Logger):
     def __init__(self, experiment: str = "volseg", uri: str | None = None) -> None:
         self._client = import_package("mlflow", extra="mlflow").MlflowClient(tracking_uri=uri)
         self._experiment = experiment
+        self._epoch = 0
 
     def begin(self, run: LoggedRun) -> None:
         """Begin a run, or go on with the one of this id."""
@@ -32,12 +33,13 @@ class MLflow(Logger):
         number = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
         before = self._client.search_runs([number], f"tags.volseg = '{run.id}'")
         begun = before or [self._client.create_run(number, run_name=run.name, tags={"volseg": run.id})]
-        self._id = begun[0].info.run_id
+        self._id, self._epoch = begun[0].info.run_id, run.epoch
         for key, value in {} if before else flatten(run.config).items():
             self._client.log_param(self._id, key, value)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Send the epoch's numbers; a store of tables takes no NaN."""
+        self._epoch = step
         for tag, value in values.items():
             if math.isfinite(value):
                 self._client.log_metric(self._id, tag, value, step=step)
@@ -53,5 +55,5 @@ class MLflow(Logger):
 
     def end(self, scores: Mapping[str, float]) -> None:
         """Send the final scores; a training without them has failed or was interrupted."""
-        self.scalars(scores, 0)
+        self.scalars(scores, self._epoch)
         self._client.set_terminated(self._id, "FINISHED" if scores else "KILLED")

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from volseg.monitoring.console import FIELDS, Bar, open_bar, shows_bars
+from volseg.monitoring.looking_in import tell_speed
 from volseg.monitoring.memory import GIB, GpuMeter
 from volseg.monitoring.training_log import list_scalars
 from volseg.workflow.hooks import Hook
@@ -102,7 +103,7 @@ class Progress(Hook):
         self._epochs += 1
         self._show(training, record.batches / max(record.seconds, 1e-9))
         if not shows_bars():
-            fields = {"epoch": record.epoch, "epochs": training.epochs, "scalars": list_scalars(record)}
+            fields = {"epoch": record.epoch + 1, "epochs": training.epochs, "scalars": list_scalars(record)}
             logger.info("%s", self._describe(training, record), extra={FIELDS: fields})
 
     def on_training_end(self, training: Training) -> None:
@@ -117,7 +118,7 @@ class Progress(Hook):
         told = [f"{name} {value:.3f}" for name, value in training.latest_losses.items()]
         told += _tell_scores(training)
         if training.voxels_per_batch is not None:
-            told.append(_tell_speed(training.voxels_per_batch * batches_per_second))
+            told.append(tell_speed(training.voxels_per_batch * batches_per_second))
         told += self._tell_memory()
         done = training.epoch * training.num_batches + training.position
         self._bar.set(done, title=_name_epoch(training), told=", ".join(told))
@@ -127,7 +128,7 @@ class Progress(Hook):
         told = [f"{name} {value:.4f}" for name, value in record.losses.items()]
         told += _tell_scores(training, record)
         if record.voxels_per_second is not None:
-            told.append(_tell_speed(record.voxels_per_second))
+            told.append(tell_speed(record.voxels_per_second))
         parts = [f"{record.seconds_waited:.1f} s waiting"]
         parts += [f"{record.seconds_validating:.1f} s validating"] if record.score is not None else []
         told.append(f"{record.seconds + record.seconds_validating:.1f} s ({', '.join(parts)})")
@@ -151,7 +152,3 @@ def _tell_scores(training: Training, record: EpochRecord | None = None) -> list[
         return []
     best = training.best.score if training.best is not None and training.best.score is not None else scores[-1]
     return [f"Dice {scores[-1]:.4f} (best {best:.4f})"]
-
-
-def _tell_speed(voxels_per_second: float) -> str:
-    return f"{voxels_per_second / 1e6:.1f} Mvoxel/s"

@@ -71,14 +71,16 @@ Process = Annotated[int, Field(ge=1, lt=2**31)]
 class EpochLine:
     """An epoch in numbers."""
 
-    epoch: Count
-    """Counted from 0."""
+    epoch: Annotated[int, Field(ge=1, lt=2**63)]
+    """Counted from 1, as at the terminal: how many are done."""
     step: Count
     """Batches of the training that were done at its end."""
     time: Moment
     """When that was."""
     scalars: Mapping[str, float]
     """By the tags of TensorBoard; NaN for what could not be told, such as the Dice of a label that is nowhere."""
+    counted_from: Literal[1] = 1
+    """What ``epoch`` is counted from. Lines of an older volseg have no such key, and count from 0 in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +148,9 @@ def append_history(history: str | Path | TextIO, line: EpochLine) -> None:
 
 
 def begin_history(file: str | Path, epoch: int) -> None:
-    """Drop the lines from ``epoch`` on, which will be trained again, and one that a crash cut off."""
+    """Drop the lines past ``epoch``, which will be trained again, and one that a crash cut off."""
     file = Path(file)
-    kept = [line for line in read_history(file) if line.epoch < epoch]
+    kept = [line for line in read_history(file) if line.epoch <= epoch]
     if not kept:
         file.unlink(missing_ok=True)
         return
@@ -158,7 +160,7 @@ def begin_history(file: str | Path, epoch: int) -> None:
 
 
 def read_history(file: str | Path) -> list[EpochLine]:
-    """Return the epochs of a history; none where there is no file.
+    """Return the epochs of a history, counted from 1 whichever volseg wrote it; none where there is no file.
 
     Raises
     ------
@@ -175,6 +177,8 @@ def read_history(file: str | Path) -> list[EpochLine]:
         try:
             line = json.loads(text)
             line["scalars"] = {tag: math.nan if value is None else value for tag, value in line["scalars"].items()}
+            if "counted_from" not in line:
+                line["epoch"] += 1
             found.append(_LINE.validate_python(line))
         except (ValueError, KeyError, TypeError, AttributeError) as fault:
             if number == len(texts):  # bytes that never reached the disk before a power cut

@@ -87,7 +87,7 @@ class StageTimes(Hook):
         except Exception as fault:  # whatever it is, a picture is no reason to end a training
             logger.warning("no timeline of the pipeline (%s: %s)", type(fault).__name__, fault)
             return
-        self._log.add_images({"timeline": picture}, record.epoch)
+        self._log.add_images({"timeline": picture}, record.epoch + 1)
         self._log.add_text("timeline", text)
 
     def on_training_end(self, training: Training) -> None:

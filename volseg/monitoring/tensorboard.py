@@ -53,7 +53,7 @@ class TensorBoard(Logger):
         # Found anew for every training: a logger that hears of a second one leaves the first one's curves alone.
         self._place = run.require_folder("tensorboard") / "tensorboard" if self.folder is None else self.folder
         self._settings, self._epoch = flatten(run.config), run.epoch
-        self._events = _EventFile(self._place, purge_step=run.epoch)
+        self._events = _EventFile(self._place, purge_step=run.epoch + 1 if run.epoch else 0)
         if self._settings:  # at once: a training that is killed has settings too
             self._write(hparams(self._settings, dict.fromkeys((FINAL, *SHOWN), 0.0))[:2], 0)
 

@@ -101,9 +101,9 @@ class TrainingLog(Hook):
                 self._sources.remove(source)
                 name = getattr(source, "__qualname__", type(source).__name__)
                 logger.warning("no more scalars of %s (%s: %s)", name, type(fault).__name__, fault)
-        self._tell_all("scalars", values, record.epoch)
+        self._tell_all("scalars", values, record.epoch + 1)
         if record.score is not None and (pictures := self._draw(training)):
-            self._tell_all("images", pictures, record.epoch)
+            self._tell_all("images", pictures, record.epoch + 1)
 
     def on_training_end(self, training: Training) -> None:
         """End the loggers, if nobody does it later."""
@@ -119,7 +119,7 @@ class TrainingLog(Hook):
         self._tell_all("text", name, text)
 
     def add_images(self, pictures: Mapping[str, Tensor], step: int) -> None:
-        """Show pictures of one's own."""
+        """Show pictures of one's own; ``step`` is the epoch, counted from 1."""
         self._tell_all("images", pictures, step)
 
     def end(self, scores: Mapping[str, float] | None = None) -> None:

@@ -39,7 +39,7 @@ class WaitingAdvice(Hook):
         self._said = True
         logger.warning(
             "epoch %d waited %.1f of its %.1f s for batches; %s",
-            record.epoch,
+            record.epoch + 1,
             record.seconds_waited,
             record.seconds,
             remedy,

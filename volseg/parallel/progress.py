@@ -13,12 +13,14 @@ class Milestone:
     """Reports until then. Threads may report at once and one go uncounted: what matters is that it changes."""
     phase: str
     epoch: int | None
+    """Counted from 1."""
     item: int | str | None
-    """A batch or a case."""
+    """A batch, counted from 1, or a case."""
 
     def __str__(self) -> str:
         epoch = "" if self.epoch is None else f", epoch {self.epoch}"
-        return f"{self.phase}{epoch}" + ("" if self.item is None else f", {self.item}")
+        item = f"batch {self.item}" if isinstance(self.item, int) else self.item
+        return f"{self.phase}{epoch}" + ("" if item is None else f", {item}")
 
 
 _last = Milestone(0, "start", None, None)
@@ -36,7 +38,7 @@ def report_progress(phase: str, epoch: int | None = None, item: int | str | None
     phase
         A word or two, such as ``"train"`` or ``"read"``.
     epoch, item
-        Where in it: an epoch, and the number of a batch or the name of a case.
+        Where in it: an epoch and a batch, both counted from 1, or the name of a case.
     """
     global _last
     _last = Milestone(_last.count + 1, phase, epoch, item)

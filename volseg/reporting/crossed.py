@@ -192,7 +192,7 @@ def _tabulate_folds(record: CrossedRecord) -> list[Block]:
                 find_state(fold),
                 str(len(fold.split["training"])),
                 str(len(fold.split["validation"])),
-                str(fold.history[-1].epoch + 1) if fold.history else "-",
+                str(fold.history[-1].epoch) if fold.history else "-",
                 format_duration(seconds) if seconds else "-",
             ]
         )
@@ -236,7 +236,7 @@ def _draw_curves(record: CrossedRecord) -> list[Block]:
                 lines.append(Line(name=f"fold {number}", xs=xs, ys=ys, colour=number))
         if lines:
             charts.append(Chart(title=title, lines=lines))
-    return [Text("Over the epochs, counted from 0."), Charts(charts)] if charts else []
+    return [Text("Over the epochs, counted from 1."), Charts(charts)] if charts else []
 
 
 def _show_cases(record: CrossedRecord) -> list[Block]:

@@ -32,10 +32,11 @@ def draw_chart(chart: Chart) -> Markup:
         return tag("p", "no finite value", class_="note")
     ticks = choose_ticks(min(ys), max(ys))
     low, high = min(*ys, *ticks), max(*ys, *ticks)
-    first, last = min(xs), max(max(xs), min(xs) + 1)
+    first, last = min(xs), max(xs)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (WIDTH - LEFT - RIGHT) * (x - first) / (last - first)
+        # A single epoch stands in the middle of an axis that has no other one.
+        across = LEFT + (WIDTH - LEFT - RIGHT) * ((x - first) / (last - first) if last > first else 0.5)
         return across, TOP + (HEIGHT - TOP - BOTTOM) * (1 - (y - low) / (high - low))
 
     parts = []

@@ -156,7 +156,7 @@ def _make_headline(record: RunRecord) -> list[tuple[str, str]]:
 def _count_epochs(record: RunRecord) -> tuple[int | None, int | None]:
     epochs = (record.config.get("training") or {}).get("epochs")
     if record.history:
-        return record.history[-1].epoch + 1, epochs
+        return record.history[-1].epoch, epochs
     return (None if record.status is None else record.status.epoch), epochs
 
 
@@ -177,7 +177,7 @@ def _list_warnings(record: RunRecord, state: str) -> list[Block]:
     scalars = [(line.epoch, tag, value) for line in record.history for tag, value in line.scalars.items()]
     bad = [epoch for epoch, tag, value in scalars if tag.startswith("train/") and not math.isfinite(value)]
     if bad:
-        warnings.append(f"Losses or gradients were not finite in {len(set(bad))} epoch(s), first in {min(bad)}.")
+        warnings.append(f"Losses or gradients were not finite in {len(set(bad))} epoch(s), first in epoch {min(bad)}.")
     if record.scores is not None:
         for key, name in record.scores.labels.items():
             lost = [case.name for case in record.scores.cases if case.metrics[key].get("Dice") == 0]
@@ -235,7 +235,7 @@ def _draw_curves(record: RunRecord) -> list[Block]:
     for metric in dict.fromkeys(tag.split("/")[1] for tag in further):
         chosen = [tag for tag in further if tag.split("/")[1] == metric]
         charts.append(Chart(title=f"Validation: {name_metric(metric)}", lines=_list_lines(record, chosen, names)))
-    return [Text("Over the epochs, counted from 0."), Charts(charts)] if charts else []
+    return [Text("Over the epochs, counted from 1."), Charts(charts)] if charts else []
 
 
 def _list_lines(record: RunRecord, tags: Sequence[str], names: Sequence[str]) -> list[Line]:

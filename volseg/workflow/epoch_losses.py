@@ -27,7 +27,7 @@ class EpochLosses:
     names : sequence of str
         Of the losses.
     epoch : int
-        Which epoch it is, for a message.
+        Which epoch it is, counted from 0, for a message, which counts from 1.
     losses : iterable of mapping
         Of the batches that are done, where a training goes on in the middle of an epoch; they have been looked at.
     cases : iterable of sequence of str
@@ -107,6 +107,6 @@ class EpochLosses:
         if not all(map(math.isfinite, values.values())):
             cases = ", ".join(self._gather(self.cases[number])) or "(the batch has no field `case`)"
             raise NonFiniteLossError(
-                f"the loss is not finite in epoch {self.epoch}, batch {number}: {values}; cases: {cases}. "
+                f"the loss is not finite in epoch {self.epoch + 1}, batch {number + 1}: {values}; cases: {cases}. "
                 "Lower the learning rate, set training.clip, or look at these cases; the checkpoints are untouched"
             )

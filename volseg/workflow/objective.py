@@ -50,6 +50,11 @@ class Objective:
             )
         parts = [name for loss in self.losses for name in loss.outputs]
         is_alone = parts == ["loss"] and self.weights == [1.0]
+        if parts == ["loss"] and not is_alone:
+            raise ConfigError(
+                f"the loss {self.losses[0].title} has the factor {self.weights[0]:g} and gives 'loss', which names the "
+                "weighted sum; name its output, such as output: dice, or leave out the factor"
+            )
         if len(set(parts)) != len(parts) or ("loss" in parts and not is_alone):
             raise ConfigError(
                 f"losses need different names, and 'loss' names their weighted sum; got {parts} with {weights=}; "

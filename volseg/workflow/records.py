@@ -24,7 +24,7 @@ class EpochRecord:
     """Numbers of one epoch."""
 
     epoch: int
-    """Counted from 0."""
+    """Counted from 0: its place in ``training.history``. What is shown, logged or written for others counts from 1."""
     losses: Mapping[str, float]
     """Mean of every loss field over the epoch's batches; ``loss`` is the weighted sum that was minimised."""
     learning_rate: float

@@ -256,7 +256,7 @@ class Training:
         try:
             batches = remaining_batches(self.batches, self.epoch, self.position)
             while True:
-                report_progress("train", self.epoch, self.position)  # a batch augmented on a GPU is part of a step
+                self._report_batch()  # a batch augmented on a GPU is part of a step
                 asked = self._count_seconds()
                 batch = next(batches, None)
                 self._seconds_waited += self._count_seconds() - asked
@@ -270,6 +270,10 @@ class Training:
         finally:
             self._count_seconds()
 
+    def _report_batch(self) -> None:
+        """Say which batch is next; of an epoch whose batches are done, its last one."""
+        report_progress("train", self.epoch + 1, min(self.position + 1, self.num_batches))
+
     def _count_seconds(self) -> float:
         """Add to the epoch's seconds what went by since they were counted last; return the time of now.
 
@@ -282,7 +286,7 @@ class Training:
 
     def _train_batch(self, batch: Batch) -> None:
         """Forward, loss, backward; an optimizer step when enough batches are gathered."""
-        report_progress("train", self.epoch, self.position)
+        self._report_batch()
         self._emit("on_batch_begin", batch)
         self._losses.begin_batch(batch.get("case", ()))
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -362,7 +366,8 @@ class Training:
 
     def validate(self, validation: Callable[[], ScoreT]) -> ScoreT:
         """Call a validation in evaluation mode and with the averaged weights where there are any."""
-        report_progress("validate", self.epoch)
+        # Between epochs, or of the one whose batches are done.
+        report_progress("validate", min(self.epoch + 1, self.epochs))
         self.model.eval()
         if self.average is None:
             return validation()

@@ -22,15 +22,18 @@ from PIL import Image
 
 from volseg.reporting import write_report
 
-FOLD_SETTINGS = "[...document.querySelectorAll('button')].find((one) => one.innerText.includes('Settings')).click()"
-SCALARS = "^train/loss$|^train/gradient_norm$|^lr$|^val/dice|^voxels"
+SCALARS = "^train/loss$|^val/dice"
+BOARD = """localStorage.setItem('_tb_global_settings', JSON.stringify({
+    timeSeriesSettingsPaneOpened: false, ignoreOutliers: false, stepSelectorEnabled: false, sideBarWidthInPercent: 12,
+    timeSeriesCardMinWidth: 500}))"""
+"""What a user of TensorBoard would set: no pane of settings, wide cards, axes that hold the whole of each curve."""
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 300_000
 SMALL = (
     "network.filters=[8,16,24,32]",
     "training={epochs: 16, iterations: 25, validate_every: 4, clip: 12, ema: 0.97}",
     "patch={size: [32, 40, 32], batch: 2, foreground: 0.33}",
-    "augmentation.margin=0.2",
+    "augmentation.margin=0",
     "inference.mirror=false",
     "evaluation.distances=true",
 )
@@ -78,18 +81,19 @@ def take_report(browser: Browser, run: Path, output: Path) -> Iterator[Path]:
 
 
 def take_board(browser: Browser, run: Path, output: Path) -> Iterator[Path]:
-    """Photograph TensorBoard's scalars and images."""
+    """Photograph TensorBoard's scalars and images, as high as whole cards need."""
     with serve_board(run / "tensorboard") as url:
-        for name, tags, drawn in (
-            ("scalars", SCALARS, "scalar-card .line-chart"),
-            ("images", "hippocampus", "image-card img"),
+        browser.open(url, width=1300, height=850).evaluate(BOARD)
+        for name, tags, drawn, height in (
+            ("scalars", SCALARS, "scalar-card .line-chart", 845),
+            ("images", "hippocampus", "image-card img", 515),
         ):
             tab = browser.open(
-                f"{url}?darkMode=false&smoothing=0&tagFilter={quote(tags, safe='')}#timeseries", width=1300, height=850
+                f"{url}?darkMode=false&smoothing=0&tagFilter={quote(tags, safe='')}#timeseries",
+                width=1300,
+                height=height,
             )
             tab.wait_for(f"document.querySelector('{drawn}')")
-            if name == "scalars":  # the browser remembers it, and a second press would unfold them again
-                tab.evaluate(FOLD_SETTINGS)
             tab.wait_for("[...document.images].every((image) => image.complete)")
             tab.evaluate(
                 "new Promise((done) => setTimeout(done, 3000))"
