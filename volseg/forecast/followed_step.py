@@ -69,6 +69,7 @@ class FollowedStep:
         self._issued: list[Issued] = []
         self._held: dict[int, tuple[int, int, int]] = {}
         """By the memory's key: its device, its size and its block."""
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blocks = 0
         self._checked: set[int] = set()
         self._of_changes: set[int] = set()
@@ -164,7 +165,8 @@ class FollowedStep:
         if key in self._held:
             return
         self._take(key, self._number(device), storage.nbytes(), device)
-        weakref.finalize(storage, self._give_back, key).atexit = False
+        # As `weakref.finalize`, which takes as long again: it would be asked for some thousand times in a step.
+        self._watched[key] = weakref.ref(storage, lambda _: self._let_go(key))
 
     def note_resized(self, tensor: Tensor) -> None:
         """Put down that a tensor's memory was given back, or taken again."""
@@ -192,6 +194,10 @@ class FollowedStep:
         if size:
             stream = find_current_stream(device).number
             self._put(number, Allocate(self._blocks, size, stream, find_recording()))
+
+    def _let_go(self, key: int) -> None:
+        del self._watched[key]
+        self._give_back(key)
 
     def _give_back(self, key: int) -> int:
         self._checked.discard(key)
