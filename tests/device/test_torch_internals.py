@@ -632,6 +632,25 @@ def test_tensors_without_values_have_a_device_with_its_number() -> None:
             x + torch.empty(2, 3, device="cpu:0")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8])
+def test_tensors_without_values_are_made_like_another(dtype: torch.dtype) -> None:
+    mode = internals.FakeTensorMode(allow_fallback_kernels=False)
+    device = torch.device("cpu", 1)
+    memory = torch.empty_strided((2, 3), (1, 2), dtype=dtype, device="meta")
+    like = internals.FakeTensor(mode, torch.empty(0, device="meta"), device)
+    by_torch, made = internals.FakeTensor(mode, memory, device), internals.make_like_fake(like, memory)
+    assert vars(made) == vars(by_torch)  # all that torch writes down of one
+    keys = [torch._C._dispatch_keys(one).raw_repr() for one in (made, by_torch)]
+    assert keys[0] == keys[1]
+    for one in (made, by_torch):
+        assert (one.shape, one.stride(), one.dtype, one.device) == ((2, 3), (1, 2), dtype, device)
+        assert (one.requires_grad, one.is_leaf, one.fake_mode) == (False, True, mode)
+        assert internals.get_storage_key(one.untyped_storage()) == internals.get_storage_key(memory.untyped_storage())
+        with mode:
+            assert (one + 1).device == device
+            assert one.detach().requires_grad_(dtype.is_floating_point).requires_grad is dtype.is_floating_point
+
+
 def test_a_storage_is_told_by_where_it_is() -> None:
     x = torch.zeros(3)
     keys = [internals.get_storage_key(tensor.untyped_storage()) for tensor in (x, x[1:], x.detach(), torch.zeros(3))]

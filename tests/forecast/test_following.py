@@ -14,8 +14,8 @@ from monai.networks.nets import DynUNet
 from torch import Tensor, nn
 
 from volseg.device.pretended import host_values
-from volseg.errors import FollowError
-from volseg.forecast.following import FollowedStep, follow
+from volseg.errors import FollowError, OutOfMemoryError
+from volseg.forecast.following import FollowedStep, follow, following
 from volseg.forecast.trace import Allocate, Free, KernelRun, Mark, StepTrace
 from volseg.parallel import FastKernels, RecordedStep
 from volseg.workflow.components import build_loss, build_optimizer
@@ -377,3 +377,17 @@ def test_a_refused_operator_is_raised_and_not_logged(caplog: pytest.LogCaptureFi
     with pytest.raises(RuntimeError):
         follow(step, gpu=Gpu())
     assert not [record for record in caplog.records if "attempting to run meta" in record.getMessage()]
+
+
+def test_what_holds_more_than_a_limit_is_not_followed_to_its_end() -> None:
+    def run(limit: int | None) -> tuple[StepTrace, ...]:
+        with following(Gpu(), limit=limit) as followed:
+            held = [followed.empty(1024)]
+            held.append(held[0] + 1)
+            del held[0]
+            held.append(held[0] * 2)
+        return followed.traces()
+
+    assert run(2 * 4096) == run(None)
+    with pytest.raises(OutOfMemoryError, match="smaller patches"):
+        run(2 * 4096 - 1)

@@ -51,6 +51,8 @@ class Forecast:
     """Of these, those of the forward pass."""
     refused: str | None = None
     """Why it cannot run, or does not fit."""
+    too_large: bool = False
+    """Whether it was given up on the way, since a GPU would hold many times what there is."""
 
     @property
     def runs(self) -> bool:

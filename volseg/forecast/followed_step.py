@@ -24,6 +24,7 @@ from volseg.device.torch_internals import (
     find_backward_pass,
     get_storage_key,
 )
+from volseg.errors import OutOfMemoryError
 from volseg.forecast.accumulation import InPlace
 from volseg.forecast.copying import copy_without_values
 from volseg.forecast.kernel_work import describe_kernel, describe_noted, list_tensors
@@ -59,8 +60,12 @@ class FollowedStep:
         They, to be given to a strategy or to ``to``. A tensor of the host lies on ``torch.device("cpu")``.
     """
 
-    def __init__(self, num_gpus: int = 1, time_kernel: Callable[[KernelRun], float] | None = None) -> None:
+    def __init__(
+        self, num_gpus: int = 1, time_kernel: Callable[[KernelRun], float] | None = None, limit: int | None = None
+    ) -> None:
         self._time_kernel = time_kernel
+        self._limit = limit
+        self._sizes = [0] * num_gpus
         self._seconds = [0.0] * num_gpus
         self.devices = [name_pretended(index) for index in range(num_gpus)]
         self.mode = FakeTensorMode(allow_fallback_kernels=False)
@@ -69,6 +74,7 @@ class FollowedStep:
         self._issued: list[Issued] = []
         self._held: dict[int, tuple[int, int, int]] = {}
         """By the memory's key: its device, its size and its block."""
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blocks = 0
         self._checked: set[int] = set()
         self._of_changes: set[int] = set()
@@ -112,7 +118,7 @@ class FollowedStep:
 
     def count_held_bytes(self, device: int = 0) -> int:
         """Return the bytes that are held now: ``torch.cuda.memory_allocated`` before its rounding."""
-        return sum(size for number, size, _ in self._held.values() if number == device)
+        return self._sizes[device]
 
     def note_sent(self, device: torch.device, sent: Sent) -> None:
         """Put down data that a device sends."""
@@ -164,7 +170,8 @@ class FollowedStep:
         if key in self._held:
             return
         self._take(key, self._number(device), storage.nbytes(), device)
-        weakref.finalize(storage, self._give_back, key).atexit = False
+        # As `weakref.finalize`, which takes as long again: it would be asked for some thousand times in a step.
+        self._watched[key] = weakref.ref(storage, lambda _: self._let_go(key))
 
     def note_resized(self, tensor: Tensor) -> None:
         """Put down that a tensor's memory was given back, or taken again."""
@@ -179,6 +186,7 @@ class FollowedStep:
         key = get_storage_key(gradient.untyped_storage())
         if key in self._held and key not in self._of_changes:
             number, size, block = self._held[key]
+            self._sizes[number] -= size
             self._take(key, number, size, gradient.device)
             self._put(number, Free(block))
 
@@ -189,14 +197,25 @@ class FollowedStep:
     def _take(self, key: int, number: int, size: int, device: torch.device) -> None:
         self._blocks += 1
         self._held[key] = number, size, self._blocks
+        self._sizes[number] += size
+        if self._limit is not None and self._sizes[number] > self._limit:
+            raise OutOfMemoryError(
+                f"the tensors of one GPU alone would be more than {self._limit / 2**30:,.0f} GiB; take smaller patches "
+                "or volumes, or a smaller batch"
+            )
         if size:
             stream = find_current_stream(device).number
             self._put(number, Allocate(self._blocks, size, stream, find_recording()))
+
+    def _let_go(self, key: int) -> None:
+        del self._watched[key]
+        self._give_back(key)
 
     def _give_back(self, key: int) -> int:
         self._checked.discard(key)
         self._of_changes.discard(key)
         number, size, block = self._held.pop(key)
+        self._sizes[number] -= size
         if size:
             self._put(number, Free(block))
         return number

@@ -80,7 +80,10 @@ def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int
 
 @contextmanager
 def following(
-    gpu: GpuLike, num_gpus: int = 1, time_kernel: Callable[[KernelRun], float] | None = None
+    gpu: GpuLike,
+    num_gpus: int = 1,
+    time_kernel: Callable[[KernelRun], float] | None = None,
+    limit: int | None = None,
 ) -> Iterator["FollowedStep"]:
     """Let tensors be without values, and write down what the GPUs are asked for.
 
@@ -90,8 +93,15 @@ def following(
         See ``follow``.
     time_kernel
         Says how many seconds a kernel takes, for what would time the network's parts; without it, nothing is timed.
+    limit
+        Bytes of tensors on a GPU, above which it is not followed any further; by default there is no end.
+
+    Raises
+    ------
+    OutOfMemoryError
+        From within, where a GPU would hold more than the limit.
     """
-    followed = FollowedStep(num_gpus, time_kernel)
+    followed = FollowedStep(num_gpus, time_kernel, limit)
     with ExitStack() as stack:
         stack.enter_context(apart_from_surroundings())
         stack.enter_context(explaining_refusals())

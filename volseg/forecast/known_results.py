@@ -24,8 +24,10 @@ from volseg.device.torch_internals import (
     FakeTensorMode,
     get_schema,
     get_storage_key,
+    make_like_fake,
     read_global_flags,
     without_dispatch,
+    without_overrides,
 )
 
 __all__ = ["KnownResults"]
@@ -39,7 +41,9 @@ UNFIT_NAMES = {"set_", "resize_", "resize_as_", "lift", "lift_fresh", "lift_fres
 """Which give a tensor other memory, or one with values some."""
 
 Key = tuple[Any, ...]
-Remake = Callable[[FakeTensorMode, Sequence[FakeTensor]], Any]
+Remake = Callable[["KnownResults", Sequence[FakeTensor]], Any]
+
+META = torch.device("meta")
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +71,15 @@ class KnownResults:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
+        self._alike: dict[torch.device, FakeTensor] = {}
+
+    def make(self, memory: Tensor, device: torch.device) -> FakeTensor:
+        """Return a tensor without values of a device."""
+        like = self._alike.get(device)
+        if like is None:
+            with without_dispatch():
+                like = self._alike[device] = FakeTensor(self._mode, torch.empty(0, device=META), device)
+        return make_like_fake(like, memory)
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what ``function(*args, **kwargs)`` returns."""
@@ -83,7 +96,7 @@ class KnownResults:
         whole = tuple(key)
         known = _known.get(whole)
         if known is not None:
-            return known.remake(self._mode, tensors), known
+            return known.remake(self, tensors), known
         # Torch's own memory, which all modes share, has no switches in its keys.
         before, self._mode.cache_enabled = self._mode.cache_enabled, False
         try:
@@ -141,7 +154,7 @@ def _find_remake(out: Any, tensors: Sequence[FakeTensor]) -> Remake | None:
     if len(set(new)) < len(new) or any(remake is None for remake in remakes):
         return None
     kind = type(out)
-    return lambda mode, given: kind([remake(mode, given) for remake in remakes])  # type: ignore[misc]
+    return lambda known, given: kind([remake(known, given) for remake in remakes])  # type: ignore[misc]
 
 
 def _find_remake_of_one(out: Any, tensors: Sequence[FakeTensor]) -> Remake | None:
@@ -150,7 +163,7 @@ def _find_remake_of_one(out: Any, tensors: Sequence[FakeTensor]) -> Remake | Non
         return None
     same = [number for number, tensor in enumerate(tensors) if tensor is out]
     if len(same) == 1:  # whether gradients go to it or not
-        return lambda mode, given: given[same[0]]  # noqa: ARG005 (all are called alike)
+        return lambda known, given: given[same[0]]  # noqa: ARG005 (all are called alike)
     if out.requires_grad or out.dtype.is_complex:
         return None
     size, stride, dtype, device = tuple(out.shape), out.stride(), out.dtype, out.fake_device
@@ -161,14 +174,14 @@ def _find_remake_of_one(out: Any, tensors: Sequence[FakeTensor]) -> Remake | Non
         return None
     base = owners[0] if owners else None
 
-    def remake(mode: FakeTensorMode, given: Sequence[FakeTensor]) -> FakeTensor:
-        with without_dispatch():
+    def remake(known: KnownResults, given: Sequence[FakeTensor]) -> FakeTensor:
+        with without_dispatch(), without_overrides():
             if base is None:
-                made = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+                made = torch.empty_strided(size, stride, dtype=dtype, device=META)
             else:
-                made = torch.empty(0, dtype=dtype, device="meta")
+                made = torch.empty(0, dtype=dtype, device=META)
                 made.set_(given[base].untyped_storage(), offset, size, stride)  # type: ignore[call-overload]
-        return FakeTensor(mode, made, device)
+        return known.make(made, device)
 
     if base is None:
         with without_dispatch():

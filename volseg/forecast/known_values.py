@@ -9,6 +9,7 @@ Torch does the like for single numbers (``FakeTensor.constant``), as long as the
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,10 +72,13 @@ class KnownValues:
             return
         if not self._known:
             return
+        changes = _changes_arguments(function)
+        if not changes and packet not in ASKING:
+            return
         tensors = list_tensors((args, kwargs))
-        if get_schema(function).is_mutable:
+        if changes:
             self._forget(tensors)
-        elif packet in ASKING and tensors and all(tensor in self._known for tensor in tensors):
+        elif tensors and all(tensor in self._known for tensor in tensors):
             self._compute(function, args, kwargs, out)
 
     def _forget(self, tensors: Sequence[Tensor]) -> None:
@@ -102,3 +106,9 @@ class KnownValues:
     def _keep(self, tensor: Any, value: Any) -> None:
         if isinstance(tensor, FakeTensor) and isinstance(value, Tensor) and value.numel() <= MOST:
             self._known[tensor] = value
+
+
+@cache
+def _changes_arguments(function: Any) -> bool:
+    changes: bool = get_schema(function).is_mutable
+    return changes

@@ -108,22 +108,28 @@ def _find(
     transposed: bool,
 ) -> int:
     itemsize = min(itemsize, 4)  # float64 as float32
-    taps = prod(weight[2:])
-    measured = _find_kind(part, (itemsize, channels_last, taps == 1, transposed, strided))
-    inputs, outputs, voxels = first[1], second[1], first[0] * prod(first[2:])
-
-    def count_distance(other: MeasuredConvolution) -> float:
-        channels = (inputs, other.inputs), (outputs, other.outputs)
-        return (
-            BY_CHANNELS * sum(abs(log2(one / two)) for one, two in channels)
-            + BY_TAPS * abs(log2(taps / other.taps))
-            + BY_VOXELS * abs(log2(voxels / other.voxels))
-            + BY_ALIGNMENT * sum(map(_count_misalignment, channels))
-        )
-
-    nearest = min(measured, key=count_distance)
+    taps, voxels = prod(weight[2:]), first[0] * prod(first[2:])
+    others = _list_distances(part, (itemsize, channels_last, taps == 1, transposed, strided), first[1], second[1], taps)
+    _, _, nearest = min(
+        (by_weight + BY_VOXELS * abs(log2(voxels / other.voxels)) + by_alignment, number, other)
+        for number, (by_weight, by_alignment, other) in enumerate(others)
+    )
     sizes = _count_copies(first, second, weight, itemsize)
     return sum(times * size for times, size in zip(nearest.copied, sizes, strict=True)) + nearest.rest
+
+
+@cache
+def _list_distances(
+    part: str, kind: Kind, inputs: int, outputs: int, taps: int
+) -> "list[tuple[float, float, MeasuredConvolution]]":
+    """Return what was measured of a kind, and how far each is by its weight and by alignment, whatever the volume."""
+    found = []
+    for other in _find_kind(part, kind):
+        channels = (inputs, other.inputs), (outputs, other.outputs)
+        by_weight = BY_CHANNELS * sum(abs(log2(one / two)) for one, two in channels)
+        by_weight += BY_TAPS * abs(log2(taps / other.taps))
+        found.append((by_weight, BY_ALIGNMENT * sum(map(_count_misalignment, channels)), other))
+    return found
 
 
 def _find_kind(part: str, kind: Kind) -> "list[MeasuredConvolution]":

@@ -1,6 +1,7 @@
 """What one way to run a step needs: it is followed, and its memory and its time are found."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,11 @@ Sides = tuple[int, int, int]
 MORE_STEPS = 4
 """Beside those that are followed, near the end of the memory. DynUNet, 800 x 160 x 160 in 16 GiB, was out of memory in
 the third step, and so is its forecast."""
+
+MOST_TIMES, SMALLEST = 64, 16 * 2**30
+"""How often the memory of a GPU, or of such a small one, is taken before a step is given up: no number of GPUs that is
+looked for where nothing fits could hold it. Losses and recomputation go through a volume piece by piece, so the larger
+it is the longer it is followed: a patch of 100,000 voxels along each axis for ever."""
 
 Resize = Callable[[Sides], tuple[Work, int]]
 """Makes the work on volumes of other sides, and says how many bytes of a GPU something else takes then."""
@@ -86,7 +92,7 @@ class Planned:
         work, machine, free, reserve = self.work, self.machine, self.free, self.reserve
         forecast = forecast_work(work, candidate, machine, reserve=reserve, one_process=free.one_process)
         uncut = candidate.spatial == candidate.pipeline == 1 and candidate.checkpoint is None
-        if forecast.memory is None and uncut:
+        if forecast.memory is None and not forecast.too_large and uncut:
             for kernels in free.kernels[1:]:
                 return forecast_work(work, replace(candidate, kernels=kernels), machine, reserve=reserve)
         return forecast
@@ -117,8 +123,14 @@ def forecast_work(
         without a recording.
     """
     capacity = machine.gpu_bytes - reserve
+    limit = MOST_TIMES * max(machine.gpu_bytes, SMALLEST)
     gpu = replace(machine.gpu, memory=capacity)  # by which a pipeline decides how many stages it needs
     try:
+        if math.prod(work.shape) > limit * candidate.num_gpus:  # torch cannot count the bytes of the largest ones
+            raise OutOfMemoryError(
+                f"a batch of {' x '.join(map(str, work.shape))} is larger than {MOST_TIMES} times the memory of all "
+                "GPUs; take smaller patches or volumes, or a smaller batch"
+            )
         with _quietly():
             traces = follow_candidate(
                 work,
@@ -127,10 +139,13 @@ def forecast_work(
                 time_kernel=machine.gpu.seconds,
                 one_process=one_process,
                 pace=_find_pace(machine),
+                limit=limit,
             )
     except NotRecordedError:  # then a training goes on without
         eager = replace(candidate, recorded=False)
         return forecast_work(work, eager, machine, reserve=reserve, one_process=one_process)
+    except OutOfMemoryError as fault:
+        return Forecast(candidate=candidate, refused=_tell(fault), too_large=True)
     except VolsegError as fault:
         return Forecast(candidate=candidate, refused=_tell(fault))
     except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind

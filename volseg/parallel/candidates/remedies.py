@@ -16,6 +16,9 @@ __all__ = ["find_largest_volumes", "find_number", "list_remedies"]
 MOST_GPUS = 64
 """To which more GPUs are looked for where nothing fits."""
 
+TOO_MUCH = 64
+"""Times what there is, that a volume which was given up is said to take: some such number, to look for smaller ones."""
+
 COPIES_OF_WEIGHTS = 4
 """Of each weight: itself, its gradient, and two averages of the optimizer. Only where to look first depends on it."""
 
@@ -119,6 +122,8 @@ def find_largest_volumes(
             resized, reserve = resize(sides)
             one_process = planned.free.one_process
             forecast = forecast_work(resized, candidate, machine, reserve=reserve, one_process=one_process)
+            if forecast.too_large:
+                return Need(total=TOO_MUCH * machine.gpu_bytes, held=TOO_MUCH * machine.gpu_bytes)
             if forecast.memory is None:
                 return None
             needs[sides] = _find_need(forecast, reserve)

@@ -48,6 +48,7 @@ def follow_candidate(
     time_kernel: TimeKernel | None = None,
     one_process: bool = False,
     pace: Pace | None = None,
+    limit: int | None = None,
 ) -> tuple[StepTrace, ...]:
     """Return what each GPU of a candidate is asked for, or each that differs from the others.
 
@@ -65,20 +66,24 @@ def follow_candidate(
         Whether the slabs lie on GPUs of one process, and not each on that of its own.
     pace : Pace, optional
         By which a pipeline's requests come in the order in which its threads make them; see ``order_by_threads``.
+    limit : int, optional
+        Bytes of tensors on a GPU, above which nothing is followed any further.
 
     Raises
     ------
+    OutOfMemoryError
+        If a GPU would hold more than the limit.
     VolsegError
         If the strategy refuses the network or the batch, in its own words.
     """
     _check(work, candidate)
     time_kernel = time_kernel or (gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly)
     if candidate.num_gpus == 1 or candidate.pipeline > 1 or one_process:
-        return _follow_in_one_process(work, candidate, gpu, time_kernel, pace)
+        return _follow_in_one_process(work, candidate, gpu, time_kernel, pace, limit)
     # The last replica has the most rows, where they differ.
     first = (candidate.data - 1) * candidate.spatial
     ranks = [first + shard for shard in _list_shards(candidate, max(work.sides))]
-    return tuple(_follow_process(work, candidate, gpu, rank, time_kernel) for rank in ranks)
+    return tuple(_follow_process(work, candidate, gpu, rank, time_kernel, limit) for rank in ranks)
 
 
 def _check(work: Work, candidate: Candidate) -> None:
@@ -111,12 +116,12 @@ def _time_roughly(run: KernelRun) -> float:
 
 
 def _follow_in_one_process(
-    work: Work, candidate: Candidate, gpu: GpuLike, time_kernel: TimeKernel, pace: Pace | None
+    work: Work, candidate: Candidate, gpu: GpuLike, time_kernel: TimeKernel, pace: Pace | None, limit: int | None
 ) -> tuple[StepTrace, ...]:
     num_devices = candidate.num_gpus // candidate.data
     if candidate.data > 1 and candidate.recorded:
         raise NotRecordedError("stages whose gradients DistributedDataParallel sums by hooks are not recorded")
-    with following(gpu, num_devices, time_kernel) as followed, ExitStack() as group:
+    with following(gpu, num_devices, time_kernel, limit) as followed, ExitStack() as group:
         mesh = None
         if candidate.data > 1:
             note = partial(_note_exchange, followed)
@@ -139,9 +144,11 @@ def _follow_in_one_process(
     return order_by_threads(followed.list_issued(), num_devices, pace)
 
 
-def _follow_process(work: Work, candidate: Candidate, gpu: GpuLike, rank: int, time_kernel: TimeKernel) -> StepTrace:
+def _follow_process(
+    work: Work, candidate: Candidate, gpu: GpuLike, rank: int, time_kernel: TimeKernel, limit: int | None
+) -> StepTrace:
     """Follow one process of a mesh of replicas and shards."""
-    with following(gpu, 1, time_kernel) as followed:
+    with following(gpu, 1, time_kernel, limit) as followed:
         (device,) = followed.devices
         note = partial(_note_exchange, followed)
         with be_process(rank, candidate.num_gpus, note, device):
