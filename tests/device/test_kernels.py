@@ -17,7 +17,7 @@ from torch import Tensor
 
 import volseg
 from volseg.device import doubling, layout, triton_tiles
-from volseg.device.convolution import few_taps, many_taps, one_voxel
+from volseg.device.convolution import few_channels, few_taps, many_taps, one_voxel
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.grouping import ALONE, Grouping
@@ -395,6 +395,24 @@ def convolve_few_taps() -> None:
         _, weight_gradient, _, gradient = convolve_widely(x, weight, None, (1, 2, 1))
         got = few_taps.weight_gradient_of_few_out(gradient, x, weight, (1, 2, 1))
         assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
+
+
+@covers("device.convolution.few_channels._convolve_few_kernel")
+def convolve_few_channels() -> None:
+    for dtype in HALVES:
+        for shape, channels, kernel, padding, with_bias in (
+            ((2, 3, 4, 5, 6), 3, (3, 3, 3), (1, 1, 1), True),
+            ((1, 2, 6, 5, 7), 4, (3, 1, 2), (0, 0, 1), False),  # a slab with its halo
+            ((1, 1, 4, 3, 5), 1, (3, 3, 3), (2, 1, 1), True),
+        ):
+            x, weight = volume(*shape, dtype=dtype, last=True), volume(channels, shape[1], *kernel, dtype=dtype) / 5
+            bias = values(channels).to(dtype) if with_bias else None
+            wanted, _, input_gradient, gradient = convolve_widely(x, weight, bias, padding)
+            got = few_channels.forward(x, weight, bias, padding)
+            assert got.is_contiguous(memory_format=torch.channels_last_3d)
+            assert_near(got, wanted, ROUNDING[dtype])
+            got = few_channels.input_gradient(gradient, weight, padding)
+            assert_near(got, input_gradient, ROUNDING[dtype])
 
 
 @covers("device.convolution.one_voxel._forward_kernel", "device.convolution.one_voxel._backward_kernel")

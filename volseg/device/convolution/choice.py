@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions, pretended, triton_tiles
-from volseg.device.convolution import few_taps, many_taps, one_voxel, stacks
+from volseg.device.convolution import few_channels, few_taps, many_taps, one_voxel, stacks
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 
 __all__ = [
     "FORWARD",
+    "INPUT_GRADIENT",
     "WEIGHT_GRADIENT",
     "ConvolutionCall",
     "choose",
@@ -117,7 +118,18 @@ def _is_many_taps(call: ConvolutionCall) -> bool:
     return slab.stride(1) == 1 and _count_voxels(slab) * max(weight.shape[:2]) <= stacks.LIMIT
 
 
+def _is_few_channels(call: ConvolutionCall) -> bool:
+    fits = max(call.weight.shape[:2]) <= few_channels.MOST_CHANNELS
+    gathered = call.weight.numel() <= few_channels.MOST_PRODUCTS and prod(call.weight.shape[2:]) > 1
+    return fits and gathered and fusions.is_on("few channels") and _is_undilated(call.slab, call.weight, call.settings)
+
+
 FORWARD = (
+    Kernel(
+        "few channels",
+        _is_few_channels,
+        lambda call: few_channels.forward(call.slab, call.weight, call.bias, call.settings.padding),
+    ),
     Kernel(
         "few taps",
         lambda call: call.bias is None and _is_few_taps(call),
@@ -154,6 +166,16 @@ WEIGHT_GRADIENT = (
     ),
 )
 """Of the weight's gradient. ``one_voxel`` computes that of the input in the same pass: see ``differentiate``."""
+
+
+INPUT_GRADIENT = (
+    Kernel(
+        "few channels",
+        lambda call: _is_few_channels(call) and _pads_less_than_kernel(call.weight, call.settings),
+        lambda call: few_channels.input_gradient(_given(call), call.weight, call.settings.padding),
+    ),
+)
+"""Of the input's gradient."""
 
 
 def _given(call: ConvolutionCall) -> Tensor:
@@ -226,10 +248,10 @@ def differentiate(
         if is_one_voxel(gradient, weight, settings):
             each = one_voxel.backward(gradient, slab, weight, needs_input=needed[0])
             return [value if wanted else None for value, wanted in zip(each, needed, strict=True)]
-        if needed[1]:
-            call = ConvolutionCall(slab, weight, None, settings, gradient)
-            kernel = choose(WEIGHT_GRADIENT, call)
-            found[1] = None if kernel is None else kernel.compute(call)
+        call = ConvolutionCall(slab, weight, None, settings, gradient)
+        for place, table in enumerate((INPUT_GRADIENT, WEIGHT_GRADIENT)):
+            kernel = choose(table, call) if needed[place] else None
+            found[place] = None if kernel is None else kernel.compute(call)
     rest = [wanted and value is None for wanted, value in zip(needed, found, strict=True)]
     if not any(rest):
         return found
