@@ -16,7 +16,7 @@ from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from torch import Tensor
 
 import volseg
-from volseg.device import doubling, layout, triton_tiles
+from volseg.device import doubling, gating, layout, triton_tiles
 from volseg.device.convolution import few_channels, few_taps, many_taps, one_voxel
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation
@@ -339,6 +339,32 @@ def double_volume() -> None:
     (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
     assert_near(doubling.halve(exact.detach().float()), wanted.detach(), 1e-6)
     assert_near(doubling.spread_gradient(gradient), of_slab, 1e-6)
+
+
+@covers("device.gating._multiply_kernel", "device.gating._differentiate_kernel")
+def gate_volume() -> None:
+    """In both layouts, and with more channels than a tile has."""
+    for dtype, channels, last, gradient_last in (
+        (torch.float32, 3, True, True),
+        (torch.bfloat16, 5, False, True),
+        (torch.float32, 5, False, False),
+    ):
+        compare_gated(dtype, channels, last, gradient_last)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_tiles, "TILE", 256)
+        compare_gated(torch.float32, 130, True, False)
+
+
+def compare_gated(dtype: torch.dtype, channels: int, last: bool, gradient_last: bool) -> None:
+    x, gate = volume(2, channels, 2, 3, 2, dtype=dtype, last=last), volume(2, 1, 2, 3, 2, dtype=dtype)
+    gradient = volume(2, channels, 2, 3, 2, dtype=dtype, last=gradient_last)
+    got = gating.multiply(x, gate)
+    assert got.stride() == x.stride()
+    assert_near(got, x.double() * gate.double(), ROUNDING[dtype])
+    wanted = gating.differentiate_plainly(*wide(gradient, x, gate))
+    for one, other in zip(gating.differentiate(gradient, x, gate), wanted, strict=True):
+        assert one.dtype == dtype
+        assert_near(one, other, ROUNDING[dtype])
 
 
 @covers("device.peer.values._exchange_values_kernel")

@@ -16,7 +16,7 @@ from kernel_sanitizer import watching
 from kernels import INTERPRETED
 from torch import Tensor
 
-from volseg.device import doubling, layout, pretended, triton_tiles
+from volseg.device import doubling, gating, layout, pretended, triton_tiles
 from volseg.device.convolution import choice, few_channels, few_taps, one_voxel
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
@@ -127,6 +127,11 @@ def a_last_convolution(last: bool) -> None:
     few_channels.input_gradient(few_channels.forward(x, weight, None, (1, 1, 1)), weight, (1, 1, 1))
 
 
+def a_gate(last: bool) -> None:
+    x, gate = promise((1, CHANNELS, *SIDES), last=last), promise((1, 1, *SIDES))
+    gating.differentiate(gating.multiply(x, gate), x, gate)
+
+
 def a_head(last: bool) -> None:
     x, weight = promise((1, CHANNELS, *SIDES), last=last), torch.zeros(16, CHANNELS, 1, 1, 1, dtype=torch.float16)
     one_voxel.backward(one_voxel.forward(x, weight, None), x, weight, needs_input=True)
@@ -147,6 +152,7 @@ CASES: list[Callable[[bool], None]] = [
     twice_the_size,
     a_first_convolution,
     a_last_convolution,
+    a_gate,
     a_head,
     a_loss,
 ]
