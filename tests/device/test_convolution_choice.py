@@ -76,7 +76,8 @@ def test_the_rest_is_left_to_torch(
     for dtypes in ((torch.float32,) * 2, (torch.float64,) * 2, (HALF, torch.float32)):
         wide = [volume(*sizes, dtype=dtype) for sizes, dtype in zip((shape, kernel), dtypes, strict=True)]
         assert chosen(*wide, None, plain) == [None, None], dtypes
-    for changed in ({"stride": (2, 2, 2)}, {"groups": 2}, {"transposed": True}):
+    strided = [{"stride": (2, 2, 2)}] if shape[1] != 1 else []  # a first convolution may have strides
+    for changed in (*strided, {"groups": 2}, {"transposed": True}):
         assert chosen(slab, weight, None, settings(padding, **changed)) == [None, None], changed
     assert chosen(volume(*shape, device="cpu"), volume(*kernel, device="cpu"), None, plain) == [None, None]
     image = [volume(*sizes[:2], *sizes[3:]) for sizes in (shape, kernel)]
@@ -91,7 +92,13 @@ def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
         return chosen(slab, volume(*kernel), more.pop("bias", None), settings(around, **more))
 
     one, eight, wide = (1, 1, 8, 8, 8), (1, 8, 8, 8, 8), (1, 128, 16, 16, 16)
-    assert names(one, (32, 1, 3, 3, 3), 1, bias=volume(32)) == [None, "few taps"]
+    assert names(one, (32, 1, 3, 3, 3), 1, bias=volume(32)) == ["few taps", "few taps"]
+    assert names((1, 32, 8, 8, 8), (17, 32, 1, 1, 1), 0, bias=volume(17)) == ["one voxel", "few taps"]
+    assert names(one, (32, 1, 3, 3, 3), 1, stride=(2, 2, 2)) == ["few taps", "few taps"]
+    assert names(one, (32, 1, 3, 3, 3), 1, stride=(2, 2, 2), groups=2) == [None, None]
+    with fusions.without("few channels"):
+        assert names(one, (32, 1, 3, 3, 3), 1, bias=volume(32)) == [None, "few taps"]
+        assert names(one, (32, 1, 3, 3, 3), 1, stride=(2, 2, 2)) == [None, None]
     assert names(one, (32, 1, 3, 3, 3), 1, dilation=(2, 2, 2)) == [None, None]
     assert names(eight, (32, 8, 3, 3, 3), 1) == names(one, (65, 1, 3, 3, 3), 1) == names(one, (8, 1, 3, 3, 3), 1)
     assert names(eight, (32, 8, 3, 3, 3), 1) == [None, None]

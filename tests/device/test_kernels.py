@@ -417,6 +417,12 @@ def convolve_few_taps() -> None:
             assert_near(few_taps.forward(x, weight, padding), wanted, ROUNDING[dtype])
             got = few_taps.weight_gradient(gradient, x, weight, padding)
             assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
+        for sides, stride, padding in (((5, 4, 6), (2, 2, 2), (1, 1, 1)), ((6, 5, 4), (1, 2, 3), (0, 1, 1))):
+            x, weight, bias = volume(2, 1, *sides, dtype=dtype), volume(20, 1, 3, 3, 3, dtype=dtype) / 5, values(20)
+            wanted, weight_gradient, _, gradient = convolve_widely(x, weight, bias.to(dtype), padding, stride)
+            assert_near(few_taps.forward(x, weight, padding, stride, bias.to(dtype)), wanted, ROUNDING[dtype])
+            got = few_taps.weight_gradient(gradient, x, weight, padding, stride)
+            assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
         x, weight = volume(1, 16, 4, 5, 4, dtype=dtype, last=True), volume(3, 16, 4, 4, 4, dtype=dtype)
         _, weight_gradient, _, gradient = convolve_widely(x, weight, None, (1, 2, 1))
         got = few_taps.weight_gradient_of_few_out(gradient, x, weight, (1, 2, 1))
@@ -470,11 +476,11 @@ def convolve_many_taps() -> None:
 
 
 def convolve_widely(
-    x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]
+    x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...], stride: tuple[int, ...] = (1, 1, 1)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output, the gradients of weight and input, all in float64, and the output's gradient."""
     exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    output = F.conv3d(*exact, None if bias is None else bias.double(), padding=padding)
+    output = F.conv3d(*exact, None if bias is None else bias.double(), stride=stride, padding=padding)
     gradient = volume(*output.shape, dtype=x.dtype, last=True)
     of_input, of_weight = torch.autograd.grad(output, exact, gradient.double())
     return output.detach(), of_weight, of_input, gradient

@@ -49,12 +49,16 @@ class Kernel(NamedTuple):
 
 def _is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     """Say whether Triton may run, and the convolution is one of half precision, without strides or groups."""
+    return settings.stride == (1, 1, 1) and _is_plain_or_strided(tensor, weight, settings)
+
+
+def _is_plain_or_strided(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     if not (triton_tiles.available() and pretended.on_gpu(tensor) and tensor.ndim == 5):
         return False
     half = tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
     if tensor.numel() > triton_tiles.MOST_VOXELS and _count_voxels(tensor) > triton_tiles.MOST_VOXELS:
         return False
-    return half and settings.stride == (1, 1, 1) and settings.groups == 1 and not settings.transposed
+    return half and settings.groups == 1 and not settings.transposed
 
 
 def _is_undilated(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
@@ -96,7 +100,15 @@ def _is_few_taps(call: ConvolutionCall) -> bool:
     # Channels of one voxel lie side by side: that is a matrix product as it stands, and no gathering of taps.
     is_point = prod(call.weight.shape[2:]) == 1 and fusions.is_on("points")
     gathered = not is_point or call.weight.shape[1] <= few_taps.MOST_CHANNELS_OF_POINT
-    return fits and gathered and _is_undilated(call.slab, call.weight, call.settings)
+    if not fits or not gathered or call.settings.dilation != (1, 1, 1):
+        return False
+    suits = _is_plain_or_strided if _has_own_taps(call.weight) else _is_plain
+    return suits(call.slab, call.weight, call.settings)
+
+
+def _has_own_taps(weight: Tensor) -> bool:
+    """Say whether ``few_taps`` takes strides and a bias, too: convolutions of single voxels are fast elsewhere."""
+    return prod(weight.shape[2:]) > 1 and fusions.is_on("few channels")
 
 
 def _is_few_out(call: ConvolutionCall) -> bool:
@@ -132,8 +144,8 @@ FORWARD = (
     ),
     Kernel(
         "few taps",
-        lambda call: call.bias is None and _is_few_taps(call),
-        lambda call: few_taps.forward(call.slab, call.weight, call.settings.padding),
+        lambda call: _is_few_taps(call) and (call.bias is None or _has_own_taps(call.weight)),
+        lambda call: few_taps.forward(call.slab, call.weight, call.settings.padding, call.settings.stride, call.bias),
     ),
     Kernel(
         "one voxel",
@@ -152,7 +164,9 @@ WEIGHT_GRADIENT = (
     Kernel(
         "few taps",
         _is_few_taps,
-        lambda call: few_taps.weight_gradient(_given(call), call.slab, call.weight, call.settings.padding),
+        lambda call: few_taps.weight_gradient(
+            _given(call), call.slab, call.weight, call.settings.padding, call.settings.stride
+        ),
     ),
     Kernel(
         "few channels out",
