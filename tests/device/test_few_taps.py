@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from volseg.device.convolution import few_channels, few_taps
+from volseg.device.convolution import choice, few_channels, few_taps
+from volseg.device.convolution.settings import Settings
 
 SHAPES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]] = {
     "U-Net": ((9, 1, 20, 28, 20), 32, (3, 3, 3), (1, 1, 1)),
@@ -104,3 +105,15 @@ def test_a_first_convolution_with_strides_trains(
     for one, other in beside_float64(layers, torch.randn(2, 1, 8, 12, 10, device="cuda")):
         if float(other.norm()) > 1e-9:  # a bias in front of a norm has none
             assert float((one - other).norm() / other.norm()) < 0.05
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_bias_alone_has_torchs_gradient(channels_last: bool, settings: Callable[..., Settings]) -> None:
+    x, weight, gradient = torch.randn(2, 3, 5, 4, 6), torch.randn(7, 3, 3, 3, 3), torch.randn(2, 7, 5, 4, 6)
+    given = gradient, x, weight, [7], settings((1, 1, 1)), channels_last
+    together = choice.differentiate(*given, [True, True, True])
+    alone = choice.differentiate(*given, [False, False, True])
+    assert alone[:2] == [None, None]
+    assert alone[2] is not None
+    assert together[2] is not None
+    torch.testing.assert_close(alone[2], together[2])

@@ -28,8 +28,8 @@ def count_sector_bytes(tensor: Tensor, tile: tuple[int, int]) -> tuple[int, int]
     """Return the bytes of the sectors that a first tile reads, and of its elements."""
     _, step, stride = read_strides(tensor)
     voxels, channels = torch.arange(tile[0]), torch.arange(min(tile[1], tensor.shape[1]))
-    places = tensor.element_size() * (tensor.storage_offset() + voxels[:, None] * stride + channels[None] * step)
-    return SECTOR * len((places // SECTOR).unique()), tensor.element_size() * places.numel()
+    places = tensor.element_size() * (int(tensor.storage_offset()) + voxels[:, None] * stride + channels[None] * step)
+    return SECTOR * len(set((places // SECTOR).flatten().tolist())), tensor.element_size() * places.numel()
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 8, 16, 32, 200])

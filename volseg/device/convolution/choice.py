@@ -267,7 +267,9 @@ def differentiate(
             kernel = choose(table, call) if needed[place] else None
             found[place] = None if kernel is None else kernel.compute(call)
     rest = [wanted and value is None for wanted, value in zip(needed, found, strict=True)]
-    if not any(rest):
+    if rest == [False, False, True]:  # as torch would, whose function takes its gradients for a convolution's
+        found[2] = gradient.sum([dim for dim in range(gradient.ndim) if dim != 1])
+    if not any(rest) or found[2] is not None:
         return found
     others = stacks.differentiate(gradient, slab, weight, bias_sizes, settings.arguments, rest)
     return [other if value is None else value for value, other in zip(found, others, strict=True)]
