@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from volseg.device import triton_tiles
+from volseg.device import fusions, triton_tiles
 from volseg.device.convolution import choice, many_taps, stacks
-from volseg.device.convolution.choice import FORWARD, WEIGHT_GRADIENT, ConvolutionCall
+from volseg.device.convolution.choice import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ConvolutionCall
 from volseg.device.convolution.settings import Settings
 
 HALF = torch.bfloat16
@@ -49,6 +49,7 @@ def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> 
         ((1, 128, 4, 4, 4), (128, 128, 5, 5, 5), (2, 2, 2), [None, "many taps"]),
         ((1, 128, 16, 16, 16), (128, 128, 5, 5, 5), (2, 2, 2), ["many taps", "many taps"]),
         ((1, 32, 8, 8, 8), (32, 32, 3, 3, 3), (1, 1, 1), [None, None]),
+        ((1, 3, 8, 8, 8), (3, 3, 3, 3, 3), (1, 1, 1), ["few channels", None]),
     ]
     for shape, kernel, padding, expected in cases:
         assert chosen(volume(*shape), volume(*kernel), None, settings(padding)) == expected, (shape, kernel)
@@ -63,8 +64,9 @@ def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> 
         ((1, 32, 8, 8, 8), (3, 32, 5, 5, 5), (2, 2, 2)),
         ((1, 32, 8, 8, 8), (3, 32, 1, 1, 1), (0, 0, 0)),
         ((1, 128, 16, 16, 16), (128, 128, 5, 5, 5), (2, 2, 2)),
+        ((1, 3, 8, 8, 8), (3, 3, 3, 3, 3), (1, 1, 1)),
     ],
-    ids=["few taps", "few channels out", "one voxel", "many taps"],
+    ids=["few taps", "few channels out", "one voxel", "many taps", "few channels"],
 )
 def test_the_rest_is_left_to_torch(
     shape: tuple[int, ...], kernel: tuple[int, ...], padding: tuple[int, ...], settings: Callable[..., Settings]
@@ -74,7 +76,8 @@ def test_the_rest_is_left_to_torch(
     for dtypes in ((torch.float32,) * 2, (torch.float64,) * 2, (HALF, torch.float32)):
         wide = [volume(*sizes, dtype=dtype) for sizes, dtype in zip((shape, kernel), dtypes, strict=True)]
         assert chosen(*wide, None, plain) == [None, None], dtypes
-    for changed in ({"stride": (2, 2, 2)}, {"groups": 2}, {"transposed": True}):
+    strided = [{"stride": (2, 2, 2)}] if shape[1] != 1 else []  # a first convolution may have strides
+    for changed in (*strided, {"groups": 2}, {"transposed": True}):
         assert chosen(slab, weight, None, settings(padding, **changed)) == [None, None], changed
     assert chosen(volume(*shape, device="cpu"), volume(*kernel, device="cpu"), None, plain) == [None, None]
     image = [volume(*sizes[:2], *sizes[3:]) for sizes in (shape, kernel)]
@@ -89,7 +92,13 @@ def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
         return chosen(slab, volume(*kernel), more.pop("bias", None), settings(around, **more))
 
     one, eight, wide = (1, 1, 8, 8, 8), (1, 8, 8, 8, 8), (1, 128, 16, 16, 16)
-    assert names(one, (32, 1, 3, 3, 3), 1, bias=volume(32)) == [None, "few taps"]
+    assert names(one, (32, 1, 3, 3, 3), 1, bias=volume(32)) == ["few taps", "few taps"]
+    assert names((1, 32, 8, 8, 8), (17, 32, 1, 1, 1), 0, bias=volume(17)) == ["one voxel", "few taps"]
+    assert names(one, (32, 1, 3, 3, 3), 1, stride=(2, 2, 2)) == ["few taps", "few taps"]
+    assert names(one, (32, 1, 3, 3, 3), 1, stride=(2, 2, 2), groups=2) == [None, None]
+    with fusions.without("few channels"):
+        assert names(one, (32, 1, 3, 3, 3), 1, bias=volume(32)) == [None, "few taps"]
+        assert names(one, (32, 1, 3, 3, 3), 1, stride=(2, 2, 2)) == [None, None]
     assert names(one, (32, 1, 3, 3, 3), 1, dilation=(2, 2, 2)) == [None, None]
     assert names(eight, (32, 8, 3, 3, 3), 1) == names(one, (65, 1, 3, 3, 3), 1) == names(one, (8, 1, 3, 3, 3), 1)
     assert names(eight, (32, 8, 3, 3, 3), 1) == [None, None]
@@ -112,6 +121,22 @@ def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
     # 2**31 elements: cuDNN's kernels, a stack of planes at a time.
     assert stacks.LIMIT == 2**31 - 1
     assert names((1, 128, 256, 256, 256), (128, 128, 5, 5, 5), 2) == [None, None]
+
+
+def test_gradients_of_the_input_of_few_channels(settings: Callable[..., Settings]) -> None:
+    def name(channels: tuple[int, int], padding: int = 1, kernel: int = 3, **changed: Any) -> str | None:
+        gradient, weight = volume(1, channels[0], 8, 8, 8), volume(*channels, *(kernel,) * 3)
+        call = ConvolutionCall(
+            volume(1, channels[1], 8, 8, 8), weight, None, settings((padding,) * 3, **changed), gradient
+        )
+        kernels = choice.choose(INPUT_GRADIENT, call)
+        return None if kernels is None else kernels.name
+
+    assert name((3, 3)) == name((4, 4), 0) == name((1, 2)) == "few channels"
+    assert name((3, 5)) is name((5, 3)) is name((3, 3), 3) is name((3, 3), 0, 1) is name((3, 3), 2, 5) is None
+    assert name((3, 3), stride=(2, 2, 2)) is name((3, 3), dilation=(2, 2, 2)) is None
+    with fusions.without("few channels"):
+        assert name((3, 3)) is None
 
 
 def test_gradients_lie_with_channels_last_but_for_heads(settings: Callable[..., Settings]) -> None:

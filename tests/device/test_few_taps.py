@@ -1,4 +1,4 @@
-"""The first convolution's own kernels against convolution in float64."""
+"""The own kernels of a network's first and last convolution against convolution in float64."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from volseg.device.convolution import few_taps
+from volseg.device.convolution import choice, few_channels, few_taps
+from volseg.device.convolution.settings import Settings
 
 SHAPES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]] = {
     "U-Net": ((9, 1, 20, 28, 20), 32, (3, 3, 3), (1, 1, 1)),
@@ -69,3 +70,50 @@ def test_a_network_trains_with_them(beside_float64: Callable[..., list[tuple[Ten
 
     for one, other in beside_float64(layers, torch.randn(2, 1, 8, 12, 10, device="cuda")):
         assert float((one - other).norm() / other.norm()) < 0.05  # bfloat16 has three digits; plain torch is 0.01 away
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("channels", [(3, 3), (4, 2), (1, 4)])
+@pytest.mark.parametrize("padding", [(1, 1, 1), (0, 2, 1)])
+def test_few_channels_to_few_equal_float64(
+    channels: tuple[int, int], padding: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    def half(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=torch.channels_last_3d)
+
+    x, weight, bias = half(2, channels[0], 9, 17, 30), half(*channels[::-1], 3, 3, 3), torch.randn(channels[1]).cuda()
+    exact = x.double().requires_grad_()
+    expected = F.conv3d(exact, weight.double(), bias.to(dtype).double(), padding=padding)
+    gradient = half(*expected.shape)
+    (wanted,) = torch.autograd.grad(expected, exact, gradient.double())
+    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    got = few_channels.forward(x, weight, bias.to(dtype), padding)
+    torch.testing.assert_close(got.double(), expected.detach(), rtol=rounding, atol=1e-4)
+    derived = few_channels.input_gradient(gradient, weight, padding)
+    torch.testing.assert_close(derived.double(), wanted, rtol=rounding, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_first_convolution_with_strides_trains(
+    beside_float64: Callable[..., list[tuple[Tensor, Tensor]]],
+) -> None:
+    def layers() -> list[nn.Module]:
+        first, last = nn.Conv3d(1, 32, 3, stride=2, padding=1), nn.ConvTranspose3d(32, 3, 2, 2)
+        return [first, nn.InstanceNorm3d(32), nn.LeakyReLU(), last, nn.Conv3d(3, 3, 3, padding=1)]
+
+    for one, other in beside_float64(layers, torch.randn(2, 1, 8, 12, 10, device="cuda")):
+        if float(other.norm()) > 1e-9:  # a bias in front of a norm has none
+            assert float((one - other).norm() / other.norm()) < 0.05
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_bias_alone_has_torchs_gradient(channels_last: bool, settings: Callable[..., Settings]) -> None:
+    x, weight, gradient = torch.randn(2, 3, 5, 4, 6), torch.randn(7, 3, 3, 3, 3), torch.randn(2, 7, 5, 4, 6)
+    given = gradient, x, weight, [7], settings((1, 1, 1)), channels_last
+    together = choice.differentiate(*given, [True, True, True])
+    alone = choice.differentiate(*given, [False, False, True])
+    assert alone[:2] == [None, None]
+    assert alone[2] is not None
+    assert together[2] is not None
+    torch.testing.assert_close(alone[2], together[2])

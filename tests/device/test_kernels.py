@@ -16,8 +16,8 @@ from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from torch import Tensor
 
 import volseg
-from volseg.device import doubling, layout, triton_tiles
-from volseg.device.convolution import few_taps, many_taps, one_voxel
+from volseg.device import doubling, gating, layout, triton_tiles
+from volseg.device.convolution import few_channels, few_taps, many_taps, one_voxel
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.grouping import ALONE, Grouping
@@ -341,6 +341,32 @@ def double_volume() -> None:
     assert_near(doubling.spread_gradient(gradient), of_slab, 1e-6)
 
 
+@covers("device.gating._multiply_kernel", "device.gating._differentiate_kernel")
+def gate_volume() -> None:
+    """In both layouts, and with more channels than a tile has."""
+    for dtype, channels, last, gradient_last in (
+        (torch.float32, 3, True, True),
+        (torch.bfloat16, 5, False, True),
+        (torch.float32, 5, False, False),
+    ):
+        compare_gated(dtype, channels, last, gradient_last)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_tiles, "TILE", 256)
+        compare_gated(torch.float32, 130, True, False)
+
+
+def compare_gated(dtype: torch.dtype, channels: int, last: bool, gradient_last: bool) -> None:
+    x, gate = volume(2, channels, 2, 3, 2, dtype=dtype, last=last), volume(2, 1, 2, 3, 2, dtype=dtype)
+    gradient = volume(2, channels, 2, 3, 2, dtype=dtype, last=gradient_last)
+    got = gating.multiply(x, gate)
+    assert got.stride() == x.stride()
+    assert_near(got, x.double() * gate.double(), ROUNDING[dtype])
+    wanted = gating.differentiate_plainly(*wide(gradient, x, gate))
+    for one, other in zip(gating.differentiate(gradient, x, gate), wanted, strict=True):
+        assert one.dtype == dtype
+        assert_near(one, other, ROUNDING[dtype])
+
+
 @covers("device.peer.values._exchange_values_kernel")
 def exchange_values() -> None:
     memory, boxes = mailboxes(2)
@@ -391,10 +417,34 @@ def convolve_few_taps() -> None:
             assert_near(few_taps.forward(x, weight, padding), wanted, ROUNDING[dtype])
             got = few_taps.weight_gradient(gradient, x, weight, padding)
             assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
+        for sides, stride, padding in (((5, 4, 6), (2, 2, 2), (1, 1, 1)), ((6, 5, 4), (1, 2, 3), (0, 1, 1))):
+            x, weight, bias = volume(2, 1, *sides, dtype=dtype), volume(20, 1, 3, 3, 3, dtype=dtype) / 5, values(20)
+            wanted, weight_gradient, _, gradient = convolve_widely(x, weight, bias.to(dtype), padding, stride)
+            assert_near(few_taps.forward(x, weight, padding, stride, bias.to(dtype)), wanted, ROUNDING[dtype])
+            got = few_taps.weight_gradient(gradient, x, weight, padding, stride)
+            assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
         x, weight = volume(1, 16, 4, 5, 4, dtype=dtype, last=True), volume(3, 16, 4, 4, 4, dtype=dtype)
         _, weight_gradient, _, gradient = convolve_widely(x, weight, None, (1, 2, 1))
         got = few_taps.weight_gradient_of_few_out(gradient, x, weight, (1, 2, 1))
         assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
+
+
+@covers("device.convolution.few_channels._convolve_few_kernel")
+def convolve_few_channels() -> None:
+    for dtype in HALVES:
+        for shape, channels, kernel, padding, with_bias in (
+            ((2, 3, 4, 5, 6), 3, (3, 3, 3), (1, 1, 1), True),
+            ((1, 2, 6, 5, 7), 4, (3, 1, 2), (0, 0, 1), False),  # a slab with its halo
+            ((1, 1, 4, 3, 5), 1, (3, 3, 3), (2, 1, 1), True),
+        ):
+            x, weight = volume(*shape, dtype=dtype, last=True), volume(channels, shape[1], *kernel, dtype=dtype) / 5
+            bias = values(channels).to(dtype) if with_bias else None
+            wanted, _, input_gradient, gradient = convolve_widely(x, weight, bias, padding)
+            got = few_channels.forward(x, weight, bias, padding)
+            assert got.is_contiguous(memory_format=torch.channels_last_3d)
+            assert_near(got, wanted, ROUNDING[dtype])
+            got = few_channels.input_gradient(gradient, weight, padding)
+            assert_near(got, input_gradient, ROUNDING[dtype])
 
 
 @covers("device.convolution.one_voxel._forward_kernel", "device.convolution.one_voxel._backward_kernel")
@@ -426,11 +476,11 @@ def convolve_many_taps() -> None:
 
 
 def convolve_widely(
-    x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]
+    x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...], stride: tuple[int, ...] = (1, 1, 1)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output, the gradients of weight and input, all in float64, and the output's gradient."""
     exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    output = F.conv3d(*exact, None if bias is None else bias.double(), padding=padding)
+    output = F.conv3d(*exact, None if bias is None else bias.double(), stride=stride, padding=padding)
     gradient = volume(*output.shape, dtype=x.dtype, last=True)
     of_input, of_weight = torch.autograd.grad(output, exact, gradient.double())
     return output.detach(), of_weight, of_input, gradient

@@ -16,8 +16,8 @@ from kernel_sanitizer import watching
 from kernels import INTERPRETED
 from torch import Tensor
 
-from volseg.device import doubling, layout, pretended, triton_tiles
-from volseg.device.convolution import choice, few_taps, one_voxel
+from volseg.device import doubling, gating, layout, pretended, triton_tiles
+from volseg.device.convolution import choice, few_channels, few_taps, one_voxel
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
 from volseg.device.norm.activation import IDENTITY, Activation
@@ -122,6 +122,16 @@ def a_first_convolution(last: bool) -> None:
     few_taps.weight_gradient(few_taps.forward(x, weight, (1, 1, 1)), x, weight, (1, 1, 1))
 
 
+def a_last_convolution(last: bool) -> None:
+    x, weight = promise((1, 4, 1024, 1024, 513), last=last), torch.zeros(4, 4, 3, 3, 3, dtype=torch.float16)
+    few_channels.input_gradient(few_channels.forward(x, weight, None, (1, 1, 1)), weight, (1, 1, 1))
+
+
+def a_gate(last: bool) -> None:
+    x, gate = promise((1, CHANNELS, *SIDES), last=last), promise((1, 1, *SIDES))
+    gating.differentiate(gating.multiply(x, gate), x, gate)
+
+
 def a_head(last: bool) -> None:
     x, weight = promise((1, CHANNELS, *SIDES), last=last), torch.zeros(16, CHANNELS, 1, 1, 1, dtype=torch.float16)
     one_voxel.backward(one_voxel.forward(x, weight, None), x, weight, needs_input=True)
@@ -135,7 +145,17 @@ def a_loss(last: bool) -> None:
     dice_passes.gradient(x, label, torch.zeros(4, 1, CHANNELS), squared=True)
 
 
-CASES: list[Callable[[bool], None]] = [a_norm, a_sum, a_copy, twice_the_size, a_first_convolution, a_head, a_loss]
+CASES: list[Callable[[bool], None]] = [
+    a_norm,
+    a_sum,
+    a_copy,
+    twice_the_size,
+    a_first_convolution,
+    a_last_convolution,
+    a_gate,
+    a_head,
+    a_loss,
+]
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])

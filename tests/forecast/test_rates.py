@@ -158,6 +158,8 @@ def test_kernels_of_taps_are_known_by_what_a_trace_and_what_a_row_tells() -> Non
     assert classify(noted) == classify(row)
     (kernel,) = classify(noted)
     assert kernel.flops == 2 * 64**3 * 16 * 4 * 27
+    strided = KernelRun(name, torch.bfloat16, 1, 1, ((1, 4, 128, 128, 128), (16, 108), out), True)
+    assert classify(strided)[0].flops == kernel.flops
     parts = (9, 16, 3, 3, 3, 4)
     wide = KernelRun("convolution.many_taps._weight_kernel", torch.bfloat16, 1, 1, (slab, out, parts), True)
     assert classify(wide)[0].flops == kernel.flops

@@ -18,10 +18,12 @@ NAMES = (
     "waiting biases",
     "doubling",
     "points",
+    "few channels",
+    "gates",
 )
 """Statistics of groups and batches, and of norms in evaluation; PReLU, sigmoid, SiLU and GELU behind norms; sums that
 take norms along; bias gradients that are zero; biases that norms take away; volumes of twice the size; 1 x 1 x 1
-convolutions as matrix products."""
+convolutions as matrix products; convolutions of few channels to few; volumes times one channel."""
 
 _off: set[str] = set()
 

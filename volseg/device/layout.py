@@ -46,8 +46,7 @@ def copy_into(slab: Tensor, out: Tensor) -> None:
 def copy_by_triton(slab: Tensor, out: Tensor) -> None:
     """Copy a slab likewise by the kernel, which is the faster one between layouts."""
     slab = make_even(slab, slab)
-    # Between layouts the tile follows the one with channels last: its lines are then whole on both sides.
-    tile = max(choose_tile(slab), choose_tile(out), key=lambda size: size[1])
+    tile = choose_tile(slab, out)
     grid = (triton.cdiv(count_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
     with select_device(slab):
         _copy_kernel[grid](

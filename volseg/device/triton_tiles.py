@@ -69,7 +69,9 @@ def _find_strides(size: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, 
     for dim in range(len(size) - 2, 1, -1):
         if size[dim] > 1 and stride[dim] != stride[dim + 1] * size[dim + 1]:
             return None
-    return stride[0], stride[1], step
+    # Of one channel the step to the next is never taken, and 0 hides nothing from the compiler: with 1, as it is with
+    # channels last, no line of memory would begin evenly, and each element would be loaded by itself.
+    return stride[0], stride[1] if size[1] > 1 else 0, step
 
 
 def read_strides(tensor: Tensor) -> tuple[int, int, int]:
@@ -87,8 +89,15 @@ def make_even(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.contiguous() if find_strides(copy) is None else copy.copy_(tensor)
 
 
-def choose_tile(tensor: Tensor) -> tuple[int, int]:
-    """Return voxels and channels per tile: whole lines of memory in either layout."""
+def choose_tile(*tensors: Tensor) -> tuple[int, int]:
+    """Return voxels and channels per tile, which holds whole lines of memory of all tensors that a kernel goes through.
+
+    Where they lie differently it is that of those with channels last: so many voxels of one channel are lines too.
+    """
+    return max(map(_choose_tile, tensors), key=lambda size: size[1])
+
+
+def _choose_tile(tensor: Tensor) -> tuple[int, int]:
     channels = tensor.shape[1]
     strides = find_strides(tensor)
     if strides is not None and strides[1] == 1 and channels > 1:

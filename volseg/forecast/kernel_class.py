@@ -146,7 +146,7 @@ def _classify_taps(run: KernelRun, dtype: str) -> KernelClass:
     # Slab and output, or its gradient, have more voxels than a weight has taps.
     volumes = sorted((shape for shape in run.shapes if len(shape) == 5), key=lambda shape: -prod(shape[2:]))[:2]
     channels = sorted(max(1, shape[1]) for shape in volumes)
-    voxels = max(shape[0] * prod(shape[2:]) for shape in volumes)
+    voxels = min(shape[0] * prod(shape[2:]) for shape in volumes)  # of the output: a stride leaves some out
     taps = _count_taps([shape for shape in run.shapes if shape not in volumes], channels[0])
     flops = 2 * voxels * channels[0] * channels[-1] * taps
     shape = log2(channels[0]), log2(channels[-1]), log2(taps)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions, pretended, triton_tiles
-from volseg.device.convolution import few_taps, many_taps, one_voxel, stacks
+from volseg.device.convolution import few_channels, few_taps, many_taps, one_voxel, stacks
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 
 __all__ = [
     "FORWARD",
+    "INPUT_GRADIENT",
     "WEIGHT_GRADIENT",
     "ConvolutionCall",
     "adds_bias",
@@ -49,12 +50,16 @@ class Kernel(NamedTuple):
 
 def _is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     """Say whether Triton may run, and the convolution is one of half precision, without strides or groups."""
+    return settings.stride == (1, 1, 1) and _is_plain_or_strided(tensor, weight, settings)
+
+
+def _is_plain_or_strided(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     if not (triton_tiles.available() and pretended.on_gpu(tensor) and tensor.ndim == 5):
         return False
     half = tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
     if tensor.numel() > triton_tiles.MOST_VOXELS and _count_voxels(tensor) > triton_tiles.MOST_VOXELS:
         return False
-    return half and settings.stride == (1, 1, 1) and settings.groups == 1 and not settings.transposed
+    return half and settings.groups == 1 and not settings.transposed
 
 
 def _is_undilated(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
@@ -96,7 +101,15 @@ def _is_few_taps(call: ConvolutionCall) -> bool:
     # Channels of one voxel lie side by side: that is a matrix product as it stands, and no gathering of taps.
     is_point = prod(call.weight.shape[2:]) == 1 and fusions.is_on("points")
     gathered = not is_point or call.weight.shape[1] <= few_taps.MOST_CHANNELS_OF_POINT
-    return fits and gathered and _is_undilated(call.slab, call.weight, call.settings)
+    if not fits or not gathered or call.settings.dilation != (1, 1, 1):
+        return False
+    suits = _is_plain_or_strided if _has_own_taps(call.weight) else _is_plain
+    return suits(call.slab, call.weight, call.settings)
+
+
+def _has_own_taps(weight: Tensor) -> bool:
+    """Say whether ``few_taps`` takes strides and a bias, too: convolutions of single voxels are fast elsewhere."""
+    return prod(weight.shape[2:]) > 1 and fusions.is_on("few channels")
 
 
 def _is_few_out(call: ConvolutionCall) -> bool:
@@ -118,11 +131,22 @@ def _is_many_taps(call: ConvolutionCall) -> bool:
     return slab.stride(1) == 1 and _count_voxels(slab) * max(weight.shape[:2]) <= stacks.LIMIT
 
 
+def _is_few_channels(call: ConvolutionCall) -> bool:
+    fits = max(call.weight.shape[:2]) <= few_channels.MOST_CHANNELS
+    gathered = call.weight.numel() <= few_channels.MOST_PRODUCTS and prod(call.weight.shape[2:]) > 1
+    return fits and gathered and fusions.is_on("few channels") and _is_undilated(call.slab, call.weight, call.settings)
+
+
 FORWARD = (
     Kernel(
+        "few channels",
+        _is_few_channels,
+        lambda call: few_channels.forward(call.slab, call.weight, call.bias, call.settings.padding),
+    ),
+    Kernel(
         "few taps",
-        lambda call: call.bias is None and _is_few_taps(call),
-        lambda call: few_taps.forward(call.slab, call.weight, call.settings.padding),
+        lambda call: _is_few_taps(call) and (call.bias is None or _has_own_taps(call.weight)),
+        lambda call: few_taps.forward(call.slab, call.weight, call.settings.padding, call.settings.stride, call.bias),
     ),
     Kernel(
         "one voxel",
@@ -141,7 +165,9 @@ WEIGHT_GRADIENT = (
     Kernel(
         "few taps",
         _is_few_taps,
-        lambda call: few_taps.weight_gradient(_given(call), call.slab, call.weight, call.settings.padding),
+        lambda call: few_taps.weight_gradient(
+            _given(call), call.slab, call.weight, call.settings.padding, call.settings.stride
+        ),
     ),
     Kernel(
         "few channels out",
@@ -155,6 +181,16 @@ WEIGHT_GRADIENT = (
     ),
 )
 """Of the weight's gradient. ``one_voxel`` computes that of the input in the same pass: see ``differentiate``."""
+
+
+INPUT_GRADIENT = (
+    Kernel(
+        "few channels",
+        lambda call: _is_few_channels(call) and _pads_less_than_kernel(call.weight, call.settings),
+        lambda call: few_channels.input_gradient(_given(call), call.weight, call.settings.padding),
+    ),
+)
+"""Of the input's gradient."""
 
 
 def _given(call: ConvolutionCall) -> Tensor:
@@ -241,12 +277,14 @@ def differentiate(
         if is_one_voxel(gradient, weight, settings):
             each = one_voxel.backward(gradient, slab, weight, needs_input=needed[0])
             return [value if wanted else None for value, wanted in zip(each, needed, strict=True)]
-        if needed[1]:
-            call = ConvolutionCall(slab, weight, None, settings, gradient)
-            kernel = choose(WEIGHT_GRADIENT, call)
-            found[1] = None if kernel is None else kernel.compute(call)
+        call = ConvolutionCall(slab, weight, None, settings, gradient)
+        for place, table in enumerate((INPUT_GRADIENT, WEIGHT_GRADIENT)):
+            kernel = choose(table, call) if needed[place] else None
+            found[place] = None if kernel is None else kernel.compute(call)
     rest = [wanted and value is None for wanted, value in zip(needed, found, strict=True)]
-    if not any(rest):
+    if rest == [False, False, True]:  # as torch would, whose function takes its gradients for a convolution's
+        found[2] = gradient.sum([dim for dim in range(gradient.ndim) if dim != 1])
+    if not any(rest) or found[2] is not None:
         return found
     others = stacks.differentiate(gradient, slab, weight, bias_sizes, settings.arguments, rest)
     return [other if value is None else value for value, other in zip(found, others, strict=True)]

@@ -38,7 +38,7 @@ MOST_OUT, FEWEST_TAPS_OF_FEW_OUT = 4, 64
 
 @triton.jit
 def _gather(
-    x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS,
+    x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Return the input under each tap of the output voxels from ``first`` on, ``[BV, BT]``."""
@@ -47,9 +47,9 @@ def _gather(
     plane = line // OH
     w, h, d, b = v % OW, line % OH, plane % OD, plane // OD
     t = tl.arange(0, BT)
-    zd = d[:, None] + ((t // (KW * KH)) % KD - PD)[None, :]
-    zh = h[:, None] + ((t // KW) % KH - PH)[None, :]
-    zw = w[:, None] + (t % KW - PW)[None, :]
+    zd = d[:, None] * SD + ((t // (KW * KH)) % KD - PD)[None, :]
+    zh = h[:, None] * SH + ((t // KW) % KH - PH)[None, :]
+    zw = w[:, None] * SW + (t % KW - PW)[None, :]
     inside = (zd >= 0) & (zd < D) & (zh >= 0) & (zh < H) & (zw >= 0) & (zw < W)
     inside = inside & (v[:, None] < stop) & (t[None, :] < TAPS)
     place = b.to(tl.int64)[:, None] * sb + (t // (KW * KH * KD)).to(tl.int64)[None, :] * sc
@@ -59,23 +59,27 @@ def _gather(
 
 @kernel()
 def _forward_kernel(
-    x, weight, out, V, N, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS,
+    x, weight, bias, out, V, N, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BV
     taps = _gather(
-        x, first, V, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS, KD, KH, KW, BV, BT
+        x, first, V, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS, KD, KH, KW, BV, BT
     )  # fmt: skip
     t, n = tl.arange(0, BT), tl.arange(0, BN)
     kernel = tl.load(weight + n[None, :] * TAPS + t[:, None], mask=(n[None, :] < N) & (t[:, None] < TAPS), other=0.0)
     v = first + tl.arange(0, BV)
     place = out + v.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(place, tl.dot(taps, kernel).to(out.dtype.element_ty), mask=(v[:, None] < V) & (n[None, :] < N))
+    total = tl.dot(taps, kernel)
+    if BIAS:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(v[:, None] < V) & (n[None, :] < N))
 
 
 @kernel()
 def _weight_kernel(
-    x, gradient, out, V, N, per_program, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS,
+    x, gradient, out, V, N, per_program, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
@@ -84,7 +88,7 @@ def _weight_kernel(
     total = tl.zeros((BT, BN), tl.float32)
     for first in range(part * per_program, stop, BV):
         taps = _gather(
-            x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, TAPS, KD, KH, KW, BV, BT
+            x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS, KD, KH, KW, BV, BT
         )  # fmt: skip
         v = first + tl.arange(0, BV)
         place = gradient + v.to(tl.int64)[:, None] * N + n[None, :]
@@ -93,14 +97,18 @@ def _weight_kernel(
     tl.store(out + (part * BN + n[None, :]) * BT + t[:, None], total)
 
 
-def _describe_geometry(slab: Tensor, kernel: torch.Size, padding: tuple[int, ...]) -> tuple[list[int], dict[str, Any]]:
+def _describe_geometry(
+    slab: Tensor, kernel: torch.Size, padding: tuple[int, ...], stride: tuple[int, ...]
+) -> tuple[list[int], dict[str, Any]]:
     """Return the output's sides, and what both kernels are told of the volume."""
-    sides = [side + 2 * p - k + 1 for side, p, k in zip(slab.shape[2:], padding, kernel, strict=True)]
+    around = zip(slab.shape[2:], padding, kernel, stride, strict=True)
+    sides = [(side + 2 * p - k) // s + 1 for side, p, k, s in around]
     told = {
         **dict(zip("DHW", slab.shape[2:], strict=True)),
         **dict(zip(("OD", "OH", "OW"), sides, strict=True)),
         **dict(zip(("sb", "sc", "sd", "sh", "sw"), slab.stride(), strict=True)),
         **dict(zip(("PD", "PH", "PW"), padding, strict=True)),
+        **dict(zip(("SD", "SH", "SW"), stride, strict=True)),
         **dict(zip(("KD", "KH", "KW"), kernel, strict=True)),
         "TAPS": slab.shape[1] * prod(kernel),
     }
@@ -112,9 +120,15 @@ def _choose_tile(taps: int, channels: int) -> dict[str, int]:
     return {"BT": width, "BN": max(16, triton.next_power_of_2(channels)), "BV": max(32, 4096 // width)}
 
 
-def forward(slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+def forward(
+    slab: Tensor,
+    weight: Tensor,
+    padding: tuple[int, ...],
+    stride: tuple[int, ...] = (1, 1, 1),
+    bias: Tensor | None = None,
+) -> Tensor:
     """Return the convolution, ``(B, N, D, H, W)`` with channels last."""
-    sides, told = _describe_geometry(slab, weight.shape[2:], padding)
+    sides, told = _describe_geometry(slab, weight.shape[2:], padding, stride)
     channels = weight.shape[0]
     shape = (slab.shape[0], channels, *sides)
     out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
@@ -122,14 +136,17 @@ def forward(slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
     tile = _choose_tile(told["TAPS"], channels)
     with select_device(slab):
         _forward_kernel[(triton.cdiv(voxels, tile["BV"]),)](
-            slab, weight.reshape(channels, -1).contiguous(), out, voxels, channels, **told, **tile, num_warps=4
-        )
+            slab, weight.reshape(channels, -1).contiguous(), bias, out, voxels, channels,
+            **told, **tile, BIAS=bias is not None, num_warps=4,
+        )  # fmt: skip
     return out
 
 
-def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+def weight_gradient(
+    gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...], stride: tuple[int, ...] = (1, 1, 1)
+) -> Tensor:
     """Return the gradient of the weight from that of the output, which lies densely with channels last."""
-    sides, told = _describe_geometry(slab, weight.shape[2:], padding)
+    sides, told = _describe_geometry(slab, weight.shape[2:], padding, stride)
     channels = weight.shape[0]
     voxels = slab.shape[0] * prod(sides)
     tile = _choose_tile(told["TAPS"], channels)

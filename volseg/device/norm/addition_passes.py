@@ -187,7 +187,7 @@ def add(first: Term, second: Term, activation: Activation) -> Tensor:
     first = _make_even(first, first.slab)
     second = _make_even(second, first.slab)
     x, y = first.slab, second.slab
-    out, tile = torch.empty_like(x), choose_tile(x)
+    out, tile = torch.empty_like(x), choose_tile(x, y)
     grid = (triton.cdiv(count_voxels(x), tile[0]), triton.cdiv(x.shape[1], tile[1]), x.shape[0])
     with select_device(x):
         _add_kernel[grid](
@@ -212,7 +212,7 @@ def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation
     x = first.slab
     second, gradient = _make_even(second, x), make_even(gradient, x)
     batch, channels = x.shape[:2]
-    tile = choose_tile(x)
+    tile = choose_tile(x, second.slab, gradient)
     parts, per_program = split_voxels(x, tile)
     rows = [3 if term.activation.kind == "prelu" else 2 for term in norms]
     outs = [x.new_empty((parts, count, batch, channels), dtype=torch.float32) for count in rows]
@@ -241,7 +241,7 @@ def add_gradients(
     x = first.slab
     second, gradient = _make_even(second, x), make_even(gradient, x)
     y = second.slab
-    outs, tile = (torch.empty_like(x), torch.empty_like(x)), choose_tile(x)
+    outs, tile = (torch.empty_like(x), torch.empty_like(x)), choose_tile(x, y, gradient)
     pairs = [*found, (None, None)][:2]
     grid = (triton.cdiv(count_voxels(x), tile[0]), triton.cdiv(x.shape[1], tile[1]), x.shape[0])
     with select_device(x):

@@ -180,7 +180,7 @@ def affine(
     """
     slab = make_even(slab, slab)
     out = torch.empty_like(slab) if out is None else out
-    tile = choose_tile(slab)
+    tile = choose_tile(slab, out)
     voxels, front, skipped = count_voxels(slab), 0, 0
     if ends is not None:
         plane = slab.shape[3:].numel()
@@ -220,7 +220,7 @@ def gradient_sums(
     slab = make_even(slab, slab)
     gradient = make_even(gradient, slab)
     batch, channels = slab.shape[:2]
-    tile = choose_tile(slab)
+    tile = choose_tile(slab, gradient)
     parts, per_program = split_voxels(slab, tile)
     rows = 3 if activation.kind == "prelu" else 2
     out = slab.new_empty((parts, rows, batch, channels), dtype=torch.float32)
@@ -256,7 +256,7 @@ def gradient_input(
     slab = make_even(slab, slab)
     gradient = make_even(gradient, slab)
     out = torch.empty_like(slab) if out is None else out
-    tile = choose_tile(slab)
+    tile = choose_tile(slab, gradient, out)
     grid = (triton.cdiv(count_voxels(slab), tile[0]), triton.cdiv(slab.shape[1], tile[1]), slab.shape[0])
     with select_device(slab):
         _input_kernel[grid](

@@ -131,6 +131,7 @@ BATCHES: Convolutions = ((16, 16, (64,)), (32, 32, (32,)), (64, 64, (16, 32)), (
 SAMPLES = (8, 32)
 
 FORWARD = {
+    "few channels": "convolution.few_channels._convolve_few_kernel",
     "few taps": "convolution.few_taps._forward_kernel",
     "one voxel": "convolution.one_voxel._forward_kernel",
     "many taps": "aten.convolution, turned round",

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device import fusions, gating
+from volseg.device.first_order import first_order
 from volseg.device.torch_internals import tree_flatten, tree_unflatten
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
@@ -201,6 +203,7 @@ IN_PLACE = ["iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", 
 
 
 SUMS: frozenset[Any] = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
+PRODUCTS = frozenset({torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__})
 SUMS_IN_PLACE: frozenset[Any] = frozenset({Tensor.add_, Tensor.__iadd__})
 
 CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
@@ -284,14 +287,45 @@ def rewrap(like: ShardedVolume, results: list[Any]) -> Any:
 @handles("Pointwise arithmetic", *BINARY, broadcasts=True)
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run on each slab; a sum waits with the norms in front of it."""
+    """Run on each slab; a sum waits with the norms in front of it, a product with one channel has a kernel."""
     if func in SUMS and len(args) == 2 and not kwargs:
         waiting = _add_later(*args)
         waiting = add_waiting(*args) if waiting is None else waiting
         if waiting is not None:
             return waiting
+    if func in PRODUCTS and len(args) == 2 and not kwargs:
+        volume, gate = sorted(args, key=lambda given: isinstance(given, ShardedVolume) and given.shape[1:2] == (1,))
+        if _is_gated(volume, gate):
+            return wrap(volume, [_Gate.apply(*row) for row in zip(volume.slabs, gate.slabs, strict=True)])
     like, results = run_local(func, args, kwargs)
     return rewrap(like, results)
+
+
+def _is_gated(volume: Any, gate: Any) -> bool:
+    """Say whether a kernel of ours multiplies a volume by one of one channel."""
+    if not isinstance(volume, ShardedVolume) or not isinstance(gate, ShardedVolume) or volume.ndim != 5:
+        return False
+    cut_alike = volume.dims == gate.dims and volume.context is gate.context and volume.merged is gate.merged is None
+    alike = cut_alike and gate.shape == (volume.shape[0], 1, *volume.shape[2:]) and volume.dtype == gate.dtype
+    # Outside of the network second derivatives may be asked for.
+    fits = alike and volume.shape[1] > 1 and volume.numel() > 0 and volume.dtype.is_floating_point
+    return fits and volume.context.in_pass and _has_kernel(volume)
+
+
+def _has_kernel(volume: ShardedVolume) -> bool:
+    return fusions.is_on("gates") and gating.takes(volume)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, slab: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(slab, gate)
+        return gating.multiply(slab, gate)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gating.differentiate(gradient, *ctx.saved_tensors)
 
 
 def _add_later(first: Any, second: Any) -> ShardedVolume | None:

@@ -1,0 +1,54 @@
+"""Which tile a kernel takes: what it loads of memory is counted, for what a GPU's memory gives are sectors."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from volseg.device.triton_tiles import choose_tile, read_strides
+
+SECTOR = 32
+"""Bytes that a GPU reads or writes at least, wherever they are wanted."""
+
+LAYOUTS = ["contiguous", "channels last", "slice of channels"]
+
+
+def volume(channels: int, layout: str) -> Tensor:
+    whole = torch.empty(1, 2 * channels, 16, 16, 16, dtype=torch.bfloat16)
+    if layout == "contiguous":
+        return whole[:, :channels].contiguous()
+    last = whole.contiguous(memory_format=torch.channels_last_3d)
+    if layout == "slice of channels":
+        return last[:, channels:]
+    return last[:, :channels].contiguous(memory_format=torch.channels_last_3d)
+
+
+def count_sector_bytes(tensor: Tensor, tile: tuple[int, int]) -> tuple[int, int]:
+    """Return the bytes of the sectors that a first tile reads, and of its elements."""
+    _, step, stride = read_strides(tensor)
+    voxels, channels = torch.arange(tile[0]), torch.arange(min(tile[1], tensor.shape[1]))
+    places = tensor.element_size() * (int(tensor.storage_offset()) + voxels[:, None] * stride + channels[None] * step)
+    return SECTOR * len(set((places // SECTOR).flatten().tolist())), tensor.element_size() * places.numel()
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 8, 16, 32, 200])
+@pytest.mark.parametrize("layouts", [*itertools.product(LAYOUTS, repeat=2)], ids=", ".join)
+def test_whole_lines_are_read_however_the_volumes_lie(layouts: tuple[str, str], channels: int) -> None:
+    volumes = [volume(channels, layout) for layout in layouts]
+    tile = choose_tile(*volumes)
+    for own, layout in zip(volumes, layouts, strict=True):
+        read, wanted = count_sector_bytes(own, tile)
+        # Twice where only every second channel is wanted.
+        assert read <= 2 * wanted, layout
+
+
+@pytest.mark.parametrize("voxels", [(16, 16, 16), (3, 5, 7)])
+def test_one_channel_is_addressed_alike_in_both_layouts(voxels: tuple[int, ...]) -> None:
+    contiguous = torch.empty(2, 1, *voxels)
+    last = torch.empty(2, 1, *voxels).contiguous(memory_format=torch.channels_last_3d)
+    assert read_strides(contiguous) == read_strides(
+        last.as_strided(last.shape, [last.stride(0), 1, *last.stride()[2:]])
+    )
+    assert read_strides(contiguous) == (contiguous.stride(0), 0, 1)
+    assert choose_tile(contiguous) == choose_tile(last)

@@ -1,0 +1,93 @@
+# ruff: noqa: N803  (upper case: what Triton is compiled for)
+# mypy: disable-error-code="no-untyped-def"
+"""Convolution of few channels to few channels in half precision: a network's last one, behind its classes.
+
+cuDNN's kernels for matrix units want eights: it pads, or computes voxel by voxel with what it has left. Three channels
+to three make no matrix to speak of. Here each lane holds a voxel's results, and goes through the taps: what they read
+lies in the caches, the weights are the same for all lanes. The input's gradient is the same with the kernel flipped.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import select_device
+
+__all__ = ["MOST_CHANNELS", "MOST_PRODUCTS", "forward", "input_gradient"]
+
+MOST_CHANNELS = 4
+"""In and out: the sums of a voxel stand in registers, each under a name of its own."""
+
+MOST_PRODUCTS = 512
+"""For a voxel's results: as few as its bytes take. 3 x 3 x 3 of 4 to 4 channels are 432."""
+
+VOXELS = 512
+"""Of a program: four for each lane, which share each weight."""
+
+
+@kernel()
+def _convolve_few_kernel(
+    x, weight, bias, out, V, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW,
+    C: tl.constexpr, N: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BIAS: tl.constexpr,
+    BV: tl.constexpr,
+):  # fmt: skip
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    line = v // OW
+    plane = line // OH
+    w, h, d = v % OW - PW, line % OH - PH, plane % OD - PD
+    origin = x + (plane // OD).to(tl.int64) * sb
+    there = v < V
+    step = tl.cast(sc, tl.int64)
+    first = tl.zeros((BV,), tl.float32)
+    second = tl.zeros((BV,), tl.float32)
+    third = tl.zeros((BV,), tl.float32)
+    fourth = tl.zeros((BV,), tl.float32)
+    taps: tl.constexpr = KD * KH * KW
+    for i in range(KD):
+        zd = d + i
+        in_plane = there & (zd >= 0) & (zd < D)
+        for j in range(KH):
+            zh = h + j
+            in_line = in_plane & (zh >= 0) & (zh < H)
+            place = origin + zd.to(tl.int64) * sd + zh.to(tl.int64) * sh
+            for k in tl.static_range(KW):
+                zw = w + k
+                inside = in_line & (zw >= 0) & (zw < W)
+                for c in tl.static_range(C):
+                    value = tl.load(place + zw.to(tl.int64) * sw + c * step, mask=inside, other=0.0).to(tl.float32)
+                    own = weight + c * taps + (i * KH + j) * KW + k
+                    first += value * tl.load(own).to(tl.float32)
+                    if N > 1:
+                        second += value * tl.load(own + C * taps).to(tl.float32)
+                    if N > 2:
+                        third += value * tl.load(own + 2 * C * taps).to(tl.float32)
+                    if N > 3:
+                        fourth += value * tl.load(own + 3 * C * taps).to(tl.float32)
+    for n in tl.static_range(N):
+        total = first if n == 0 else (second if n == 1 else (third if n == 2 else fourth))
+        if BIAS:
+            total += tl.load(bias + n).to(tl.float32)
+        tl.store(out + v.to(tl.int64) * N + n, total.to(out.dtype.element_ty), mask=there)
+
+
+def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:
+    """Return the convolution, ``(B, N, D, H, W)`` with channels last."""
+    sides = [side + 2 * p - k + 1 for side, p, k in zip(slab.shape[2:], padding, weight.shape[2:], strict=True)]
+    channels, shape = weight.shape[0], (slab.shape[0], weight.shape[0], *sides)
+    out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
+    voxels = slab.shape[0] * prod(sides)
+    with select_device(slab):
+        _convolve_few_kernel[(triton.cdiv(voxels, VOXELS),)](
+            slab, weight.contiguous(), bias, out, voxels, *slab.shape[2:], *sides, *slab.stride(), *padding,
+            **dict(zip(("C", "N", "KD", "KH", "KW"), (slab.shape[1], channels, *weight.shape[2:]), strict=True)),
+            BIAS=bias is not None, BV=VOXELS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def input_gradient(gradient: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """Return the gradient of the input, with channels last; the convolution pads less than its kernel reaches."""
+    around = tuple(k - 1 - p for k, p in zip(weight.shape[2:], padding, strict=True))
+    return forward(gradient, weight.flip(2, 3, 4).transpose(0, 1), None, around)
