@@ -9,9 +9,13 @@ from contextlib import contextmanager
 
 __all__ = ["NAMES", "is_on", "without"]
 
-NAMES = ("pooled statistics", "given statistics", "activations", "sums", "no bias gradients", "doubling", "points")
+NAMES = (
+    *("pooled statistics", "given statistics", "activations", "sums", "no bias gradients", "doubling", "points"),
+    "depthwise",
+)
 """Statistics of groups and batches, and of norms in evaluation; PReLU, sigmoid, SiLU and GELU behind norms; sums that
-take norms along; bias gradients that are zero; volumes of twice the size; 1 x 1 x 1 convolutions as matrix products."""
+take norms along; bias gradients that are zero; volumes of twice the size; 1 x 1 x 1 convolutions as matrix products;
+depthwise convolutions."""
 
 _off: set[str] = set()
 

@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions, pretended, triton_tiles
-from volseg.device.convolution import few_taps, many_taps, one_voxel, stacks
+from volseg.device.convolution import depthwise, few_taps, many_taps, one_voxel, stacks
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 
 __all__ = [
     "FORWARD",
+    "INPUT_GRADIENT",
     "WEIGHT_GRADIENT",
     "ConvolutionCall",
     "choose",
     "convolve",
     "differentiate",
+    "is_depthwise",
     "is_one_voxel",
     "lay_out_gradient",
 ]
@@ -46,14 +48,19 @@ class Kernel(NamedTuple):
     compute: Callable[[ConvolutionCall], Tensor]
 
 
-def _is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say whether Triton may run, and the convolution is one of half precision, without strides or groups."""
+def _is_half(tensor: Tensor, weight: Tensor) -> bool:
+    """Say whether Triton may run, and the convolution is one of half precision."""
     if not (triton_tiles.available() and pretended.on_gpu(tensor) and tensor.ndim == 5):
         return False
-    half = tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
     if tensor.numel() > triton_tiles.MOST_VOXELS and _count_voxels(tensor) > triton_tiles.MOST_VOXELS:
         return False
-    return half and settings.stride == (1, 1, 1) and settings.groups == 1 and not settings.transposed
+    return tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
+
+
+def _is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    """Say likewise of one without strides or groups."""
+    plain = settings.stride == (1, 1, 1) and settings.groups == 1 and not settings.transposed
+    return plain and _is_half(tensor, weight)
 
 
 def _is_undilated(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
@@ -117,7 +124,23 @@ def _is_many_taps(call: ConvolutionCall) -> bool:
     return slab.stride(1) == 1 and _count_voxels(slab) * max(weight.shape[:2]) <= stacks.LIMIT
 
 
+def is_depthwise(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    """Say whether ``depthwise`` takes this convolution, transposed or not; ``tensor`` is its input, or a gradient."""
+    if settings.groups == 1 or not fusions.is_on("depthwise") or not _is_half(tensor, weight):
+        return False
+    return tensor.numel() > 0 and depthwise.fits(weight.shape, settings)
+
+
+def _differentiates_depthwise(call: ConvolutionCall) -> bool:
+    return all(is_depthwise(volume, call.weight, call.settings) for volume in (call.slab, _given(call)))
+
+
 FORWARD = (
+    Kernel(
+        "depthwise",
+        lambda call: is_depthwise(call.slab, call.weight, call.settings),
+        lambda call: depthwise.forward(call.slab, call.weight, call.bias, call.settings),
+    ),
     Kernel(
         "few taps",
         lambda call: call.bias is None and _is_few_taps(call),
@@ -136,7 +159,21 @@ FORWARD = (
 )
 """Of the output."""
 
+INPUT_GRADIENT = (
+    Kernel(
+        "depthwise",
+        _differentiates_depthwise,
+        lambda call: depthwise.input_gradient(_given(call), call.slab, call.weight, call.settings),
+    ),
+)
+"""Of the input's gradient, but for ``one_voxel``: see ``differentiate``."""
+
 WEIGHT_GRADIENT = (
+    Kernel(
+        "depthwise",
+        _differentiates_depthwise,
+        lambda call: depthwise.weight_gradient(_given(call), call.slab, call.weight, call.settings),
+    ),
     Kernel(
         "few taps",
         _is_few_taps,
@@ -226,10 +263,12 @@ def differentiate(
         if is_one_voxel(gradient, weight, settings):
             each = one_voxel.backward(gradient, slab, weight, needs_input=needed[0])
             return [value if wanted else None for value, wanted in zip(each, needed, strict=True)]
-        if needed[1]:
-            call = ConvolutionCall(slab, weight, None, settings, gradient)
-            kernel = choose(WEIGHT_GRADIENT, call)
-            found[1] = None if kernel is None else kernel.compute(call)
+        call = ConvolutionCall(slab, weight, None, settings, gradient)
+        for number, table in enumerate((INPUT_GRADIENT, WEIGHT_GRADIENT)):
+            kernel = choose(table, call) if needed[number] else None
+            found[number] = None if kernel is None else kernel.compute(call)
+        if needed[2] and _differentiates_depthwise(call):  # torch would copy both volumes first
+            found[2] = gradient.sum((0, 2, 3, 4))
     rest = [wanted and value is None for wanted, value in zip(needed, found, strict=True)]
     if not any(rest):
         return found
