@@ -27,11 +27,11 @@ def convolve_transposed(
         bias = None if bias is None else context.cast(bias, dtype)
     if not choice.is_depthwise(slab, weight, settings):
         return None
-    result: Tensor = _Transposed.apply(slab, weight, bias, settings)
+    result: Tensor = _OwnTransposed.apply(slab, weight, bias, settings)
     return result
 
 
-class _Transposed(torch.autograd.Function):
+class _OwnTransposed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
         ctx.settings, ctx.bias_sizes = settings, None if bias is None else list(bias.shape)
