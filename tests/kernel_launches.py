@@ -293,7 +293,7 @@ class LargeLaunch(Launch):
 
     def find(self, pointers: Any, mask: Any, size: int) -> list[tuple[Region, Any, Any]]:
         """Look whether all lies within some tensor."""
-        pointers, mask = np.broadcast_arrays(np.asarray(pointers), np.asarray(mask))
+        pointers, mask = np.broadcast_arrays(np.asarray(pointers), np.asarray(mask, bool))
         addresses = pointers[mask].astype(np.int64)
         inside = np.zeros(len(addresses), bool)
         for number, (start, stop) in enumerate(self.bounds):

@@ -48,11 +48,13 @@ def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> 
         ((1, 32, 8, 8, 8), (3, 32, 1, 1, 1), (0, 0, 0), ["one voxel", None]),  # whose backward pass is one kernel
         ((1, 128, 4, 4, 4), (128, 128, 5, 5, 5), (2, 2, 2), [None, "many taps"]),
         ((1, 128, 16, 16, 16), (128, 128, 5, 5, 5), (2, 2, 2), ["many taps", "many taps"]),
+        ((1, 32, 8, 8, 8), (32, 1, 3, 3, 3), (1, 1, 1), ["depthwise", "depthwise"]),
         ((1, 32, 8, 8, 8), (32, 32, 3, 3, 3), (1, 1, 1), [None, None]),
         ((1, 3, 8, 8, 8), (3, 3, 3, 3, 3), (1, 1, 1), ["few channels", None]),
     ]
     for shape, kernel, padding, expected in cases:
-        assert chosen(volume(*shape), volume(*kernel), None, settings(padding)) == expected, (shape, kernel)
+        told = settings(padding, groups=shape[1] // kernel[1])
+        assert chosen(volume(*shape), volume(*kernel), None, told) == expected, (shape, kernel)
     named = {name for *_, names in cases for name in names if name is not None}
     assert named == {kernel.name for kernel in (*FORWARD, *WEIGHT_GRADIENT)}
 
@@ -83,6 +85,38 @@ def test_the_rest_is_left_to_torch(
     image = [volume(*sizes[:2], *sizes[3:]) for sizes in (shape, kernel)]
     flat = Settings((1, 1), padding[1:], (1, 1), False, (0, 0), 1)
     assert chosen(*image, None, flat) == [None, None]
+
+
+def test_which_depthwise_convolutions_are_ours(settings: Callable[..., Settings]) -> None:
+    def ours(weight: Tensor, slab: Tensor | None = None, **told: Any) -> bool:
+        given = volume(2, 8, 6, 5, 4) if slab is None else slab
+        taken = choice.is_depthwise(given, weight, settings(**{"groups": 8, **told}))
+        call = ConvolutionCall(given, weight, volume(8), settings(**{"groups": 8, **told}))
+        assert ((kernel := choice.choose(FORWARD, call)) is not None and kernel.name == "depthwise") == taken
+        for table in (INPUT_GRADIENT, WEIGHT_GRADIENT):
+            assert (choice.choose(table, call._replace(gradient=given)) is not None) == taken
+        return taken
+
+    plain = volume(8, 1, 3, 3, 3)
+    assert ours(plain)
+    assert ours(plain, stride=(2, 4, 1), padding=(1, 1, 9))
+    assert ours(plain, transposed=True, stride=(2, 2, 2), output_padding=(1, 0, 1))
+    assert ours(plain, dilation=(2, 4, 1), stride=(1, 1, 2))
+    assert ours(volume(8, 1, 7, 1, 2))
+    assert ours(plain, volume(2, 8, 6, 5, 4, last=False))
+    assert not ours(plain, dilation=(2, 1, 1), stride=(2, 1, 1))
+    assert not ours(plain, dilation=(1, 5, 1))
+    assert not ours(plain, stride=(1, 1, 5))
+    assert not ours(volume(8, 1, 1, 1, 8))
+    assert not ours(volume(8, 2, 3, 3, 3), groups=4)
+    assert not ours(volume(16, 1, 3, 3, 3))  # two channels out for each
+    assert not ours(volume(1, 1, 3, 3, 3), volume(1, 1, 6, 5, 4), groups=1)
+    assert not ours(plain, volume(0, 8, 6, 5, 4))
+    assert not ours(plain, volume(2, 8, 6, 5, 4, device="cpu"))
+    assert not ours(plain, volume(2, 8, 6, 5, 4, dtype=torch.float32))
+    assert not ours(volume(8, 1, 3, 3, 3, dtype=torch.float32), volume(2, 8, 6, 5, 4, dtype=torch.float32))
+    with fusions.without("depthwise"):
+        assert not ours(plain)
 
 
 def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:

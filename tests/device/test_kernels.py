@@ -17,7 +17,8 @@ from torch import Tensor
 
 import volseg
 from volseg.device import doubling, gating, layout, triton_tiles
-from volseg.device.convolution import few_channels, few_taps, many_taps, one_voxel
+from volseg.device.convolution import depthwise, few_channels, few_taps, many_taps, one_voxel
+from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.grouping import ALONE, Grouping
@@ -473,6 +474,22 @@ def convolve_many_taps() -> None:
         _, weight_gradient, _, gradient = convolve_widely(x, weight, None, padding)
         got = many_taps.weight_gradient(gradient, x, weight, padding)
         assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
+
+
+@covers("device.convolution.depthwise._depthwise_kernel", "device.convolution.depthwise._depthwise_weight_kernel")
+def convolve_depthwise() -> None:
+    for dtype in WIDE_AND_HALF:
+        x, weight, bias = (
+            volume(*shape, dtype=dtype, last=len(shape) == 5) for shape in ((2, 5, 6, 3, 4), (5, 1, 3, 2, 3), (5,))
+        )
+        settings = Settings((2, 1, 1), (1, 0, 1), (1, 1, 2), False, (0, 0, 0), 5)
+        exact = [tensor.double().requires_grad_() for tensor in (x, weight)]
+        wanted = torch.ops.aten.convolution(*exact, bias.double(), *settings.arguments)
+        gradient = volume(*wanted.shape, dtype=dtype, last=True)
+        of_input, of_weight = torch.autograd.grad(wanted, exact, gradient.double())
+        assert_near(depthwise.forward(x, weight, bias, settings), wanted.detach(), ROUNDING[dtype])
+        assert_near(depthwise.input_gradient(gradient, x, weight, settings), of_input, ROUNDING[dtype])
+        assert_near(depthwise.weight_gradient(gradient, x, weight, settings), of_weight, 2 * ROUNDING[dtype])
 
 
 def convolve_widely(

@@ -17,7 +17,7 @@ from kernels import INTERPRETED
 from torch import Tensor
 
 from volseg.device import doubling, gating, layout, pretended, triton_tiles
-from volseg.device.convolution import choice, few_channels, few_taps, one_voxel
+from volseg.device.convolution import choice, depthwise, few_channels, few_taps, one_voxel
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
 from volseg.device.norm.activation import IDENTITY, Activation
@@ -139,6 +139,15 @@ def a_head(last: bool) -> None:
     one_voxel.forward(x, many, None)
 
 
+def a_depthwise_convolution(last: bool) -> None:
+    del last
+    x, weight = promise((1, CHANNELS, *SIDES), last=True), torch.zeros(CHANNELS, 1, 2, 1, 2, dtype=torch.float16)
+    settings = Settings((1, 1, 2), ZEROS, ONES, False, ZEROS, CHANNELS)
+    out = depthwise.forward(x, weight, None, settings)
+    depthwise.input_gradient(out, x, weight, settings)
+    depthwise.weight_gradient(out, x, weight, settings)
+
+
 def a_loss(last: bool) -> None:
     x, label = promise((1, CHANNELS, *SIDES), last=last), promise((1, 1, *SIDES), torch.uint8)
     dice_passes.sums(x, label, squared=True)
@@ -146,15 +155,8 @@ def a_loss(last: bool) -> None:
 
 
 CASES: list[Callable[[bool], None]] = [
-    a_norm,
-    a_sum,
-    a_copy,
-    twice_the_size,
-    a_first_convolution,
-    a_last_convolution,
-    a_gate,
-    a_head,
-    a_loss,
+    *(a_norm, a_sum, a_copy, twice_the_size, a_gate),
+    *(a_first_convolution, a_depthwise_convolution, a_last_convolution, a_head, a_loss),
 ]
 
 

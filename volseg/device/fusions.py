@@ -19,11 +19,12 @@ NAMES = (
     "doubling",
     "points",
     "few channels",
+    "depthwise",
     "gates",
 )
 """Statistics of groups and batches, and of norms in evaluation; PReLU, sigmoid, SiLU and GELU behind norms; sums that
 take norms along; bias gradients that are zero; biases that norms take away; volumes of twice the size; 1 x 1 x 1
-convolutions as matrix products; convolutions of few channels to few; volumes times one channel."""
+convolutions as matrix products; convolutions of few channels to few; depthwise ones; volumes times one channel."""
 
 _off: set[str] = set()
 

@@ -108,7 +108,7 @@ def travels(name: str, *, alone: bool = True) -> bool:
 
 
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("convolution", ("conv", "fprop", "dgrad", "wgrad", "implicit_gemm", "taps", "one_voxel", "winograd")),
+    ("convolution", ("conv", "fprop", "dgrad", "wgrad", "implicit_gemm", "taps", "one_voxel", "depthwise", "winograd")),
     ("product", ("gemm", "aten.mm", "::mm", "addmm", "bmm", "matmul", "attention", "cutlass", "linear")),
     ("norm", ("norm", "moments", "_affine_kernel", "_direct_", "coefficients", "_input_kernel", "welford")),
     ("optimizer", ("adam", "sgd", "multi_tensor_apply", "_foreach", "fused_")),

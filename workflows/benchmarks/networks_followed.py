@@ -39,7 +39,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 KINDS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("transposed convolution", ("transposed",)),
-    ("convolution", ("convolution", "few_taps", "many_taps", "one_voxel")),
+    ("convolution", ("convolution", "few_taps", "many_taps", "one_voxel", "depthwise")),
     ("norm of ours", ("norm.passes", "norm.statistics", "norm.addition")),
     ("loss of ours", ("losses.",)),
     ("batch norm", ("batch_norm",)),

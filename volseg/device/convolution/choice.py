@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions, pretended, triton_tiles
-from volseg.device.convolution import few_channels, few_taps, many_taps, one_voxel, stacks
+from volseg.device.convolution import depthwise, few_channels, few_taps, many_taps, one_voxel, stacks
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 
@@ -25,6 +25,7 @@ __all__ = [
     "choose",
     "convolve",
     "differentiate",
+    "is_depthwise",
     "is_one_voxel",
     "lay_out_gradient",
 ]
@@ -48,18 +49,23 @@ class Kernel(NamedTuple):
     compute: Callable[[ConvolutionCall], Tensor]
 
 
-def _is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say whether Triton may run, and the convolution is one of half precision, without strides or groups."""
-    return settings.stride == (1, 1, 1) and _is_plain_or_strided(tensor, weight, settings)
+def _is_half(tensor: Tensor, weight: Tensor) -> bool:
+    """Say whether Triton may run, and the convolution is one of half precision."""
+    if not (triton_tiles.available() and pretended.on_gpu(tensor) and tensor.ndim == 5):
+        return False
+    if tensor.numel() > triton_tiles.MOST_VOXELS and _count_voxels(tensor) > triton_tiles.MOST_VOXELS:
+        return False
+    return tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
 
 
 def _is_plain_or_strided(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    if not (triton_tiles.available() and pretended.on_gpu(tensor) and tensor.ndim == 5):
-        return False
-    half = tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
-    if tensor.numel() > triton_tiles.MOST_VOXELS and _count_voxels(tensor) > triton_tiles.MOST_VOXELS:
-        return False
-    return half and settings.groups == 1 and not settings.transposed
+    """Say likewise of one without groups."""
+    return settings.groups == 1 and not settings.transposed and _is_half(tensor, weight)
+
+
+def _is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    """Say likewise of one without strides or groups."""
+    return settings.stride == (1, 1, 1) and _is_plain_or_strided(tensor, weight, settings)
 
 
 def _is_undilated(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
@@ -137,7 +143,23 @@ def _is_few_channels(call: ConvolutionCall) -> bool:
     return fits and gathered and fusions.is_on("few channels") and _is_undilated(call.slab, call.weight, call.settings)
 
 
+def is_depthwise(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    """Say whether ``depthwise`` takes this convolution, transposed or not; ``tensor`` is its input, or a gradient."""
+    if settings.groups == 1 or not fusions.is_on("depthwise") or not _is_half(tensor, weight):
+        return False
+    return tensor.numel() > 0 and depthwise.fits(weight.shape, settings)
+
+
+def _differentiates_depthwise(call: ConvolutionCall) -> bool:
+    return all(is_depthwise(volume, call.weight, call.settings) for volume in (call.slab, _given(call)))
+
+
 FORWARD = (
+    Kernel(
+        "depthwise",
+        lambda call: is_depthwise(call.slab, call.weight, call.settings),
+        lambda call: depthwise.forward(call.slab, call.weight, call.bias, call.settings),
+    ),
     Kernel(
         "few channels",
         _is_few_channels,
@@ -161,7 +183,26 @@ FORWARD = (
 )
 """Of the output."""
 
+INPUT_GRADIENT = (
+    Kernel(
+        "depthwise",
+        _differentiates_depthwise,
+        lambda call: depthwise.input_gradient(_given(call), call.slab, call.weight, call.settings),
+    ),
+    Kernel(
+        "few channels",
+        lambda call: _is_few_channels(call) and _pads_less_than_kernel(call.weight, call.settings),
+        lambda call: few_channels.input_gradient(_given(call), call.weight, call.settings.padding),
+    ),
+)
+"""Of the input's gradient, but for ``one_voxel``: see ``differentiate``."""
+
 WEIGHT_GRADIENT = (
+    Kernel(
+        "depthwise",
+        _differentiates_depthwise,
+        lambda call: depthwise.weight_gradient(_given(call), call.slab, call.weight, call.settings),
+    ),
     Kernel(
         "few taps",
         _is_few_taps,
@@ -181,16 +222,6 @@ WEIGHT_GRADIENT = (
     ),
 )
 """Of the weight's gradient. ``one_voxel`` computes that of the input in the same pass: see ``differentiate``."""
-
-
-INPUT_GRADIENT = (
-    Kernel(
-        "few channels",
-        lambda call: _is_few_channels(call) and _pads_less_than_kernel(call.weight, call.settings),
-        lambda call: few_channels.input_gradient(_given(call), call.weight, call.settings.padding),
-    ),
-)
-"""Of the input's gradient."""
 
 
 def _given(call: ConvolutionCall) -> Tensor:

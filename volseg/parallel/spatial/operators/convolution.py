@@ -14,6 +14,7 @@ from volseg.device.layout import DIM
 from volseg.parallel.spatial.contract import rehearsed
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan, count_tiles, plan_convolution
 from volseg.parallel.spatial.convolution.slab import convolve
+from volseg.parallel.spatial.convolution.transposed import convolve_transposed
 from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, with_gradient
 from volseg.parallel.spatial.lazy.transposed import TransposedSettings, convolve_later
 from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
@@ -117,7 +118,9 @@ def transposed_convolution(
 
     def run(slab: Tensor, own: tuple[Any, Any], padding: list[int], extra: list[int]) -> Tensor:
         def run_part(part: Tensor) -> Tensor:
-            return func(part, *own, stride, padding, extra, groups, dilation)
+            settings = Settings(tuple(stride), tuple(padding), tuple(dilation), True, tuple(extra), groups)
+            ours = convolve_transposed(volume.context, part, *own, settings)
+            return func(part, *own, stride, padding, extra, groups, dilation) if ours is None else ours
 
         elements = slab.shape[0] * slab.shape[2:].numel() * weight.shape[1] * groups * prod(stride)
         if not is_disjoint(padding, extra) or count != 3 or elements <= LIMIT:

@@ -1,0 +1,74 @@
+"""A MedNeXt whose depthwise convolutions are computed by kernels of our own equals the plain network, whole and cut."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from kernels import DEVICE, with_kernels
+from monai.networks.nets import MedNeXt
+from torch import Tensor, nn
+
+from volseg.device.convolution import choice, depthwise
+from volseg.parallel import ModelParallel, Spatial
+
+
+def take_float32(tensor: Tensor, weight: Tensor) -> bool:
+    """Take float32, also on a CPU: the kernels add up in it, so that they can be held against float64.
+
+    Of this network's convolutions those of more than a voxel are depthwise.
+    """
+    return tensor.dtype == weight.dtype == torch.float32 and weight.shape[2:].numel() > 1
+
+
+def train(net: nn.Module, plain: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Take two steps of both; return outputs, all gradients and parameters, ours beside those in float64."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for _ in range(2):
+        outputs = net(x), plain(x.double())
+        for output in outputs:
+            output.square().mean().backward()
+        pairs.append((outputs[0].detach(), outputs[1].detach()))
+        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            pairs.append((one.grad.clone(), other.grad.clone()))
+            for own in (one, other):
+                own.data.sub_(own.grad, alpha=0.1)
+                own.grad = None
+            pairs.append((one.detach().clone(), other.detach().clone()))
+    return pairs
+
+
+@with_kernels
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_mednext_trains_with_them(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    names = ("forward", "input_gradient", "weight_gradient")
+    for name in names:
+
+        def note(name: str, compute: Callable[..., Tensor], *given: Any) -> Tensor:
+            asked.append(f"{name}{', transposed' if given[-1].transposed else ''}{given[-1].stride[0]}")
+            result = compute(*given)
+            assert name == "weight_gradient" or result.stride(1) == 1
+            return result
+
+        monkeypatch.setattr(depthwise, name, partial(note, name, getattr(depthwise, name)))
+    monkeypatch.setattr(choice, "_is_half", take_float32)
+    told: dict[str, Any] = {"blocks_down": (1,), "blocks_up": (1,), "blocks_bottleneck": 1, "kernel_size": 3}
+    wide = {"encoder_expansion_ratio": (2,), "decoder_expansion_ratio": (2,), "bottleneck_expansion_ratio": 2}
+    torch.manual_seed(0)
+    net, plain = (
+        MedNeXt(3, 2, 1, 2, use_residual_connection=True, **told, **wide).to(DEVICE, torch.float32) for _ in range(2)
+    )
+    plain.load_state_dict(net.state_dict())
+    # Slabs of one process go the way of one each where sums have one order.
+    ours = ModelParallel(net, Spatial(channels_last=True, fixed_order=shards > 1), devices=[DEVICE] * shards)
+    pairs = train(ours, plain.double(), torch.randn(1, 1, 8, 4, 6, device=DEVICE, dtype=torch.float32))
+    # Strided and transposed ones among them, each in all directions.
+    assert set(asked) == {f"{name}{way}" for name in names for way in ("1", "2", ", transposed2")}
+    largest = max(float(wanted.norm()) for _, wanted in pairs)
+    for got, wanted in pairs:
+        # Of a bias in front of a norm nothing but rounding is left.
+        assert float((got - wanted).norm()) < 1e-4 * max(float(wanted.norm()), 1e-2 * largest)
