@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540, help="after which no network is begun")
     parser.add_argument("--limit", type=float, default=200, help="seconds until a row must be ready")
     parser.add_argument("--ahead", type=int, default=4, help="networks that get ready side by side")
+    parser.add_argument("--threads", type=int, default=1, help="of a compiler; more where few networks get ready")
     parser.add_argument("--cache", type=Path, default=Path("build/inductor"), help="for what is compiled")
     parser.add_argument("--again", action="store_true", help="measure rows that the result has anew")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -215,7 +216,9 @@ class Running:
         self.row, self.limit_s = row, chosen.limit
         self.ms: list[float] = []
         self.told: Row = {}
-        self.gpu, self.cache = gpu, str(chosen.cache.resolve())
+        self.gpu = gpu
+        self.kept = {"TORCHINDUCTOR_CACHE_DIR": str(chosen.cache.resolve())}
+        self.kept |= {"TORCHINDUCTOR_COMPILE_THREADS": str(chosen.threads), "OMP_NUM_THREADS": "1"}
         count = row.get("gpus", 1)
         self.logs = [(scratch / f"{row['network']} {row['name']} {number}").open("w+b") for number in range(count)]
         self.processes: list[subprocess.Popen[str]] = []
@@ -223,7 +226,6 @@ class Running:
         self.listeners: list[threading.Thread] = []
 
     def _start(self) -> None:
-        kept = {"TORCHINDUCTOR_CACHE_DIR": self.cache, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
         job = self.row | {"gpu": self.gpu, "port": find_port()}
         self.processes = [
             subprocess.Popen(
@@ -232,7 +234,7 @@ class Running:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 encoding="utf-8",
-                env=os.environ | kept,
+                env=os.environ | self.kept,
             )
             for log in self.logs
         ]

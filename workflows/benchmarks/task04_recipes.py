@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("root", type=Path, help="the task's folder")
     parser.add_argument("--fold", type=int, default=0)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="of all")
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES), metavar="NAME")
+    parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=list(RECIPES), metavar="NAME")
     parser.add_argument("--together", type=int, default=6, help="at a time, for their Dice")
     parser.add_argument("--alone", type=int, default=3, help="how many of the best are timed")
     parser.add_argument(
