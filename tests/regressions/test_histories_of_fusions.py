@@ -344,6 +344,45 @@ def test_upsampled_volumes_are_read_without_versions_too() -> None:
 
 
 @pytest.mark.usefixtures("doubled_on_the_cpu")
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]])
+def test_an_upsampled_volume_has_all_digits_where_autocast_is_off_again(devices: list[str]) -> None:
+    """A convolution got 16 bits where its weight has 32, and torch refused them."""
+
+    def read(net: Net, x: Tensor) -> Tensor:
+        upsampled = upsample(net, x).float() if type(x) is Tensor else upsample(net, x)  # on a CPU torch rounds it
+        with torch.autocast("cpu", enabled=False):
+            return net.second(upsampled) + upsampled
+
+    torch.manual_seed(0)
+    plain = Net(read)
+    model = ModelParallel(copy.deepcopy(plain), strategy="spatial", devices=devices)
+    x = torch.randn(1, CHANNELS, 6, 6, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = model(x).full_tensor(), plain(x)
+    assert found.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.usefixtures("doubled_on_the_cpu")
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]])
+def test_a_hook_on_what_was_read_with_all_digits_is_refused(devices: list[str]) -> None:
+    """That gradient does not come by: what the hook returned was lost without a word."""
+
+    def read(net: Net, x: Tensor) -> Tensor:
+        upsampled = upsample(net, x)
+        result = torch.tanh(upsampled)
+        upsampled.register_hook(lambda gradient: gradient * 2)
+        return result
+
+    model = ModelParallel(Net(read), strategy="spatial", devices=devices)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(UnsupportedOperatorError, match="this upsampled volume was read in float32"),
+    ):
+        model(torch.randn(1, CHANNELS, 6, 6, 4))
+
+
+@pytest.mark.usefixtures("doubled_on_the_cpu")
 def test_an_upsampled_result_that_was_changed_stays_changed() -> None:
     """What is counted once more is what nobody has touched."""
     torch.manual_seed(0)

@@ -79,6 +79,12 @@ def hook_it(net: Net, x: Tensor) -> Tensor:
     return net.norm(found)
 
 
+def join_with_itself(net: Net, x: Tensor) -> Tensor:
+    """Two parts of a join are one volume: its bias was added for each."""
+    found = net.up(net.strided(x))
+    return torch.cat([found, found], 1)[:, 3:9]
+
+
 USES: dict[str, Use] = {
     "norm": lambda net, x: F.relu(net.norm(net.first(x))),
     "two in a row": lambda net, x: F.relu(net.other(net.second(F.leaky_relu(net.norm(net.first(x)))))),
@@ -95,6 +101,8 @@ USES: dict[str, Use] = {
     "strided, transposed": lambda net, x: F.relu(net.norm(net.up(F.relu(net.other(net.strided(x)))))),
     "transposed, overlapping": lambda net, x: F.relu(net.norm(net.overlapping(net.strided(x)))),
     "transposed, no norm": lambda net, x: net.up(net.strided(x)) + net.overlapping(net.strided(x)),
+    "joined with itself": join_with_itself,
+    "of one sample": lambda net, x: net.up(net.strided(x[0])).unsqueeze(0),
     "norm plus norm": lambda net, x: F.elu(net.norm(net.first(x)) + net.other(net.first(x))),
 }
 
@@ -203,6 +211,66 @@ def test_a_bias_that_is_changed_before_it_is_added_is_refused() -> None:
 
     with pytest.raises(UnsupportedOperatorError, match="bias of a convolution was changed in place"):
         FastKernels(Changed(), "cpu")(torch.rand(1, 1, 4, 4, 4))
+
+
+def test_a_bias_along_no_planes() -> None:
+    """Without a batch, and with as many planes as channels, a bias was added to planes without a word."""
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.ConvTranspose3d(2, 6, 2, stride=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = F.relu(self.up(x[0]))
+            return found
+
+    torch.manual_seed(0)
+    plain, x = Plain(), torch.rand(2, 2, 3, 4, 4)
+    found = FastKernels(copy.deepcopy(plain), "cpu")(x)
+    torch.testing.assert_close(found.full_tensor() if isinstance(found, ShardedVolume) else found, plain(x))
+
+
+@pytest.mark.parametrize("way", ["fast", "two"])
+@pytest.mark.parametrize("bias", [lambda bias: bias[:1], lambda bias: bias[:, None]])
+@pytest.mark.parametrize("function", [F.conv3d, F.conv_transpose3d])
+def test_a_bias_that_torch_refuses_is_refused(
+    function: Callable[..., Tensor], bias: Callable[[Tensor], Tensor], way: str
+) -> None:
+    """A right one comes first: what is known of a layer's call is no reason to take the next one's bias."""
+
+    def use(net: Net, x: Tensor) -> Tensor:
+        weight = net.second.weight  # of as many channels in as out
+        inner = torch.cat([x] * 3, 1)
+        return F.relu(function(inner, weight, net.second.bias)) + function(inner, weight, bias(net.second.bias))
+
+    with pytest.raises(RuntimeError, match="expected bias to be 1-dimensional with 6 elements"):
+        WAYS[way](Net(NORMS["batch"], use))(torch.rand(2, 2, 8, 6, 4))
+
+
+@pytest.mark.parametrize("way", ["fast", "two"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda found, result: found.register_hook(lambda gradient: gradient * 2),
+        lambda found, result: found.retain_grad(),
+        lambda found, result: torch.autograd.graph.register_multi_grad_hook((found, result), lambda gradients: None),
+        lambda found, result: torch.autograd.grad(result.square().sum(), found),
+    ],
+)
+def test_the_gradient_of_what_a_norm_has_read_without_its_bias_is_refused(
+    ask: Callable[[Tensor, Tensor], object], way: str
+) -> None:
+    """A hook that came after the norm saw nothing of its gradient, and what it returned was lost."""
+
+    def use(net: Net, x: Tensor) -> Tensor:
+        found = net.up(net.strided(x))
+        result = net.norm(found)
+        ask(found, result)
+        return result
+
+    with pytest.raises(UnsupportedOperatorError, match="a norm has read this convolution without its bias"):
+        WAYS[way](Net(NORMS["batch"], use))(torch.rand(2, 2, 8, 6, 4))
 
 
 @pytest.mark.parametrize("use", USES)

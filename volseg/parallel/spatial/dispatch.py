@@ -32,6 +32,9 @@ __all__ = ["Copied", "dispatch", "in_planes"]
 PLAIN = frozenset({int, float, bool, str, type(None), Tensor, nn.Parameter, torch.dtype, torch.device})
 """Most arguments of most functions: told by one look at the type."""
 
+METADATA = "Metadata and autograd"
+"""Family of functions that compute nothing."""
+
 SCRIPTED = "TorchScript does not see the slabs; take the module as it is without torch.jit"
 
 
@@ -60,7 +63,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if entry is None:
             scripted = isinstance(func, ScriptMethod)
             return unsupported(func, args, kwargs, SCRIPTED if scripted else "it has no sharded form")
-        if not entry.rounded and any(volume.widen is not None for volume in given):
+        if any(volume.widen is not None for volume in given) and not _reads_rounded(entry, given[0].device.type):
             args, kwargs = _widen_what_is_read(func, args, kwargs)
             given = _given(args, kwargs)
         try:
@@ -100,6 +103,11 @@ def _given(args: tuple, kwargs: dict[str, Any]) -> list[ShardedVolume]:
     return found
 
 
+def _reads_rounded(entry: Entry, kind: str) -> bool:
+    """Say whether a function takes fewer digits than torch's; where autocast is off again, none that computes."""
+    return entry.rounded and (entry.family == METADATA or torch.is_autocast_enabled(kind))
+
+
 def _widen_what_is_read(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return a call's arguments with torch's digits where they have fewer here, but for what it changes in place.
 
@@ -116,6 +124,8 @@ def _widened(leaf: Any) -> Any:
     if not isinstance(leaf, ShardedVolume) or leaf.widen is None:
         return leaf
     wide = leaf.widen(leaf)
+    if torch.is_grad_enabled():
+        leaf.is_bypassed = True  # the gradient of what has all digits goes to what was upsampled
     wide.origin = Origin(leaf._slabs, wide._slabs, [leaf.origin] if leaf.origin is not None else [])
     return wide
 

@@ -67,7 +67,8 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
     columns = [slabs]
     if recipe is not None and pending.parts is not None:
         columns, volume.is_bypassed = pending.parts, True
-    waits = may_wait(bias, slabs[0]) and not choice.adds_bias(slabs[0], weights[0], plan.settings, plan.channels_last)
+    waits = may_wait(bias, weight, slabs[0], len(weight))
+    waits = waits and not choice.adds_bias(slabs[0], weights[0], plan.settings, plan.channels_last)
     work = _Input([slab.detach() for slab in slabs], plan, recipe, room, wait, len(biases), waits)
     results = _Convolve.apply(work, *weights, *biases, *chain.from_iterable(columns))
     work.slabs = []

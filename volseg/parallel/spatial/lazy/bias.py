@@ -67,9 +67,21 @@ class WaitingBias(Waiting):
         return self.stand_ins, None, None
 
 
-def may_wait(bias: Tensor | None, slab: Tensor) -> bool:
-    """Say whether a convolution of a slab may leave its bias to what comes behind."""
-    return bias is not None and torch_adds_apart(slab) and fusions.is_on("waiting biases")
+def may_wait(bias: Tensor | None, weight: Tensor, slab: Tensor, channels: int) -> bool:
+    """Say whether a convolution of a slab may leave its bias to what comes behind.
+
+    Parameters
+    ----------
+    bias, weight
+        Of the convolution.
+    slab
+        Its input; without a batch, or with a bias that torch would refuse, it is torch's.
+    channels
+        Of its result.
+    """
+    if bias is None or bias.shape != (channels,) or bias.dtype != weight.dtype or slab.ndim != weight.ndim:
+        return False
+    return torch_adds_apart(slab) and fusions.is_on("waiting biases")
 
 
 def torch_adds_apart(slab: Tensor) -> bool:
@@ -95,6 +107,8 @@ def take_without_bias(volume: ShardedVolume) -> tuple[list[Tensor], Tensor | Non
     waiting = volume.pending
     if not isinstance(waiting, WaitingBias):
         return volume.slabs, None
+    if torch.is_grad_enabled():
+        volume.is_bypassed = True  # the norm's gradient goes to the slabs without the bias
     return waiting.keep_slabs(), waiting.biases[0].to(volume.context.communicator.home)
 
 

@@ -37,8 +37,8 @@ def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> Sharde
         Whether parts of several element types are joined when they are read, too.
     """
     like = parts[0]
-    find = [part.pending.spare if part.context.tiled else part.pending.find_recipe for part in parts]
-    recipes = [of_part(part) for of_part, part in zip(find, parts, strict=True)]
+    # Each has the state that the one before left: one volume may be several of the parts.
+    recipes = [(part.pending.spare if part.context.tiled else part.pending.find_recipe)(part) for part in parts]
     # Where there is a recipe, the slabs stand for their history alone: they may have given their memory back.
     columns = [part.slabs if recipe is None else part._slabs for part, recipe in zip(parts, recipes, strict=True)]
     shape = list(like.shape)

@@ -194,12 +194,14 @@ def _check_not_bypassed(volume: ShardedVolume) -> None:
     """Refuse the gradient of what was computed together with what follows it.
 
     That of a join which a convolution has read goes to what was joined, and that of a norm's result, which an
-    activation or a sum has taken along, past it.
+    activation or a sum has taken along, past it; that of a convolution which a norm has read without its bias, too, and
+    that of an upsampled volume which was read in float32.
     """
     if volume.is_bypassed:
         refuse(
             "its gradient is not computed: a convolution that has read this join hands it to the volumes that were "
-            "joined, or an activation or a sum behind this norm is computed together with it. Ask for the gradients of "
+            "joined, or an activation or a sum behind this norm is computed together with it, or a norm has read this "
+            "convolution without its bias, or this upsampled volume was read in float32. Ask for the gradients of "
             "those, or register the hook, or call retain_grad(), before the volume is used"
         )
 

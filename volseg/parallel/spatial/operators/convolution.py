@@ -114,7 +114,7 @@ def transposed_convolution(
         if later is not None:
             return later
 
-    waits = may_wait(bias, volume._slabs[0])
+    waits = may_wait(bias, weight, volume._slabs[0], weight.shape[1] * groups)
 
     def run(slab: Tensor, own: tuple[Any, Any], padding: list[int], extra: list[int]) -> Tensor:
         def run_part(part: Tensor) -> Tensor:
