@@ -60,7 +60,7 @@ class WaitingBias(Waiting):
         pairs = list(zip(self.stand_ins, self.biases, strict=True))
         with self.moment.restored():
             if self.is_kept:
-                return [_Add.apply(*pair) for pair in pairs], None, None
+                return [_AddBias.apply(*pair) for pair in pairs], None, None
             with torch.no_grad():  # the convolution knows of it
                 for slab, bias in pairs:
                     slab.add_(_over_voxels(bias, slab))
@@ -114,7 +114,7 @@ def take_without_bias(volume: ShardedVolume) -> tuple[list[Tensor], Tensor | Non
 
 def with_gradient(volume: ShardedVolume, biases: Sequence[Tensor]) -> ShardedVolume:
     """Return a volume whose gradient is the biases', too, though nothing is added to it."""
-    slabs = [_Known.apply(slab, bias) for slab, bias in zip(volume._slabs, biases, strict=True)]
+    slabs = [_WithGradient.apply(slab, bias) for slab, bias in zip(volume._slabs, biases, strict=True)]
     return ShardedVolume(slabs, volume.dims, volume.shape, volume.context)
 
 
@@ -122,7 +122,7 @@ def _over_voxels(bias: Tensor, slab: Tensor) -> Tensor:
     return bias.view(-1, *[1] * (slab.ndim - 2))
 
 
-class _Add(torch.autograd.Function):
+class _AddBias(torch.autograd.Function):
     """A bias whose gradient the convolution computes."""
 
     @staticmethod
@@ -137,7 +137,7 @@ class _Add(torch.autograd.Function):
         return gradient, None
 
 
-class _Known(torch.autograd.Function):
+class _WithGradient(torch.autograd.Function):
     """A slab as it is, with a bias's gradient."""
 
     @staticmethod
