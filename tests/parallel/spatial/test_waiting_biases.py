@@ -182,6 +182,21 @@ def test_nothing_is_added_in_front_of_a_norm_that_takes_it_away(
     assert len(written) == (1 if waits else 3)  # the last convolution's output is read as it is
 
 
+def test_a_change_in_place_copies_nothing_that_a_norm_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame that still named a convolution's result got it with its bias when anything was changed in place."""
+    written = []
+    original = WaitingBias.write
+    monkeypatch.setattr(WaitingBias, "write", lambda self, halos: written.append(self.is_kept) or original(self, halos))
+
+    def use(net: Net, x: Tensor) -> Tensor:
+        found = net.first(x)
+        result = net.second(net.norm(found))
+        return F.relu(result, inplace=True)
+
+    FastKernels(Net(NORMS["batch"], use), "cpu")(torch.rand(1, 2, 4, 4, 4)).sum().backward()
+    assert written == [False, False]  # the second convolution's, and the last one's
+
+
 def test_a_large_bias_costs_no_digits() -> None:
     """A plain network rounds what it adds a bias to; ours is the closer one."""
     torch.manual_seed(0)

@@ -66,6 +66,9 @@ class WaitingBias(Waiting):
                     slab.add_(_over_voxels(bias, slab))
         return self.stand_ins, None, None
 
+    def settle_apart(self, volume: ShardedVolume) -> None:
+        """Go on waiting: nobody has seen the slabs to change them, and once a norm keeps them writing takes copies."""
+
 
 def may_wait(bias: Tensor | None, weight: Tensor, slab: Tensor, channels: int) -> bool:
     """Say whether a convolution of a slab may leave its bias to what comes behind.
