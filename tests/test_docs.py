@@ -137,6 +137,12 @@ def _is_module(path: str) -> bool:
         return False
 
 
+@pytest.mark.parametrize("script", sorted((ROOT / "workflows").rglob("*.py")), ids=lambda path: path.name)
+def test_what_a_script_imports_and_calls_is_there(script: Path) -> None:
+    """Imports inside of functions, too: a benchmark's stood there for a name that had moved, and failed on a GPU."""
+    assert broken_names(script.read_text(encoding="utf-8")) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_page)
 def test_what_a_page_imports_and_calls_can_be(page: Path) -> None:
     """``volseg.parallel.verification.verify(...)`` stood in a page: a module, since the move, and no function."""

@@ -167,6 +167,7 @@ def test_an_open_exchange_is_completed_before_the_next_is_sent() -> None:
             target[1 - rank] = arriving[rank]
             with stream:
                 waits.append(side.start(pair, target))
+    both.synchronize()  # they wait on one stream, and count on from what the shards' streams have counted
     for wait in waits * 2:  # late, and twice
         wait()
     both.synchronize()

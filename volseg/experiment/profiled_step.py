@@ -249,7 +249,8 @@ class _Watching(Hook):
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         if self._watch is not None:
             self._around.enter_context(self._watch.watching())
-        self._profiler = self._around.enter_context(profile(activities=activities))
+        # There is one cycle; torch 2.11 warns that it forgets others.
+        self._profiler = self._around.enter_context(profile(activities=activities, acc_events=True))
 
     def _stop(self) -> None:
         assert self._profiler is not None

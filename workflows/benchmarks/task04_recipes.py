@@ -114,7 +114,7 @@ def run(chosen: argparse.Namespace, name: str, part: str, cache: str | None) -> 
 def read_run(folder: Path) -> dict[str, Any]:
     """Return what a run left in its folder."""
     from volseg.experiment import RunFolder
-    from volseg.reporting.run import add_spans
+    from volseg.reporting.needed import add_spans
 
     run_folder = RunFolder(folder)
     summary = json.loads((run_folder.validation / "summary.json").read_text(encoding="utf-8"))

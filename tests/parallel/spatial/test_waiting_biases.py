@@ -305,6 +305,20 @@ def test_on_a_cpu_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     FastKernels(Net(NORMS["batch"], USES["strided, transposed"]), "cpu")(torch.rand(1, 2, 4, 4, 4))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm", ["instance", "batch"])
+def test_a_bias_that_is_no_number_is_seen(norm: str, training: bool, value: float) -> None:
+    plain = Net(NORMS[norm], USES["norm"]).train(training)
+    with torch.no_grad():
+        plain.first.bias[2] = value
+    other = FastKernels(copy.deepcopy(plain), "cpu")
+    x = torch.rand(1, 2, 4, 4, 4)
+    found, wanted = (net(x).isfinite() for net in (other, plain))
+    assert torch.equal(found, wanted)
+    assert not found.any()
+
+
 def test_the_fusion_can_be_switched_off() -> None:
     torch.manual_seed(0)
     plain = Net(NORMS["batch"], USES["strided, transposed"]).double()

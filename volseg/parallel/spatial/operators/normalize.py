@@ -43,8 +43,10 @@ def normalize(
     ignored = pooled.ignores_channels(*volume.shape[:2])
     slabs, lacking = take_without_bias(volume) if ignored else (volume.slabs, None)
     found = compute_statistics(volume, slabs, pooled, weight, bias, eps, running)
-    if running is not None and lacking is not None:
-        running.shift(lacking)
+    if lacking is not None:
+        found.shift.add_(lacking, alpha=0)  # a bias that is no number leaves none behind the norm, either
+        if running is not None:
+            running.shift(lacking)
     waiting = WaitingNorm(volume, slabs, pooled, found, weight, bias)
     return defer(waiting, volume.dims, volume.shape, volume.context), found, lacking
 
