@@ -105,7 +105,11 @@ MEASUREMENTS = (
     ),
     Measurement("roofline", 1, 40, "roofline.py --result {result}", "dynunet_h200_roofline.json"),
     Measurement(
-        "networks", 1, 560, "networks.py --gpus 1 --seconds 520 --result {result}", "networks_h200x2_steps.json"
+        "networks",
+        1,
+        560,
+        "networks.py --gpus 1 --seconds 520 --ahead 6 --turns 3 --result {result}",
+        "networks_h200_steps.json",
     ),
     Measurement(
         "recipes",
