@@ -129,3 +129,11 @@ def test_a_network_that_catches_the_end_is_given_up_all_the_same():
     found = forecast_work(planned.work, Candidate(), planned.machine, to_end=False)
     assert found.more_than == planned.capacity
     assert partial(forecast_work, planned.work, Candidate(), planned.machine)().memory.total > planned.capacity
+
+
+def test_a_gpu_that_something_else_fills_has_nothing_to_give():
+    planned = replace(make_planned(1300, side=32), reserve=2000 * MIB)
+    plan = plan_work(planned, numbers=False)
+    assert plan.chosen is None
+    assert {row.more_than_bytes for row in plan.report.candidates} == {None, 0}
+    assert "> 0.00" in plan.table()

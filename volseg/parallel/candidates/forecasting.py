@@ -169,8 +169,9 @@ def forecast_work(
         return forecast_work(work, eager, machine, reserve=reserve, one_process=one_process, to_end=to_end)
     except OutOfMemoryError as fault:
         if not to_end:
-            refused = f"needs more than the {capacity / GIB:.1f} GiB that there are"
-            return Forecast(candidate=candidate, refused=refused, more_than=capacity)
+            there = max(0, capacity)  # cases and batches on their way may take all
+            refused = f"needs more than the {there / GIB:.1f} GiB that there are"
+            return Forecast(candidate=candidate, refused=refused, more_than=there)
         return Forecast(candidate=candidate, refused=_tell(fault), too_large=True)
     except VolsegError as fault:
         return Forecast(candidate=candidate, refused=_tell(fault))

@@ -184,7 +184,9 @@ def _put_in(found: Found, whole: Forecast, capacity: int) -> Found:
     """Return what was found with the forecast of a candidate that was followed to its end."""
     same = replace(whole.candidate, recorded=False, kernels="torch")
     forecasts = tuple(
-        whole if each.more_than and replace(each.candidate, recorded=False, kernels="torch") == same else each
+        whole
+        if each.more_than is not None and replace(each.candidate, recorded=False, kernels="torch") == same
+        else each
         for each in found.forecasts
     )
     chosen, why = choose(forecasts, capacity)

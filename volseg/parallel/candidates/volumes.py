@@ -143,7 +143,9 @@ def _guess(
     """
     guess = (low + high) // 2 if high <= MOST_STEPS else max(1, low) * 2
     line = _read_line(known, int(MOSTLY_HELD * capacity), aspect, divisors, fixed)
-    guess = guess if line is None else line
+    is_bound = any(needed.held is None for needed in known.values())
+    # A line that misses what was given up misses it again one size below.
+    guess = guess if line is None or (line >= high and is_bound) else line
     fits = max((voxels for voxels, needed in known.items() if needed.total <= capacity), default=None)
     fails = min((voxels for voxels, needed in known.items() if needed.total > capacity), default=None)
     if fails is not None:
