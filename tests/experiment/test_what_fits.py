@@ -87,6 +87,23 @@ def test_where_nothing_fits_the_status_is_3_and_remedies_have_numbers(vnet):
     assert any("volumes of " in remedy for remedy in report.remedies)
 
 
+def test_numbers_are_told_of_what_does_not_fit_where_they_are_asked_for(vnet):
+    sizes = ["--set", "patch={size: [256, 256, 256], batch: 2}"]
+    asked = (vnet, *SMALL[:2], *sizes, "--gpus", "2", "--gpu-memory", "2200MiB", "--json")
+    short, full = (PlanReport.model_validate_json(run(*asked, *more).stdout) for more in ([], ["--numbers"]))
+    given_up = {row.name: row for row in short.candidates if row.more_than_bytes is not None}
+    whole = {row.name: row for row in full.candidates}
+    assert given_up
+    for name, row in given_up.items():
+        assert row.state == whole[name].state == "refused"
+        assert (row.reserved_bytes, row.step_seconds, row.devices) == (None, None, ())
+        assert whole[name].reserved_bytes + whole[name].outside_bytes > row.more_than_bytes
+        assert whole[name].more_than_bytes is None
+    assert [row for row in short.candidates if row.name not in given_up] == [
+        row for row in full.candidates if row.name not in given_up
+    ]
+
+
 def plan_small(vnet, *overrides, **machine):
     return plan_training(load_config(vnet, [*SMALL[1::2], *overrides]), find_machine(**machine))
 

@@ -4,6 +4,7 @@ import gc
 import resource
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -391,3 +392,49 @@ def test_what_holds_more_than_a_limit_is_not_followed_to_its_end() -> None:
     assert run(2 * 4096) == run(None)
     with pytest.raises(OutOfMemoryError, match="smaller patches"):
         run(2 * 4096 - 1)
+
+
+def test_what_a_gpu_can_hold_is_looked_at_where_the_order_of_requests_is_settled() -> None:
+    def run(num_gpus: int = 1, *, record: bool = False, backward: bool = False) -> None:
+        with following(Gpu(), num_gpus, fits=3 * 4096) as followed:
+            held = followed.empty(1024).requires_grad_()
+            if record:
+                followed.mark("record")
+            if backward:
+                twice = held * 2
+                twice.register_hook(lambda grad: torch.cat([grad] * 4)[:1024])
+                twice.backward(torch.ones_like(twice))
+            else:
+                torch.cat([held] * 4)
+
+    with pytest.raises(OutOfMemoryError, match="smaller patches"):
+        run()
+    with pytest.raises(OutOfMemoryError, match="smaller patches"):
+        run(2)
+    with pytest.raises(OutOfMemoryError, match="smaller patches"):
+        run(backward=True)
+    run(record=True)
+    run(2, backward=True)
+
+
+def test_a_step_that_catches_its_end_is_given_up_at_last() -> None:
+    def step() -> None:
+        with following(Gpu(), limit=4095) as followed:
+            with suppress(OutOfMemoryError):
+                followed.empty(1024)
+            followed.empty(8)
+
+    with pytest.raises(OutOfMemoryError, match="smaller patches"):
+        step()
+
+
+def test_a_step_that_says_its_end_in_other_words_is_given_up_as_what_it_was() -> None:
+    def step() -> None:
+        with following(Gpu(), limit=4095) as followed:
+            try:
+                followed.empty(1024)
+            except OutOfMemoryError as fault:
+                raise KeyError("weight") from fault
+
+    with pytest.raises(OutOfMemoryError, match="smaller patches"):
+        step()

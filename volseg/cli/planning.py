@@ -43,6 +43,9 @@ def plan(
         int | None, typer.Option(min=2, help="Of the label maps, with the background, where the data set is not there.")
     ] = None,
     thorough: Annotated[bool, typer.Option("--all", help="Look at those ways too that cannot be the fastest.")] = False,
+    numbers: Annotated[
+        bool, typer.Option("--numbers", help="Say how much every way needs that does not fit, too; takes longer.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; docs/what-fits.md says what is in it.")] = False,
     components: Components = None,
 ) -> None:
@@ -67,7 +70,7 @@ def plan(
         fits = volumes.fits
     else:
         planned = experiment.plan_training(
-            loaded, machine, channels=channels, classes=classes, thorough=thorough, beside=True
+            loaded, machine, channels=channels, classes=classes, thorough=thorough, numbers=numbers, beside=True
         )
         if as_json:
             typer.echo(planned.to_json())

@@ -123,7 +123,7 @@ class PlanBeside:
         try:
             file = dump_config(config.located(), Path(self._folder.name) / "config.yaml")
             command = [sys.executable, "-m", "volseg", "plan", str(file), "--json", "--gpu", gpus.name]
-            command += ["--all"] if thorough else []
+            command += ["--all"] if thorough else ["--numbers"]  # what runs here may be forecast not to fit
             command += ["--gpus", str(gpus.count), "--gpu-memory", f"{gpus.memory / 2**30:.3f}GiB"]
             with self._open("out") as out, self._open("err") as err:
                 self._process = subprocess.Popen(  # noqa: S603

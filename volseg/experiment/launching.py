@@ -135,7 +135,7 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
     # Here, where all is imported already. Copies of this process ask CUDA, and follow steps: this one lives as long as
     # the training, and would hold memory of a GPU.
     try:
-        plan = plan_training(loaded, find_machine(num_gpus=num_gpus, here=True), beside=True)
+        plan = plan_training(loaded, find_machine(num_gpus=num_gpus, here=True), numbers=False, beside=True)
     except VolsegError as fault:
         logger.warning("parallel: auto leaves the processes to choose, as nothing could be forecast (%s)", fault)
         return [], num_gpus

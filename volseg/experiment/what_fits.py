@@ -34,6 +34,7 @@ def plan_training(
     facts: DataFacts | None = None,
     only: Callable[[Candidate], bool] | None = None,
     thorough: bool = False,
+    numbers: bool = True,
     beside: bool = False,
 ) -> StepPlan:
     """Forecast a config's training on a machine.
@@ -52,6 +53,8 @@ def plan_training(
         Which candidates may be taken; by default all that the config leaves open.
     thorough : bool
         Whether to follow candidates too that cannot win.
+    numbers : bool
+        Whether what does not fit is followed to its end; see `plan_work`.
     beside : bool
         Whether to follow several at a time, in copies of this process.
 
@@ -64,7 +67,15 @@ def plan_training(
     """
     planned, notes = _describe(config, machine, channels, classes, facts)
     steps = math.ceil(config.training.iterations / config.training.accumulate)
-    plan = plan_work(planned, notes=notes, steps_per_epoch=steps, only=only, thorough=thorough, beside=beside)
+    plan = plan_work(
+        planned,
+        notes=notes,
+        steps_per_epoch=steps,
+        only=only,
+        thorough=thorough,
+        numbers=numbers,
+        beside=beside,
+    )
     if not config.patch.growth or plan.chosen is None:
         return plan
     return replace(plan, notes=(*plan.notes, _describe_growth(config, planned, plan.chosen, steps)))
@@ -154,7 +165,7 @@ def plan_words(
     lines += [f"It would fit: {remedy}." for remedy in plan.remedies]
     refused: dict[str, list[str]] = {}
     for each in plan.forecasts:
-        if each.memory is None:
+        if each.memory is None and each.more_than is None:
             refused.setdefault(str(each.refused), []).append(name_candidate(each.candidate))
     lines += [f"Refused: {'; '.join(names)}: {reason}." for reason, names in refused.items()]
     lines += [

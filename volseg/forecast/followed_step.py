@@ -61,10 +61,17 @@ class FollowedStep:
     """
 
     def __init__(
-        self, num_gpus: int = 1, time_kernel: Callable[[KernelRun], float] | None = None, limit: int | None = None
+        self,
+        num_gpus: int = 1,
+        time_kernel: Callable[[KernelRun], float] | None = None,
+        limit: int | None = None,
+        fits: int | None = None,
     ) -> None:
         self._time_kernel = time_kernel
-        self._limit = limit
+        self._limit, self._fits = limit, fits
+        self._is_recorded = False
+        self.fault: OutOfMemoryError | None = None
+        """By which it was given up; whoever catches it on the way cannot make the step whole again."""
         self._sizes = [0] * num_gpus
         self._seconds = [0.0] * num_gpus
         self.devices = [name_pretended(index) for index in range(num_gpus)]
@@ -90,6 +97,8 @@ class FollowedStep:
 
     def mark(self, name: str) -> None:
         """Say on all devices that a part begins; see ``Mark``."""
+        # A step that is not recorded after all is followed anew without, and may need less.
+        self._is_recorded = self._is_recorded or name == "record"
         for number in range(len(self._events)):
             self._put(number, Mark(name))
 
@@ -199,13 +208,23 @@ class FollowedStep:
         self._held[key] = number, size, self._blocks
         self._sizes[number] += size
         if self._limit is not None and self._sizes[number] > self._limit:
-            raise OutOfMemoryError(
-                f"the tensors of one GPU alone would be more than {self._limit / 2**30:,.0f} GiB; take smaller patches "
-                "or volumes, or a smaller batch"
-            )
+            self._give_up(f"{self._limit / 2**30:,.0f}")
+        if self._fits is not None and self._sizes[number] > self._fits and self._is_in_order():
+            self._give_up(f"{self._fits / 2**30:,.1f}")
         if size:
             stream = find_current_stream(device).number
             self._put(number, Allocate(self._blocks, size, stream, find_recording()))
+
+    def _is_in_order(self) -> bool:
+        """Say whether tensors that are alive together would be so on GPUs: each device has a thread in backward."""
+        return not self._is_recorded and (len(self.devices) == 1 or find_backward_pass() == -1)
+
+    def _give_up(self, gib: str) -> None:
+        self.fault = OutOfMemoryError(
+            f"the tensors of one GPU alone would be more than {gib} GiB; take smaller patches or volumes, or a smaller "
+            "batch"
+        )
+        raise self.fault
 
     def _let_go(self, key: int) -> None:
         del self._watched[key]

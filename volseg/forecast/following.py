@@ -84,6 +84,7 @@ def following(
     num_gpus: int = 1,
     time_kernel: Callable[[KernelRun], float] | None = None,
     limit: int | None = None,
+    fits: int | None = None,
 ) -> Iterator["FollowedStep"]:
     """Let tensors be without values, and write down what the GPUs are asked for.
 
@@ -95,13 +96,16 @@ def following(
         Says how many seconds a kernel takes, for what would time the network's parts; without it, nothing is timed.
     limit
         Bytes of tensors on a GPU, above which it is not followed any further; by default there is no end.
+    fits
+        The same, of what a GPU can hold: looked at where the order of requests is settled, which it is not in a
+        backward pass over several devices, and until a step is recorded, which another one may do without.
 
     Raises
     ------
     OutOfMemoryError
-        From within, where a GPU would hold more than the limit.
+        From within, where a GPU would hold more than the limit, or than fits; at the end, whatever became of it within.
     """
-    followed = FollowedStep(num_gpus, time_kernel, limit)
+    followed = FollowedStep(num_gpus, time_kernel, limit, fits)
     with ExitStack() as stack:
         stack.enter_context(apart_from_surroundings())
         stack.enter_context(explaining_refusals())
@@ -128,7 +132,14 @@ def following(
         stack.enter_context(_Noting(followed))
         stack.enter_context(_OnDevices())
         followed.in_place.learn()
-        yield followed
+        try:
+            yield followed
+        except Exception as told:  # by whoever was given up, in words of his own
+            if followed.fault is None or told is followed.fault:
+                raise
+            raise followed.fault from told
+    if followed.fault is not None:
+        raise followed.fault
 
 
 class _Noting(TorchDispatchMode):

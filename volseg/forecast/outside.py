@@ -6,7 +6,7 @@ reserved. Torch 2.11, CUDA 13, driver 580; another driver takes some tens of MiB
 
 from volseg.forecast.trace import Allocate, KernelRun, StepTrace
 
-__all__ = ["find_outside"]
+__all__ = ["find_least_outside", "find_outside"]
 
 MIB = 2**20
 
@@ -40,10 +40,10 @@ def find_outside(trace: StepTrace, processes: int = 1) -> int:
     """
     multiplies = any(isinstance(event, KernelRun) and event.name in PRODUCTS for event in trace.events)
     streams = any(isinstance(event, KernelRun | Allocate) and event.stream != 0 for event in trace.events)
-    return (
-        CONTEXT
-        + LIBRARIES
-        + (MATRICES if multiplies else 0)
-        + (STREAM if streams or processes > 1 else 0)
-        + (GROUP if processes > 1 else 0)
-    )
+    alone = processes == 1
+    return find_least_outside(processes) + (MATRICES if multiplies else 0) + (STREAM if streams and alone else 0)
+
+
+def find_least_outside(processes: int = 1) -> int:
+    """Return the bytes that any step takes there, whatever it does."""
+    return CONTEXT + LIBRARIES + (STREAM + GROUP if processes > 1 else 0)

@@ -117,6 +117,10 @@ def choose_name(task: str, preset: str) -> str:
     return f"{plain}_{preset}"
 
 
+UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+"""Bytes of each unit that a GPU's memory is told in."""
+
+
 def parse_memory(text: str) -> float:
     """Return a GPU's memory in GiB.
 
@@ -127,10 +131,10 @@ def parse_memory(text: str) -> float:
 
     Examples
     --------
-    >>> parse_memory("16GiB"), parse_memory("24"), parse_memory("80 GB")
-    (16.0, 24.0, 74.50580596923828)
+    >>> parse_memory("16GiB"), parse_memory("24"), parse_memory("80 GB"), parse_memory("512MiB")
+    (16.0, 24.0, 74.50580596923828, 0.5)
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB)?\s*", text, re.IGNORECASE)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)?\s*", text, re.IGNORECASE)
     if found is None or not float(found[1]):
         raise ConfigError(f"the memory of a GPU is a size such as 16GiB, got {text!r}")
-    return float(found[1]) * (1e9 / 2**30 if (found[2] or "").lower() == "gb" else 1)
+    return float(found[1]) * UNITS[(found[2] or "GiB").lower()] / 2**30

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
-from volseg.parallel.candidates.choosing import choose, find_bound, judge, search
+from volseg.parallel.candidates.choosing import choose, find_bound, guess_least, judge, search
 from volseg.parallel.candidates.listing import Freedom, list_candidates, relieve
 
 GIB = 2**30
@@ -171,6 +171,27 @@ def test_what_is_not_followed_would_not_have_won(data, num_gpus, batch, kernels,
     assert (found.chosen is None) == (thorough.chosen is None)
     if found.chosen is not None:
         assert found.chosen.seconds == thorough.chosen.seconds
+
+    def give_up(candidate):
+        whole = judge(cost(candidate), capacity * GIB)
+        if whole.runs or candidate.num_gpus == 1 or extra.get(40 - number_of(candidate), 1.0) > 1.5:
+            return whole  # not everything is known early not to fit
+        return Forecast(candidate=candidate, refused="needs more", more_than=capacity * GIB)
+
+    early = search(candidates, give_up, capacity * GIB, batch, relieved, finish=cost)
+    assert early.chosen == found.chosen
+
+
+def test_where_ways_were_given_up_none_is_said_to_be_the_least():
+    forecasts = [
+        judge(forecast(gib=40), 16 * GIB),
+        Forecast(candidate=Candidate(data=2), refused="needs more", more_than=16 * GIB),
+        Forecast(candidate=Candidate(data=2, checkpoint="all"), refused="needs more", more_than=16 * GIB),
+        Forecast(candidate=Candidate(spatial=2, checkpoint="all"), refused="needs more", more_than=16 * GIB),
+    ]
+    assert choose(forecasts)[1] == "nothing fits: one GPU needs 40.0 GiB, and there are 16.0 GiB"
+    assert guess_least(forecasts) == Candidate(data=2, checkpoint="all")
+    assert guess_least(forecasts[:1]) is None
 
 
 def test_smaller_micro_batches_save_what_the_pipeline_is_not_full():

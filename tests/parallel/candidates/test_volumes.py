@@ -43,6 +43,43 @@ def test_the_largest_is_that_of_trying_all(aspect, divisors, fixed, per_voxel, p
     assert num_asked <= 14, "each is a second"
 
 
+@given(
+    aspect=st.sampled_from(ASPECTS),
+    divisors=st.sampled_from(DIVISORS),
+    fixed=st.integers(0, 2**30),
+    per_voxel=st.floats(50, 5000),
+    capacity=st.integers(2**28, 2**35),
+    first=st.integers(1, 400),
+    flat=st.floats(0.2, 1),
+)
+def test_the_largest_is_found_where_what_fails_is_not_followed_to_its_end(
+    aspect, divisors, fixed, per_voxel, capacity, first, flat
+):
+    """Of what was given up nothing is known but that it fails; a line through what fits may lie far too low."""
+    asked = []
+
+    def find_total(sides):
+        return math.ceil(fixed + per_voxel * math.prod(sides))
+
+    def need(sides):
+        total, is_first = find_total(sides), not asked
+        asked.append(sides)
+        if total > capacity and not is_first:
+            return Need(total=capacity + 1, held=None)
+        return Need(total=total, held=math.ceil(flat * total))
+
+    found = find_largest(need, capacity, aspect, divisors, first=first)
+    step = 0
+    while find_total(scale_sides(step + 1, aspect, divisors)) <= capacity:
+        step += 1
+    if step == 0:
+        assert found is None
+        return
+    sides, limit = (scale_sides(each, aspect, divisors) for each in (step, step + 1))
+    assert found == Largest(sides=sides, needed=find_total(sides), limit=limit)
+    assert len(asked) <= 20, "of 24 that are looked at"
+
+
 @given(st.integers(1, 60), st.sampled_from(ASPECTS), st.sampled_from(DIVISORS))
 def test_sizes_are_ones_that_the_network_takes_and_grow(step, aspect, divisors):
     sides, larger = (scale_sides(each, aspect, divisors) for each in (step, step + 1))

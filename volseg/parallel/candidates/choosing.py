@@ -19,7 +19,18 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.timing import OF_STAGES
 from volseg.parallel.candidates.listing import name_candidate
 
-__all__ = ["SURE", "Found", "Skipped", "choose", "describe_seconds", "find_bound", "judge", "search", "sort_candidates"]
+__all__ = [
+    "SURE",
+    "Found",
+    "Skipped",
+    "choose",
+    "describe_seconds",
+    "find_bound",
+    "guess_least",
+    "judge",
+    "search",
+    "sort_candidates",
+]
 
 GIB = 2**30
 
@@ -68,6 +79,7 @@ def search(
     *,
     thorough: bool = False,
     begin: Callable[[Sequence[Candidate]], None] = lambda _: None,
+    finish: Follow | None = None,
 ) -> Found:
     """Follow candidates until none that is left can be faster, and choose.
 
@@ -87,6 +99,8 @@ def search(
         Whether to follow those too that cannot win.
     begin : callable
         Is told what will be asked for soon, so that others can begin with it.
+    finish : callable, optional
+        Returns the forecast of one that ``follow`` has given up, followed to its end: where its time is a bound.
 
     Returns
     -------
@@ -112,7 +126,8 @@ def search(
     for first in sort_candidates(candidates):
         group = groups[first]
         plain = look(first, find_bound(first, chain.from_iterable(groups.values()), batch_size), group)
-        if plain is None or plain.memory is None or (_is_sure(plain, capacity) and not thorough):
+        is_refused = plain is None or (plain.memory is None and plain.more_than is None)
+        if plain is None or is_refused or (_is_sure(plain, capacity) and not thorough):
             continue
         if relieving := list(relieve(first)):
             *less, most = relieving
@@ -122,6 +137,8 @@ def search(
     # All plain ones come first: the faster the best one is, the fewer of these can win.
     for first, plain, less, most in to_relieve:
         group = groups[first]
+        if plain.more_than is not None and finish is not None and find_best() is not None:
+            group[0] = plain = judge(finish(first), capacity)
         # Of other kernels the plain step says nothing.
         least = plain.seconds or 0.0 if plain.candidate.kernels == most.kernels else 0.0
         # What recomputes most first: where that does not fit, nothing does.
@@ -254,10 +271,25 @@ def _describe_need(forecast: Forecast) -> str:
     return "" if forecast.memory is None else f"{forecast.memory.total / GIB:.1f} GiB of each GPU"
 
 
+def guess_least(forecasts: Iterable[Forecast]) -> Candidate | None:
+    """Return which of those that were given up may need least: of most GPUs and recomputation, least cut.
+
+    None where none was given up. Only which of them is followed to its end depends on it.
+    """
+    levels = [None, 1, 2, 3, "all", "tiled"]
+
+    def rank(each: Candidate) -> tuple[int, int, int, int, int]:
+        return each.num_gpus, levels.index(each.checkpoint), -each.spatial, each.pipeline, -(each.split_size or 0)
+
+    return max((each.candidate for each in forecasts if each.more_than is not None), key=rank, default=None)
+
+
 def _explain_refusals(forecasts: Sequence[Forecast]) -> str:
     measured = [each for each in forecasts if each.memory is not None]
     if measured:
         least = min(measured, key=lambda each: each.memory.total if each.memory else 0)
+        if any(each.more_than is not None for each in forecasts):
+            return f"nothing fits: {name_candidate(least.candidate)} {least.refused}"
         return f"nothing fits; the least is {name_candidate(least.candidate)}, which {least.refused}"
     first = next((each for each in forecasts if each.refused), None)
     return "nothing runs" + ("" if first is None else f": {name_candidate(first.candidate)}: {first.refused}")

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from volseg.errors import NotRecordedError, OutOfMemoryError, VolsegError
 from volseg.forecast.allocator import AllocatorSettings, find_memory_use
@@ -12,12 +13,12 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.gpu_kinds import GpuKind
 from volseg.forecast.links import Links
 from volseg.forecast.memory_use import MemoryUse
-from volseg.forecast.outside import find_outside
+from volseg.forecast.outside import find_least_outside, find_outside
 from volseg.forecast.repeating import repeat_last_step
 from volseg.forecast.threads import Pace
 from volseg.forecast.timing import OF_STAGES, find_host_seconds, find_times
 from volseg.forecast.trace import KernelRun, Sent, StepTrace
-from volseg.parallel.candidates.choosing import judge
+from volseg.parallel.candidates.choosing import GIB, judge
 from volseg.parallel.candidates.listing import Freedom
 from volseg.parallel.candidates.running import follow_candidate
 from volseg.parallel.candidates.work import Work
@@ -87,19 +88,35 @@ class Planned:
         """Return the forecast of a way to run an optimizer step."""
         return _multiply(self._follow_best_kernels(candidate), self.times)
 
-    def _follow_best_kernels(self, candidate: Candidate) -> Forecast:
+    def forecast_if_fits(self, candidate: Candidate) -> Forecast:
+        """Return the same, but for what is known on the way not to fit: that is given up (``Forecast.more_than``).
+
+        One GPU's plain step is not: its time is a bound of all others'.
+        """
+        bounds_others = candidate.num_gpus == 1 and candidate.checkpoint is None
+        return _multiply(self._follow_best_kernels(candidate, to_end=bounds_others), self.times)
+
+    def _follow_best_kernels(self, candidate: Candidate, *, to_end: bool = True) -> Forecast:
         """Forecast a candidate; where the kernels that it should take have no form for the network, with the others."""
-        work, machine, free, reserve = self.work, self.machine, self.free, self.reserve
-        forecast = forecast_work(work, candidate, machine, reserve=reserve, one_process=free.one_process)
+        work, machine, free = self.work, self.machine, self.free
+        follow = partial(forecast_work, reserve=self.reserve, to_end=to_end)
+        forecast = follow(work, candidate, machine, one_process=free.one_process)
         uncut = candidate.spatial == candidate.pipeline == 1 and candidate.checkpoint is None
-        if forecast.memory is None and not forecast.too_large and uncut:
+        is_refused = forecast.memory is None and forecast.more_than is None and not forecast.too_large
+        if is_refused and uncut:
             for kernels in free.kernels[1:]:
-                return forecast_work(work, replace(candidate, kernels=kernels), machine, reserve=reserve)
+                return follow(work, replace(candidate, kernels=kernels), machine)
         return forecast
 
 
 def forecast_work(
-    work: Work, candidate: Candidate, machine: Machine, *, reserve: int = 0, one_process: bool = False
+    work: Work,
+    candidate: Candidate,
+    machine: Machine,
+    *,
+    reserve: int = 0,
+    one_process: bool = False,
+    to_end: bool = True,
 ) -> Forecast:
     """Follow a candidate, and return what it needs.
 
@@ -115,6 +132,9 @@ def forecast_work(
         Bytes of each GPU that something else takes.
     one_process : bool
         Whether one process has all GPUs.
+    to_end : bool
+        Whether to follow what cannot fit to its end, for its numbers. Otherwise it is given up once the tensors that
+        are alive together do not fit: torch's allocator can only take more.
 
     Returns
     -------
@@ -124,13 +144,15 @@ def forecast_work(
     """
     capacity = machine.gpu_bytes - reserve
     limit = MOST_TIMES * max(machine.gpu_bytes, SMALLEST)
+    processes = 1 if one_process else candidate.data * candidate.spatial
     gpu = replace(machine.gpu, memory=capacity)  # by which a pipeline decides how many stages it needs
+    if math.prod(work.shape) > limit * candidate.num_gpus:  # torch cannot count the bytes of the largest ones
+        refused = (
+            f"a batch of {' x '.join(map(str, work.shape))} is larger than {MOST_TIMES} times the memory of all GPUs; "
+            "take smaller patches or volumes, or a smaller batch"
+        )
+        return Forecast(candidate=candidate, refused=refused, too_large=True)
     try:
-        if math.prod(work.shape) > limit * candidate.num_gpus:  # torch cannot count the bytes of the largest ones
-            raise OutOfMemoryError(
-                f"a batch of {' x '.join(map(str, work.shape))} is larger than {MOST_TIMES} times the memory of all "
-                "GPUs; take smaller patches or volumes, or a smaller batch"
-            )
         with _quietly():
             traces = follow_candidate(
                 work,
@@ -140,17 +162,21 @@ def forecast_work(
                 one_process=one_process,
                 pace=_find_pace(machine),
                 limit=limit,
+                fits=None if to_end else capacity - find_least_outside(processes),
             )
     except NotRecordedError:  # then a training goes on without
         eager = replace(candidate, recorded=False)
-        return forecast_work(work, eager, machine, reserve=reserve, one_process=one_process)
+        return forecast_work(work, eager, machine, reserve=reserve, one_process=one_process, to_end=to_end)
     except OutOfMemoryError as fault:
+        if not to_end:
+            there = max(0, capacity)  # cases and batches on their way may take all
+            refused = f"needs more than the {there / GIB:.1f} GiB that there are"
+            return Forecast(candidate=candidate, refused=refused, more_than=there)
         return Forecast(candidate=candidate, refused=_tell(fault), too_large=True)
     except VolsegError as fault:
         return Forecast(candidate=candidate, refused=_tell(fault))
     except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind
         return Forecast(candidate=candidate, refused=f"{type(fault).__name__}: {_tell(fault)}")
-    processes = 1 if one_process else candidate.data * candidate.spatial
     uses = [_find_memory_use(trace, capacity, find_outside(trace, processes)) for trace in traces]
     memory = max(uses, key=lambda use: use.total)
     own = -(-work.batch_size // candidate.data)

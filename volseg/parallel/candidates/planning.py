@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from volseg.errors import ParallelError
 from volseg.forecast.allocator import AllocatorSettings
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.parallel.candidates.beside import FollowingCopies
-from volseg.parallel.candidates.choosing import Found, search, sort_candidates
+from volseg.parallel.candidates.choosing import Found, choose, guess_least, judge, search, sort_candidates
 from volseg.parallel.candidates.forecasting import Machine, Planned, Sides
 from volseg.parallel.candidates.listing import list_candidates, relieve
 from volseg.parallel.candidates.remedies import find_largest_volumes, list_remedies
@@ -100,6 +100,7 @@ def plan_work(
     steps_per_epoch: int | None = None,
     only: Callable[[Candidate], bool] | None = None,
     thorough: bool = False,
+    numbers: bool = True,
     beside: bool = False,
 ) -> StepPlan:
     """Follow what could win on a machine, and choose.
@@ -116,6 +117,9 @@ def plan_work(
         Which candidates may be taken.
     thorough : bool
         Whether to follow those too that cannot win.
+    numbers : bool
+        Whether what does not fit is followed to its end, so that it is known how much it needs. Otherwise that is known
+        of one GPU, and where nothing fits of one way that needs little.
     beside : bool
         Whether to follow several at a time; see `FollowingCopies`.
 
@@ -136,21 +140,29 @@ def plan_work(
             f"pipeline: {free.pipeline}) on a batch of {work.batch_size}; leave one of these open, or name more GPUs"
         )
     with FollowingCopies(planned, beside=beside) as copies:
+        follow = Planned.forecast if numbers or thorough else Planned.forecast_if_fits
 
         def begin(several: Sequence[Candidate]) -> None:
             for candidate in several:
-                copies.begin(Planned.forecast, candidate)
+                copies.begin(follow, candidate)
+
+        def finish(candidate: Candidate) -> Forecast:
+            return copies.ask(Planned.forecast, candidate)
 
         begin(sort_candidates(candidates))
         found = search(
             candidates,
-            lambda candidate: copies.ask(Planned.forecast, candidate),
+            lambda candidate: copies.ask(follow, candidate),
             planned.capacity,
             work.batch_size,
             lambda each: relieve(each, free),
             thorough=thorough,
             begin=begin,
+            finish=finish,
         )
+        least = guess_least(found.forecasts) if found.chosen is None else None
+        if least is not None:
+            found = _put_in(found, judge(finish(least), planned.capacity), planned.capacity)
         if all(each.memory is None for each in found.forecasts):
             first = found.forecasts[0]
             raise ParallelError(f"{work.name} cannot be followed on {work.shape}: {first.refused}")
@@ -166,6 +178,19 @@ def plan_work(
         notes=tuple(notes),
         steps_per_epoch=steps_per_epoch,
     )
+
+
+def _put_in(found: Found, whole: Forecast, capacity: int) -> Found:
+    """Return what was found with the forecast of a candidate that was followed to its end."""
+    same = replace(whole.candidate, recorded=False, kernels="torch")
+    forecasts = tuple(
+        whole
+        if each.more_than is not None and replace(each.candidate, recorded=False, kernels="torch") == same
+        else each
+        for each in found.forecasts
+    )
+    chosen, why = choose(forecasts, capacity)
+    return replace(found, forecasts=forecasts, chosen=chosen, why=why)
 
 
 def list_largest(planned: Planned, *, beside: bool = False) -> list[tuple[Candidate, Sides, Largest | None]]:

@@ -69,8 +69,8 @@ def find_number(planned: Planned, forecasts: Sequence[Forecast]) -> Forecast | N
     while count <= min(MOST_GPUS, max(work.sides)):
         if held / count <= planned.capacity:
             candidate = Candidate(spatial=count, checkpoint=most)
-            forecast = forecast_work(work, candidate, machine, reserve=planned.reserve)
-            if forecast.memory is None:
+            forecast = forecast_work(work, candidate, machine, reserve=planned.reserve, to_end=False)
+            if forecast.memory is None and forecast.more_than is None:
                 return None  # its operators have no form on slabs
             if forecast.runs:
                 return forecast
@@ -120,8 +120,16 @@ def find_largest_volumes(
     def need(sides: Sides) -> Need | None:
         if sides not in needs:
             resized, reserve = resize(sides)
-            one_process = planned.free.one_process
-            forecast = forecast_work(resized, candidate, machine, reserve=reserve, one_process=one_process)
+            forecast = forecast_work(
+                resized,
+                candidate,
+                machine,
+                reserve=reserve,
+                one_process=planned.free.one_process,
+                to_end=not needs,  # with one that is known, others have a line to be looked for by
+            )
+            if forecast.more_than is not None:
+                return Need(total=machine.gpu_bytes + 1, held=None)
             if forecast.too_large:
                 return Need(total=TOO_MUCH * machine.gpu_bytes, held=TOO_MUCH * machine.gpu_bytes)
             if forecast.memory is None:

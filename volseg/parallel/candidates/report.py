@@ -67,6 +67,9 @@ class CandidateRow(_Row):
     """``slower``: not followed, as it cannot be faster than the chosen one."""
     refused: str | None = None
     """Why it does not run."""
+    more_than_bytes: Bytes | None = None
+    """Of one that was given up, as it does not fit: it needs more of a GPU than this, and nothing else is known of its
+    bytes and times."""
     used_bytes: Bytes | None = None
     """Peak of the fullest GPU in blocks that somebody holds (``torch.cuda.max_memory_allocated``)."""
     reserved_bytes: Bytes | None = None
@@ -170,6 +173,7 @@ def build_row(
         **_describe(forecast.candidate),
         state="chosen" if chosen else "runs" if forecast.runs else "refused",
         refused=forecast.refused,
+        more_than_bytes=forecast.more_than,
         used_bytes=None if memory is None else memory.used,
         reserved_bytes=None if memory is None else memory.reserved,
         step_reserved_bytes=None if memory is None else memory.of_steps().reserved,
@@ -212,7 +216,6 @@ def _describe(candidate: Candidate) -> dict[str, Any]:
 def list_columns(rows: Sequence[CandidateRow]) -> list[tuple[str, list[str]]]:
     """Return titles and cells of the table: GiB of the fullest GPU, times, and prices where there are any."""
     titles = [_title(row) for row in rows]
-    reserved = [None if row.reserved_bytes is None else row.reserved_bytes + (row.outside_bytes or 0) for row in rows]
     columns: list[tuple[str, list[str]]] = [
         (
             "parallel",
@@ -222,7 +225,7 @@ def list_columns(rows: Sequence[CandidateRow]) -> list[tuple[str, list[str]]]:
             ],
         ),
         ("used", [_gib(row.used_bytes) for row in rows]),
-        ("reserved", [_gib(num_bytes) for num_bytes in reserved]),
+        ("reserved", [_reserved(row) for row in rows]),
         ("step", [_step(row) for row in rows]),
         ("epoch", ["" if row.epoch_seconds is None else describe_seconds(row.epoch_seconds) for row in rows]),
         ("$/epoch", ["" if row.epoch_price is None else f"{row.epoch_price:.3g}" for row in rows]),
@@ -243,8 +246,14 @@ def _step(row: CandidateRow) -> str:
     if row.state == "slower":
         return f">= {describe_seconds(row.least_step_seconds or 0.0)}"
     if row.step_seconds is None:
-        return "refused"
+        return "" if row.more_than_bytes is not None else "refused"
     return describe_seconds(row.step_seconds)
+
+
+def _reserved(row: CandidateRow) -> str:
+    if row.more_than_bytes is not None:
+        return f"> {_gib(row.more_than_bytes)}"
+    return "" if row.reserved_bytes is None else _gib(row.reserved_bytes + (row.outside_bytes or 0))
 
 
 def _gib(num_bytes: int | None) -> str:

@@ -49,6 +49,7 @@ def follow_candidate(
     one_process: bool = False,
     pace: Pace | None = None,
     limit: int | None = None,
+    fits: int | None = None,
 ) -> tuple[StepTrace, ...]:
     """Return what each GPU of a candidate is asked for, or each that differs from the others.
 
@@ -68,22 +69,24 @@ def follow_candidate(
         By which a pipeline's requests come in the order in which its threads make them; see ``order_by_threads``.
     limit : int, optional
         Bytes of tensors on a GPU, above which nothing is followed any further.
+    fits : int, optional
+        Bytes of tensors that a GPU can hold; see ``following``.
 
     Raises
     ------
     OutOfMemoryError
-        If a GPU would hold more than the limit.
+        If a GPU would hold more than the limit, or than fits.
     VolsegError
         If the strategy refuses the network or the batch, in its own words.
     """
     _check(work, candidate)
     time_kernel = time_kernel or (gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly)
     if candidate.num_gpus == 1 or candidate.pipeline > 1 or one_process:
-        return _follow_in_one_process(work, candidate, gpu, time_kernel, pace, limit)
+        return _follow_in_one_process(work, candidate, gpu, time_kernel, pace, limit, fits)
     # The last replica has the most rows, where they differ.
     first = (candidate.data - 1) * candidate.spatial
     ranks = [first + shard for shard in _list_shards(candidate, max(work.sides))]
-    return tuple(_follow_process(work, candidate, gpu, rank, time_kernel, limit) for rank in ranks)
+    return tuple(_follow_process(work, candidate, gpu, rank, time_kernel, limit, fits) for rank in ranks)
 
 
 def _check(work: Work, candidate: Candidate) -> None:
@@ -116,12 +119,18 @@ def _time_roughly(run: KernelRun) -> float:
 
 
 def _follow_in_one_process(
-    work: Work, candidate: Candidate, gpu: GpuLike, time_kernel: TimeKernel, pace: Pace | None, limit: int | None
+    work: Work,
+    candidate: Candidate,
+    gpu: GpuLike,
+    time_kernel: TimeKernel,
+    pace: Pace | None,
+    limit: int | None,
+    fits: int | None,
 ) -> tuple[StepTrace, ...]:
     num_devices = candidate.num_gpus // candidate.data
     if candidate.data > 1 and candidate.recorded:
         raise NotRecordedError("stages whose gradients DistributedDataParallel sums by hooks are not recorded")
-    with following(gpu, num_devices, time_kernel, limit) as followed, ExitStack() as group:
+    with following(gpu, num_devices, time_kernel, limit, fits) as followed, ExitStack() as group:
         mesh = None
         if candidate.data > 1:
             note = partial(_note_exchange, followed)
@@ -145,10 +154,16 @@ def _follow_in_one_process(
 
 
 def _follow_process(
-    work: Work, candidate: Candidate, gpu: GpuLike, rank: int, time_kernel: TimeKernel, limit: int | None
+    work: Work,
+    candidate: Candidate,
+    gpu: GpuLike,
+    rank: int,
+    time_kernel: TimeKernel,
+    limit: int | None,
+    fits: int | None,
 ) -> StepTrace:
     """Follow one process of a mesh of replicas and shards."""
-    with following(gpu, 1, time_kernel, limit) as followed:
+    with following(gpu, 1, time_kernel, limit, fits) as followed:
         (device,) = followed.devices
         note = partial(_note_exchange, followed)
         with be_process(rank, candidate.num_gpus, note, device):
@@ -251,10 +266,10 @@ def _run(
             result = step(batch)
             del result
             followed.mark("end")
+            if isinstance(step, RecordedStep) and step.refused is not None:
+                raise NotRecordedError(f"the step would not be recorded: {step.refused}")
     for handle in handles:
         handle.remove()
-    if isinstance(step, RecordedStep) and step.refused is not None:
-        raise NotRecordedError(f"the step would not be recorded: {step.refused}")
     # A model that several processes share is validated by calls of the leader, which nobody follows here.
     if work.validate is not None and not (isinstance(model, ModelParallel) and model.strategy.is_shared):
         # Beside what the training keeps: its cache can be used again, a recording's memory cannot.

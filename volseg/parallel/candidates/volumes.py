@@ -37,9 +37,10 @@ class Need:
 
     total: int
     """All that the GPU must have."""
-    held: int
+    held: int | None
     """Of it, what tensors hold, or what is taken whatever the size is. It grows evenly with the size, where all that is
-    taken comes to an end at the capacity: near that torch gives back what it has in reserve."""
+    taken comes to an end at the capacity: near that torch gives back what it has in reserve. None where it is not
+    known: ``total`` is then the least that it can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,9 @@ def _guess(
     """
     guess = (low + high) // 2 if high <= MOST_STEPS else max(1, low) * 2
     line = _read_line(known, int(MOSTLY_HELD * capacity), aspect, divisors, fixed)
-    guess = guess if line is None else line
+    is_bound = any(needed.held is None for needed in known.values())
+    # A line that misses what was given up misses it again one size below.
+    guess = guess if line is None or (line >= high and is_bound) else line
     fits = max((voxels for voxels, needed in known.items() if needed.total <= capacity), default=None)
     fails = min((voxels for voxels, needed in known.items() if needed.total > capacity), default=None)
     if fails is not None:
@@ -154,11 +157,15 @@ def _guess(
 
 def _hold_too_much(known: Mapping[int, Need], voxels: int, capacity: int) -> bool:
     """Say whether tensors of a size do not fit in themselves, by the two largest sizes below it that are known."""
-    below = sorted((size, needed.held) for size, needed in known.items() if size < voxels)
+    below = sorted(each for each in _list_held(known) if each[0] < voxels)
     if len(below) < 2:
         return False
     (other, less), (size, most) = below[-2:]
     return most > less and most + (most - less) / (size - other) * (voxels - size) > HELD * capacity
+
+
+def _list_held(known: Mapping[int, Need]) -> list[tuple[int, int]]:
+    return [(voxels, needed.held) for voxels, needed in known.items() if needed.held is not None]
 
 
 def _read_line(
@@ -168,7 +175,7 @@ def _read_line(
 
     Where one is known, through that and what is fixed.
     """
-    nearest = sorted((abs(needed.held - target), voxels, needed.held) for voxels, needed in known.items())[:2]
+    nearest = sorted((abs(held - target), voxels, held) for voxels, held in _list_held(known))[:2]
     if not nearest:
         return None
     (_, voxels, held), (_, other, less) = (*nearest, (0, 0, min(fixed, nearest[0][2] - 1)))[:2]
