@@ -122,6 +122,7 @@ def _is_plain(volume: object) -> bool:
         and MetaKeys.PIXDIM not in volume.meta
         and volume.affine.shape == (4, 4)
         and volume.affine.dtype == torch.float64
+        and volume.affine[3].tolist() == [0, 0, 0, 1]  # MONAI sets it so
     )
 
 

@@ -22,13 +22,13 @@ DIVISORS = [(16, 16, 16), (8, 8, 8), (32, 32, 4)]
     first=st.integers(1, 40),
 )
 def test_the_largest_is_that_of_trying_all(aspect, divisors, fixed, per_voxel, power, piece, capacity, first):
-    """Memory that grows with the voxels, nearly in proportion, and comes in whole pieces."""
+    """Tensors that grow with the voxels, nearly in proportion, and memory for them, which comes in whole pieces."""
     asked = []
 
     def need(sides):
         asked.append(sides)
-        total = math.ceil((fixed + per_voxel * math.prod(sides) ** power) / piece) * piece
-        return Need(total=total, held=total)
+        held = math.ceil(fixed + per_voxel * math.prod(sides) ** power)
+        return Need(total=math.ceil(held / piece) * piece, held=held)
 
     found = find_largest(need, capacity, aspect, divisors, first=first)
     num_asked = len(asked)

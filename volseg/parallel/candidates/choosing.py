@@ -67,7 +67,7 @@ def judge(forecast: Forecast, capacity: int) -> Forecast:
     if forecast.refused is not None or forecast.memory is None or forecast.memory.total <= capacity:
         return forecast
     needed = forecast.memory.total
-    return replace(forecast, refused=f"needs {needed / GIB:.1f} GiB, and there are {capacity / GIB:.1f} GiB")
+    return replace(forecast, refused=f"needs {needed / GIB:.1f} GiB, and there are {max(capacity, 0) / GIB:.1f} GiB")
 
 
 def search(

@@ -170,7 +170,7 @@ def forecast_work(
     except OutOfMemoryError as fault:
         if not to_end:
             there = max(0, capacity)  # cases and batches on their way may take all
-            refused = f"needs more than the {there / GIB:.1f} GiB that there are"
+            refused = f"needs more than the {max(there, 0) / GIB:.1f} GiB that there are"
             return Forecast(candidate=candidate, refused=refused, more_than=there)
         return Forecast(candidate=candidate, refused=_tell(fault), too_large=True)
     except VolsegError as fault:
