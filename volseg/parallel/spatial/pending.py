@@ -40,11 +40,11 @@ narrow        the slabs' history       the slabs' history          as Written   
 
 What is changed in place
     An operator that works in place lets everything that waits be written first (``Context.change``), but a bias, whose
-    slabs nobody has seen, and then has the slabs shown: it changes what was there when it was called. Everything else shows in the tensors' versions (see
-    ``versions``). What a *waiting* slab is written from has changed: refused, now and at every later
-    try. What a *written* or *shown* slab was written from has changed, or the slab itself: the slab is right, and its
-    recipe does not hold any more. What a *released* slab was written from has changed: the slab is lost, and whoever
-    asks for it is refused.
+    slabs nobody has seen, and then has the slabs shown: it changes what was there when it was called. Everything else
+    shows in the tensors' versions (see ``versions``). What a *waiting* slab is written from has changed: refused, now
+    and at every later try. What a *written* or *shown* slab was written from has changed, or the slab itself: the slab
+    is right, and its recipe does not hold any more. What a *released* slab was written from has changed: the slab is
+    lost, and whoever asks for it is refused.
 
 Most volumes never wait: they begin as ``PLAIN``, which is written and has no recipe, and become ``PLAIN_SHOWN``. A
 state holds tensors and no volume, which holds its state: nobody waits for a garbage collector to free a slab.
