@@ -25,14 +25,21 @@ from typing import Any
 from cores import first_cores
 
 QUICK = ["training.validate_every=null", "evaluation.distances=false", "logging.loggers=[]", "training.ema=0.998"]
-HALF = "patch.growth=[{until: 0.5, size: [24, 32, 24]}]"
-STEPS = "patch.growth=[{until: 0.3, size: [24, 32, 24]}, {until: 0.6, size: [32, 48, 32]}]"
+DECAY = "optimizer.weight_decay=0.1"
 
 
 def length(steps: int) -> list[str]:
     """Return the overrides of a training of so many steps, in ten epochs: a size changes between two of them."""
     return ["training.epochs=10", f"training.iterations={steps // 10}"]
 
+
+def small(until: float, then: float | None = None) -> str:
+    """Return the override for patches that are small until this part of a training, and middling until the next."""
+    middling = f", {{until: {then}, size: [32, 48, 32]}}" if then else ""
+    return f"patch.growth=[{{until: {until}, size: [24, 32, 24]}}{middling}]"
+
+
+HALF = small(0.5)
 
 RECIPES: Mapping[str, Sequence[str]] = {
     "as it is": ["evaluation.distances=false"],
@@ -41,9 +48,21 @@ RECIPES: Mapping[str, Sequence[str]] = {
     "3000 steps, one cycle": [*QUICK, *length(3000), "schedule.warmup=0.3", "optimizer.lr=4.0e-3"],
     "3000 steps, half small": [*QUICK, *length(3000), HALF],
     "3000 steps, half small, rate 0.004": [*QUICK, *length(3000), HALF, "optimizer.lr=4.0e-3"],
-    "3000 steps, three sizes": [*QUICK, *length(3000), STEPS],
+    "3000 steps, half small, floor 0.3": [*QUICK, *length(3000), HALF, "schedule.floor=0.3"],
+    "3000 steps, half small, decay 0.1": [*QUICK, *length(3000), HALF, DECAY],
+    "3000 steps, half small, decay 0.2": [*QUICK, *length(3000), HALF, "optimizer.weight_decay=0.2"],
+    "3000 steps, half small, one head": [*QUICK, *length(3000), HALF, "network.deep_supervision=false"],
+    "3000 steps, half small, elastic": [*QUICK, *length(3000), HALF, "augmentation.elastic.probability=0.3"],
+    "3000 steps, 0.7 small, decay 0.1": [*QUICK, *length(3000), small(0.7), DECAY],
+    "3000 steps, three sizes, decay 0.1": [*QUICK, *length(3000), small(0.4, 0.8), DECAY],
+    "3000 steps, three sizes": [*QUICK, *length(3000), small(0.3, 0.6)],
+    "2500 steps, half small, decay 0.1": [*QUICK, *length(2500), HALF, DECAY],
+    "2500 steps, 0.7 small, decay 0.1": [*QUICK, *length(2500), small(0.7), DECAY],
     "4000 steps, half small": [*QUICK, *length(4000), HALF],
-    "4000 steps, three sizes": [*QUICK, *length(4000), STEPS],
+    "4000 steps, half small, decay 0.1": [*QUICK, *length(4000), HALF, DECAY],
+    "4000 steps, three sizes": [*QUICK, *length(4000), small(0.3, 0.6)],
+    "4000 steps of 32 x 48 x 32": [*QUICK, *length(4000), "patch.size=[32, 48, 32]"],
+    "4000 steps, decay 0.1": [*QUICK, *length(4000), DECAY],
     "2500 steps of 12, half small": [*QUICK, *length(2500), HALF, "patch.batch=12", "optimizer.lr=4.0e-3"],
     "2000 steps": [*QUICK, *length(2000)],
     "6000 steps of 4, half small": [*QUICK, *length(6000), HALF, "patch.batch=4", "optimizer.lr=2.0e-3"],
