@@ -74,14 +74,10 @@ class Specialization:
     def of(cls, call: KernelCall) -> "Specialization":
         """Return that of a call."""
         function: Any = call.kernel.compiled
-        fixed = {parameter.name for parameter in function.params if parameter.is_constexpr}
-        names = [parameter.name for parameter in function.params]
-        plain = {name for name in names if name not in fixed}
-        arguments = [
-            value if name in fixed else _find_kind(value)
-            for name, value in zip(names, call.arguments, strict=False)  # the others are given by name
-        ]
-        options = {name: _find_kind(value) if name in plain else value for name, value in call.options.items()}
+        parameters = {parameter.name: parameter for parameter in function.params}
+        # Arguments that are not given by their place are given by name, and so are options, which no parameter is.
+        arguments = [_find_kind(value, each) for each, value in zip(function.params, call.arguments, strict=False)]
+        options = {name: _find_kind(value, parameters.get(name)) for name, value in call.options.items()}
         return cls(call.kernel.home, tuple(arguments), tuple(sorted(options.items())))
 
     @property
@@ -90,14 +86,19 @@ class Specialization:
         return repr((self.home, self.arguments, self.options))
 
 
-def _find_kind(value: Any) -> Any:
+def _find_kind(value: Any, parameter: Any) -> Any:
     """Return a value for which Triton compiles what it compiles for this one."""
+    if parameter is None or parameter.is_constexpr:
+        return value
     if isinstance(value, Tensor):
         return Address(value.dtype, int(value.storage_offset()) * value.element_size() % ALIGNED)
-    if isinstance(value, bool) or value is None or value == 1:
+    if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):
-        own = ALIGNED if value % ALIGNED == 0 else 3
+        is_told_apart = not parameter.do_not_specialize
+        if value == 1 and is_told_apart:
+            return value
+        own = ALIGNED if value % ALIGNED == 0 and is_told_apart else 3
         return own if -LARGEST <= value <= LARGEST else own + 2**40
     return 0.5 if isinstance(value, float) else value
 
