@@ -18,7 +18,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib import import_module
@@ -32,7 +32,7 @@ from torch import Tensor
 from volseg.device.triton_kernels import INSTALLED, KernelCall, TritonKernel
 from volseg.errors import ParallelError
 
-__all__ = ["Compiled", "Compiling", "Specialization", "can_compile", "take_capability"]
+__all__ = ["Compiled", "Compiling", "Specialization", "can_compile", "starts_by_compiler", "take_capability"]
 
 ALIGNED = 16
 """Bytes and numbers whose multiples Triton compiles a kernel of their own for."""
@@ -108,6 +108,11 @@ def can_compile() -> bool:
     return INSTALLED and hasattr(import_module("triton.runtime.jit"), "JITFunction") and not _is_interpreting()
 
 
+def starts_by_compiler() -> bool:
+    """Say whether Triton has the C compiler make what starts a kernel, which needs the driver's library."""
+    return hasattr(import_module("triton.backends.nvidia.driver"), "make_launcher")
+
+
 def _is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
@@ -175,6 +180,15 @@ class Compiling:
         """Compile a specialization, if nobody has asked for it before."""
         if wanted.key not in self._asked:
             self._asked[wanted.key] = self._pool.submit(_compile, wanted)
+
+    @property
+    def num_asked(self) -> int:
+        """Specializations that were asked for."""
+        return len(self._asked)
+
+    def wait(self, count: int) -> None:
+        """Return when so many of those that were asked for first are compiled, or could not be."""
+        wait(list(self._asked.values())[:count])
 
     @property
     def compiled(self) -> list[Compiled]:
