@@ -4,12 +4,13 @@ python tests/device/compile_and_launch.py CONFIG ... --capability 8 0 --capabili
 
 A process of its own: Triton's current device is taken by `take_capability`, for good. The launch is Triton's own
 (``JITFunction.run`` with real tensors and the numbers as they are), up to the driver, whose calls do nothing here.
-Prints, as JSON, how many kernels there were, and those that were not compiled or not found.
+Prints, as JSON, how many kernels there were, by name too, and those that were not compiled or not found.
 """
 
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from volseg.config.loading import load_config
 from volseg.device.compiling import Compiling, Specialization, take_capability
 from volseg.device.triton_kernels import KernelCall, hearing_calls
 from volseg.experiment.data_facts import find_facts
-from volseg.experiment.forecasting import describe_training
+from volseg.experiment.forecasting import at_size, describe_training
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.parallel.candidates.running import follow_candidate
@@ -38,18 +39,20 @@ def main() -> None:
     chosen = parser.parse_args()
     capabilities = [(major, minor) for major, minor in chosen.capability]
     heard = {each: follow_all(chosen.configs, chosen.set, each) for each in capabilities}
-    problems = []
+    problems: list[str] = []
+    names: Counter[str] = Counter()
     for capability in capabilities:
         wanted = {found.key: found for found in map(Specialization.of, heard[capability])}
         with Compiling(capability, 1) as compiling:
             for each in wanted.values():
                 compiling.ask_for(each)
+                names[each.home[1]] += 1
             problems += [each.problem for each in compiling.compiled if each.problem]
     before = list_cache()
     for capability in capabilities:
         launch_all(heard[capability], capability)
     anew = sorted(list_cache() - before)
-    told = {"kernels": len(before), "names": sorted({call.kernel.home[1] for call in heard[capabilities[0]]})}
+    told = {"kernels": len(before), "counts": names}
     sys.stdout.write(json.dumps({**told, "problems": problems, "compiled_anew": anew}))
 
 
@@ -58,9 +61,10 @@ def follow_all(configs: list[Path], overrides: list[str], capability: tuple[int,
     calls: list[KernelCall] = []
     for path in configs:
         config = load_config(path, overrides)
-        work = describe_training(config, torch.bfloat16, find_facts(config, 1, 3)).work
-        with hearing_calls(calls.append):
-            follow_candidate(work, Candidate(kernels="fast"), find_kind(KINDS[capability]))
+        described = describe_training(config, torch.bfloat16, find_facts(config, 1, 3))
+        for size in config.patch.sizes:
+            with hearing_calls(calls.append):
+                follow_candidate(at_size(described, size).work, Candidate(kernels="fast"), find_kind(KINDS[capability]))
     return calls
 
 

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from volseg.cli.compiling import compiling_app
 from volseg.cli.configs import configs_app
 from volseg.cli.data import data_app
 from volseg.cli.doctor import doctor_app
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.add_typer(training_app)  # without a name: its verbs are the program's own
 app.add_typer(planning_app)
 app.add_typer(profile_app)
+app.add_typer(compiling_app)
 app.add_typer(evaluation_app)
 app.add_typer(prediction_app)
 app.add_typer(postprocessing_app)

@@ -18,7 +18,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib import import_module
@@ -32,7 +32,7 @@ from torch import Tensor
 from volseg.device.triton_kernels import INSTALLED, KernelCall, TritonKernel
 from volseg.errors import ParallelError
 
-__all__ = ["Compiled", "Compiling", "Specialization", "can_compile", "take_capability"]
+__all__ = ["Compiled", "Compiling", "Specialization", "can_compile", "starts_by_compiler", "take_capability"]
 
 ALIGNED = 16
 """Bytes and numbers whose multiples Triton compiles a kernel of their own for."""
@@ -74,14 +74,10 @@ class Specialization:
     def of(cls, call: KernelCall) -> "Specialization":
         """Return that of a call."""
         function: Any = call.kernel.compiled
-        fixed = {parameter.name for parameter in function.params if parameter.is_constexpr}
-        names = [parameter.name for parameter in function.params]
-        plain = {name for name in names if name not in fixed}
-        arguments = [
-            value if name in fixed else _find_kind(value)
-            for name, value in zip(names, call.arguments, strict=False)  # the others are given by name
-        ]
-        options = {name: _find_kind(value) if name in plain else value for name, value in call.options.items()}
+        parameters = {parameter.name: parameter for parameter in function.params}
+        # Arguments that are not given by their place are given by name, and so are options, which no parameter is.
+        arguments = [_find_kind(value, each) for each, value in zip(function.params, call.arguments, strict=False)]
+        options = {name: _find_kind(value, parameters.get(name)) for name, value in call.options.items()}
         return cls(call.kernel.home, tuple(arguments), tuple(sorted(options.items())))
 
     @property
@@ -90,14 +86,19 @@ class Specialization:
         return repr((self.home, self.arguments, self.options))
 
 
-def _find_kind(value: Any) -> Any:
+def _find_kind(value: Any, parameter: Any) -> Any:
     """Return a value for which Triton compiles what it compiles for this one."""
+    if parameter is None or parameter.is_constexpr:
+        return value
     if isinstance(value, Tensor):
         return Address(value.dtype, int(value.storage_offset()) * value.element_size() % ALIGNED)
-    if isinstance(value, bool) or value is None or value == 1:
+    if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):
-        own = ALIGNED if value % ALIGNED == 0 else 3
+        is_told_apart = not parameter.do_not_specialize
+        if value == 1 and is_told_apart:
+            return value
+        own = ALIGNED if value % ALIGNED == 0 and is_told_apart else 3
         return own if -LARGEST <= value <= LARGEST else own + 2**40
     return 0.5 if isinstance(value, float) else value
 
@@ -105,6 +106,11 @@ def _find_kind(value: Any) -> Any:
 def can_compile() -> bool:
     """Say whether Triton is there, and compiles: its interpreter does not."""
     return INSTALLED and hasattr(import_module("triton.runtime.jit"), "JITFunction") and not _is_interpreting()
+
+
+def starts_by_compiler() -> bool:
+    """Say whether Triton has the C compiler make what starts a kernel, which needs the driver's library."""
+    return hasattr(import_module("triton.backends.nvidia.driver"), "make_launcher")
 
 
 def _is_interpreting() -> bool:
@@ -174,6 +180,15 @@ class Compiling:
         """Compile a specialization, if nobody has asked for it before."""
         if wanted.key not in self._asked:
             self._asked[wanted.key] = self._pool.submit(_compile, wanted)
+
+    @property
+    def num_asked(self) -> int:
+        """Specializations that were asked for."""
+        return len(self._asked)
+
+    def wait(self, count: int) -> None:
+        """Return when so many of those that were asked for first are compiled, or could not be."""
+        wait(list(self._asked.values())[:count])
 
     @property
     def compiled(self) -> list[Compiled]:

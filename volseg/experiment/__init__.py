@@ -9,6 +9,7 @@ from volseg.importing import import_late
 
 if TYPE_CHECKING:
     from volseg.config.loading import load_config
+    from volseg.experiment.compiled_kernels import compile_beforehand
     from volseg.experiment.configuring import configure, configure_words, is_data_set, plan_run
     from volseg.experiment.cross_validation import cross_validate
     from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
@@ -38,6 +39,7 @@ __all__ = [
     "apply_postprocessing",
     "calibrate_words",
     "closing_words",
+    "compile_beforehand",
     "configure",
     "configure_words",
     "count_workers",
@@ -78,6 +80,7 @@ _HOMES = {
     "apply_postprocessing": "volseg.experiment.postprocessing",
     "calibrate_words": "volseg.experiment.machines",
     "closing_words": "volseg.experiment.report",
+    "compile_beforehand": "volseg.experiment.compiled_kernels",
     "configure": "volseg.experiment.configuring",
     "configure_words": "volseg.experiment.configuring",
     "count_workers": "volseg.experiment.launching",

@@ -35,6 +35,9 @@ FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
 MOST_OUT, FEWEST_TAPS_OF_FEW_OUT = 4, 64
 """Where few channels go out."""
 
+NOT_SPECIALIZED = ["D", "H", "OD", "OH"]
+"""Whether 16 divides them changes no instruction, and a patch of another size would be compiled for anew."""
+
 
 @triton.jit
 def _gather(
@@ -57,7 +60,7 @@ def _gather(
     return tl.load(x + place, mask=inside, other=0.0)
 
 
-@kernel()
+@kernel(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
     x, weight, bias, out, V, N, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
@@ -77,7 +80,7 @@ def _forward_kernel(
     tl.store(place, total.to(out.dtype.element_ty), mask=(v[:, None] < V) & (n[None, :] < N))
 
 
-@kernel()
+@kernel(do_not_specialize=NOT_SPECIALIZED)
 def _weight_kernel(
     x, gradient, out, V, N, per_program, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,

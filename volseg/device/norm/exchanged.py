@@ -32,7 +32,7 @@ def _sum_parts(partials, i, inside, pairs, parts, rows, PARTS: tl.constexpr, BLO
     return total, moment
 
 
-@kernel(do_not_specialize=["rank", "patience"])
+@kernel(do_not_specialize=["rank", "patience", "parts", "V", "per_program"])  # counts, which change no instruction
 def _exchange_coefficients_kernel(
     means, squares, shares, weight, bias, out, running_mean, running_var, momentum, bessel, eps,
     C, groups, members, steps, pairs, parts, V, per_program, boxes, calls, rank, patience,
@@ -69,7 +69,7 @@ def _exchange_coefficients_kernel(
         tl.store(running_var + slot, old + momentum * (variance - old) + bessel * variance, mask=speaks)
 
 
-@kernel(do_not_specialize=["rank", "patience"])
+@kernel(do_not_specialize=["rank", "patience", "parts"])
 def _exchange_backward_kernel(
     partials, mean, rstd, weight, out, voxels, C, groups, members, steps, pairs, parts, rows,
     boxes, calls, rank, patience, WEIGHT: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr,
