@@ -142,6 +142,12 @@ def _index_folding(shape: Shape, dilation: int, voxels: int, last: bool, device:
         return index.permute(0, 1, 3, 4, 5, 2).reshape(-1).to(device)
 
 
+@keeping()
+def _make_zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=dtype, device=device)
+
+
 def _number_entries(shape: Shape, last: bool) -> Tensor:
     """Return where each entry of a dense weight stands in memory."""
     numbers = torch.arange(prod(shape), dtype=torch.int32)
@@ -164,7 +170,7 @@ def expand(weight: Tensor, settings: Settings, voxels: int) -> Tensor:
     flat, last = _flatten(weight)
     index = _index_expansion(tuple(weight.shape), dilation, voxels, last, weight.device)
     groups = 2 * _count_groups(_find_reach(taps, settings), voxels) + 1
-    wide = torch.nn.functional.pad(flat, (0, 1)).index_select(0, index)
+    wide = torch.cat([flat, _make_zero(weight.dtype, weight.device)]).index_select(0, index)
     return wide.view(voxels * out, *taps[:2], groups, voxels * given).permute(0, 4, 1, 2, 3)
 
 
