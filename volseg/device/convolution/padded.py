@@ -4,8 +4,8 @@ cuDNN's fast kernels take channels in blocks: on an H200 a convolution of 48 cha
 64 to 64. With rows of zeros in the weight the output has more channels than were asked for, and is taken as a slice of
 them; with columns of zeros the input is copied into a volume of more channels. Nothing chooses this by itself.
 
-As in ``paired``, a voxel that is not finite meets zeros, but its output there is dropped, or its own channels' alone:
-the added channels of the input are zeros themselves.
+What is not finite reaches no further than in the convolution itself: zeros of the weight meet added channels, which are
+zeros, or make outputs that are dropped.
 """
 
 import torch
