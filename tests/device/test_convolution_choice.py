@@ -1,6 +1,7 @@
 """Which kernel computes which convolution, told by tensors that have a shape, a dtype and a layout but no memory."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from volseg.device import fusions, triton_tiles
-from volseg.device.convolution import choice, many_taps, stacks
+from volseg.device import fusions, pretended, triton_tiles
+from volseg.device.convolution import choice, many_taps, paired_rules, stacks
 from volseg.device.convolution.choice import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ConvolutionCall
 from volseg.device.convolution.settings import Settings
 
@@ -20,6 +21,7 @@ HALF = torch.bfloat16
 def gpu_without_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let tensors be on a GPU that need not be there, and Triton be installed."""
     monkeypatch.setattr(triton_tiles, "INSTALLED", True)
+    monkeypatch.setattr(pretended, "find_capability", lambda device: (9, 0))
     with FakeTensorMode():
         yield
 
@@ -51,6 +53,8 @@ def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> 
         ((1, 32, 8, 8, 8), (32, 1, 3, 3, 3), (1, 1, 1), ["depthwise", "depthwise"]),
         ((1, 32, 8, 8, 8), (32, 32, 3, 3, 3), (1, 1, 1), [None, None]),
         ((1, 3, 8, 8, 8), (3, 3, 3, 3, 3), (1, 1, 1), ["few channels", None]),
+        ((1, 16, 64, 64, 64), (16, 16, 3, 3, 3), (1, 1, 1), ["pairs", "pairs"]),
+        ((1, 32, 64, 64, 64), (32, 32, 3, 3, 3), (1, 1, 1), [None, "pairs"]),
     ]
     for shape, kernel, padding, expected in cases:
         told = settings(padding, groups=shape[1] // kernel[1])
@@ -67,8 +71,9 @@ def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> 
         ((1, 32, 8, 8, 8), (3, 32, 1, 1, 1), (0, 0, 0)),
         ((1, 128, 16, 16, 16), (128, 128, 5, 5, 5), (2, 2, 2)),
         ((1, 3, 8, 8, 8), (3, 3, 3, 3, 3), (1, 1, 1)),
+        ((1, 16, 64, 64, 64), (16, 16, 3, 3, 3), (1, 1, 1)),
     ],
-    ids=["few taps", "few channels out", "one voxel", "many taps", "few channels"],
+    ids=["few taps", "few channels out", "one voxel", "many taps", "few channels", "pairs"],
 )
 def test_the_rest_is_left_to_torch(
     shape: tuple[int, ...], kernel: tuple[int, ...], padding: tuple[int, ...], settings: Callable[..., Settings]
@@ -171,6 +176,73 @@ def test_gradients_of_the_input_of_few_channels(settings: Callable[..., Settings
     assert name((3, 3), stride=(2, 2, 2)) is name((3, 3), dilation=(2, 2, 2)) is None
     with fusions.without("few channels"):
         assert name((3, 3)) is None
+
+
+TABLES = {"forward": FORWARD, "input gradient": INPUT_GRADIENT, "weight gradient": WEIGHT_GRADIENT}
+
+
+def name_in_groups(
+    direction: str, case: tuple[int, ...], settings: Callable[..., Settings], sides: tuple[int, ...], **changed: Any
+) -> str | None:
+    """Return the kernel of a convolution as the rules know it, padded by its reach unless told."""
+    inputs, outputs, side, dilation = case
+    last, samples = changed.pop("last", True), changed.pop("samples", 1)
+    taps, device = changed.pop("taps", (side,) * 3), changed.pop("device", "cuda")
+    told = settings(**{"padding": ((side - 1) // 2 * dilation,) * 3, "dilation": (dilation,) * 3, **changed})
+    slab = volume(samples, inputs, *sides, last=last, device=device)
+    gradient = volume(samples, outputs, *sides, last=last, device=device)
+    weight = volume(outputs, inputs, *taps, device=device)
+    call = ConvolutionCall(slab, weight, None, told, None if direction == "forward" else gradient)
+    kernel = choice.choose(TABLES[direction], call)
+    return None if kernel is None else kernel.name
+
+
+@pytest.mark.parametrize("direction", paired_rules.RULES)
+def test_pairs_are_taken_as_the_table_says(direction: str, settings: Callable[..., Settings]) -> None:
+    for case, rule in paired_rules.RULES[direction].items():
+        name = partial(name_in_groups, direction, case, settings)
+        side = 64
+        fitting = (rule.fewest // side**2, side, side)
+        assert rule.share <= 0.9, "a tenth faster at least"
+        assert name(fitting) == "pairs"
+        assert name((fitting[0] - 1, side, side)) is None, "too small"
+        half = (fitting[0] // 2, side, side)
+        assert (name(half), name(half, samples=2)) == (None, "pairs"), "voxels of all samples"
+        wide = (2 * fitting[0], side, side)
+        assert name((2 * fitting[0], side, side + 1)) is None, "odd rows"
+        assert name((2 * fitting[0], side, side + 2)) == ("pairs" if rule.group == 2 else None)
+        assert name(wide, last=False) is None
+        assert name(wide, stride=(2, 1, 1)) is None
+        assert name(wide, groups=2) is None
+        assert name(wide, taps=(1, case[2], case[2])) is None, "not measured"
+        assert name(wide, dilation=(1, 2, 2), padding=(1, 2, 2)) is None, "not measured"
+        assert name(wide, device="cpu") is None
+        padding = (case[2] // 2) * case[3]
+        assert name(wide, padding=(0, padding, padding)) == "pairs", "planes of a halo"
+        assert name(wide, padding=(padding, padding, padding + 1)) is None
+        with fusions.without("pairs"):
+            assert name(wide) is None
+        with torch.backends.cudnn.flags(enabled=False):
+            assert name(wide) is None
+    assert name_in_groups(direction, (20, 20, 3, 1), settings, (128, 128, 128)) is None
+    assert name_in_groups(direction, (64, 64, 3, 4), settings, (128, 128, 128)) is None, "24 ms instead of 1"
+
+
+def test_pairs_are_taken_on_gpus_that_were_measured(
+    settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for capability, expected in (((9, 0), "pairs"), ((8, 0), None), ((10, 0), None), ((7, 0), None)):
+        monkeypatch.setattr(pretended, "find_capability", lambda device, told=capability: told)
+        assert name_in_groups("weight gradient", (32, 32, 3, 1), settings, (64, 64, 64)) == expected
+
+
+def test_torch_adds_the_bias_of_pairs_in_a_pass_of_its_own(settings: Callable[..., Settings]) -> None:
+    """So a bias waits for the norm behind the convolution, as behind torch's own."""
+    slab, weight, padded = volume(1, 16, 64, 64, 64), volume(16, 16, 3, 3, 3), settings((1, 1, 1))
+    assert chosen(slab, weight, volume(16), padded)[0] == "pairs"
+    assert not choice.adds_bias(slab, weight, padded, channels_last=True)
+    few = volume(1, 3, 64, 64, 64), volume(3, 3, 3, 3, 3)
+    assert choice.adds_bias(*few, padded, channels_last=True)
 
 
 def test_gradients_lie_with_channels_last_but_for_heads(settings: Callable[..., Settings]) -> None:

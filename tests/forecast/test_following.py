@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from monai.networks.nets import DynUNet
 from torch import Tensor, nn
 
+from volseg.device import fusions
 from volseg.device.pretended import host_values
 from volseg.errors import FollowError, OutOfMemoryError
 from volseg.forecast.following import FollowedStep, follow, following
@@ -197,7 +198,8 @@ HALVED = {"strides": [1, 2, 2, 2, 2], "kernel_size": [3] * 5, "upsample_kernel_s
 def test_what_is_held_is_what_an_h200_held(fast: bool, measured: dict[str, int]) -> None:
     """Of torch 2.11 on 2026-11-22, in its allocator's account: two volumes of 128^3, bfloat16, AdamW.
 
-    ``backward`` was not read there: it is what is held at ``loss``, and the kibibyte that the loss makes.
+    ``backward`` was not read there: it is what is held at ``loss``, and the kibibyte that the loss makes. Convolutions
+    over groups of voxels, which keep indices, came later.
     """
 
     def step(followed: FollowedStep) -> None:
@@ -223,9 +225,35 @@ def test_what_is_held_is_what_an_h200_held(fast: bool, measured: dict[str, int])
             optimizer.zero_grad()
             del value
 
-    (trace,) = follow(step, gpu=Gpu())
+    with fusions.without("pairs"):
+        (trace,) = follow(step, gpu=Gpu())
     held = dict(read_marks(trace))  # of the second step
     assert {name: held[name] for name in measured} == measured
+
+
+def test_convolutions_over_groups_of_voxels_are_followed() -> None:
+    def step(followed: FollowedStep) -> None:
+        with host_values():
+            plain = nn.Sequential(*(nn.Conv3d(channels, 32, 3, padding=1, bias=False) for channels in (1, 32)))
+        net = FastKernels(followed.copy(plain), followed.devices[0])
+        for _ in range(2):
+            followed.mark("step")
+            with Precision.choose("auto", followed.devices[0]).autocast():
+                value = net(followed.empty(1, 1, 64, 64, 64)).float().square().mean()
+            value.backward()
+            net.zero_grad()
+            del value
+        followed.mark("end")
+
+    with fusions.without("pairs"):
+        (before,) = follow(step, gpu=Gpu())
+    (after,) = follow(step, gpu=Gpu())
+    grouped = [run for run in list_runs(after) if (64, 64, 3, 3, 3) in run.shapes and "convolution" in run.name]
+    assert [run.name for run in grouped] == ["aten.convolution_backward"] * 2, "of the weight alone, in both steps"
+    assert grouped[0].flops == 2 * 64**3 // 2 * 64 * 64 * 27
+    assert not [run for run in list_runs(before) if (64, 64, 3, 3, 3) in run.shapes]
+    kept = [dict(read_marks(trace))["end"] for trace in (before, after)]
+    assert kept[1] - kept[0] == 2 * 32 * 32 * 27 * 4, "where both entries of each tap stand"
 
 
 def test_a_recording_takes_memory_of_its_own() -> None:

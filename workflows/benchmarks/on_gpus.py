@@ -103,6 +103,13 @@ MEASUREMENTS = (
         f"spatial.py --rows {shlex.quote(_list_tiled())} --limit 60 --output {{result}}",
         "dynunet_vnet_h200_tiles.json",
     ),
+    Measurement(
+        "convolution forms",
+        1,
+        60,
+        "convolution_forms.py --seconds 36 --result {result}",
+        "convolution_h200_forms.json",
+    ),
     Measurement("roofline", 1, 40, "roofline.py --result {result}", "dynunet_h200_roofline.json"),
     Measurement(
         "networks",

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions, pretended, triton_tiles
-from volseg.device.convolution import depthwise, few_channels, few_taps, many_taps, one_voxel, stacks
+from volseg.device.convolution import depthwise, few_channels, few_taps, many_taps, one_voxel, paired, stacks
+from volseg.device.convolution.paired_rules import Direction, find_group
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 
@@ -42,11 +43,13 @@ class ConvolutionCall(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel of ours for the convolutions that ``suits`` says."""
+    """A kernel of ours for the convolutions that ``suits`` says, or a form of our own that torch computes."""
 
     name: str
     suits: Callable[[ConvolutionCall], bool]
     compute: Callable[[ConvolutionCall], Tensor]
+    adds_bias: bool = True
+    """In its own pass."""
 
 
 def _is_half(tensor: Tensor, weight: Tensor) -> bool:
@@ -154,6 +157,23 @@ def _differentiates_depthwise(call: ConvolutionCall) -> bool:
     return all(is_depthwise(volume, call.weight, call.settings) for volume in (call.slab, _given(call)))
 
 
+def _is_faster_in_groups(direction: Direction, call: ConvolutionCall) -> int:
+    """Return the voxels of the groups that were measured to be faster, 0 where there are none."""
+    volume = call.slab if direction == "forward" else _given(call)
+    if not fusions.is_on("pairs") or not _is_plain(volume, call.weight, call.settings):
+        return 0
+    device = pretended.find_device(volume)
+    return find_group(direction, call.weight.shape, call.settings.dilation, _count_voxels(volume), device)
+
+
+def _find_group(direction: Direction, call: ConvolutionCall) -> int:
+    """Return the voxels of a group where ``paired`` computes a direction, else 0."""
+    group = _is_faster_in_groups(direction, call)
+    volumes = (call.slab,) if direction == "forward" else (call.slab, _given(call))
+    fits = group and all(paired.can_group(volume, call.weight, call.settings, group) for volume in volumes)
+    return group if fits else 0
+
+
 FORWARD = (
     Kernel(
         "depthwise",
@@ -180,6 +200,12 @@ FORWARD = (
         lambda call: _is_many_taps(call) and _count_voxels(call.slab) >= many_taps.FEWEST_VOXELS,
         lambda call: many_taps.forward(call.slab, call.weight, call.bias, call.settings.padding),
     ),
+    Kernel(
+        "pairs",
+        lambda call: _find_group("forward", call) > 0,
+        lambda call: paired.forward(call.slab, call.weight, call.bias, call.settings, _find_group("forward", call)),
+        adds_bias=False,
+    ),
 )
 """Of the output."""
 
@@ -193,6 +219,13 @@ INPUT_GRADIENT = (
         "few channels",
         lambda call: _is_few_channels(call) and _pads_less_than_kernel(call.weight, call.settings),
         lambda call: few_channels.input_gradient(_given(call), call.weight, call.settings.padding),
+    ),
+    Kernel(
+        "pairs",
+        lambda call: _find_group("input gradient", call) > 0,
+        lambda call: paired.input_gradient(
+            _given(call), call.slab, call.weight, call.settings, _find_group("input gradient", call)
+        ),
     ),
 )
 """Of the input's gradient, but for ``one_voxel``: see ``differentiate``."""
@@ -220,6 +253,13 @@ WEIGHT_GRADIENT = (
         _is_many_taps,
         lambda call: many_taps.weight_gradient(_given(call), call.slab, call.weight, call.settings.padding),
     ),
+    Kernel(
+        "pairs",
+        lambda call: _find_group("weight gradient", call) > 0,
+        lambda call: paired.weight_gradient(
+            _given(call), call.slab, call.weight, call.settings, _find_group("weight gradient", call)
+        ),
+    ),
 )
 """Of the weight's gradient. ``one_voxel`` computes that of the input in the same pass: see ``differentiate``."""
 
@@ -245,7 +285,8 @@ def adds_bias(slab: Tensor, weight: Tensor, settings: Settings, channels_last: b
     if not channels_last:
         return False
     call = ConvolutionCall(slab, weight, weight.new_empty(weight.shape[0], device="meta"), settings)
-    return choose(FORWARD, call) is not None
+    kernel = choose(FORWARD, call)
+    return kernel is not None and kernel.adds_bias
 
 
 def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, channels_last: bool) -> Tensor:

@@ -1,0 +1,88 @@
+"""Networks whose convolutions are computed over pairs and fours of voxels equal the plain ones, whole and cut."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from monai.networks.nets import DynUNet, HighResNet
+from monai.networks.nets.highresnet import DEFAULT_LAYER_PARAMS_3D
+from torch import Tensor, nn
+
+from volseg.device.convolution import choice, paired
+from volseg.parallel import ModelParallel, Spatial
+
+
+def build_dynunet() -> nn.Module:
+    return DynUNet(3, 1, 2, [3, 3, [1, 3, 3]], [1, 2, [1, 2, 2]], [2, [1, 2, 2]], filters=[4, 6, 8])
+
+
+def build_highresnet() -> nn.Module:
+    narrow = [{**row, "n_features": max(2, row["n_features"] // 16)} for row in DEFAULT_LAYER_PARAMS_3D[:-1]]
+    kept = [{**row, "repeat": 1} if "repeat" in row else row for row in (*narrow, DEFAULT_LAYER_PARAMS_3D[-1])]
+    return HighResNet(3, 1, 2, norm_type="instance", dropout_prob=0.0, layer_params=kept)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
+    "DynUNet": (build_dynunet, (2, 1, 16, 8, 16), {"3, 3, 3", "1, 3, 3"}),
+    "HighResNet": (build_highresnet, (1, 1, 16, 6, 12), {"3, 3, 3", "3, 3, 3 by 2", "3, 3, 3 by 4"}),
+}
+
+
+def train(net: nn.Module, plain: nn.Module, shape: tuple[int, ...]) -> list[tuple[str, Tensor, Tensor]]:
+    """Take two steps of both; return outputs, gradients, parameters and buffers of both, then those of evaluation."""
+    pairs = []
+    for step in range(2):
+        x = torch.randn(shape, dtype=torch.float64)
+        outputs = net(x), plain(x)
+        for output in outputs:
+            output.square().mean().backward()
+        pairs.append((f"output {step}", outputs[0].detach(), outputs[1].detach()))
+        for (name, one), (_, other) in zip(net.named_parameters(), plain.named_parameters(), strict=True):
+            if other.grad is None:  # of a head that this configuration leaves out
+                continue
+            pairs.append((f"gradient of {name} {step}", one.grad.clone(), other.grad.clone()))
+            for own in (one, other):
+                own.data.sub_(own.grad, alpha=0.1)
+                own.grad = None
+            pairs.append((f"{name} {step}", one.detach().clone(), other.detach().clone()))
+    buffers = zip(net.named_buffers(), plain.named_buffers(), strict=True)
+    pairs += [(name, one, other) for (name, one), (_, other) in buffers]
+    net.eval()
+    plain.eval()
+    with torch.no_grad():
+        pairs.append(("evaluated", net(x), plain(x)))
+    return pairs
+
+
+@pytest.mark.parametrize("voxels", [2, 4])
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "all"}, {"fixed_order": True}], ids=["", "all", "fixed order"])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_trains_in_groups(
+    name: str, shards: int, options: dict[str, Any], voxels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, shape, kernels = NETWORKS[name]
+    taken: dict[str, set[str]] = {}
+
+    def note(form: str, compute: Callable[..., Tensor], *given: Any) -> Tensor:
+        *_, weight, settings, group = given if form != "forward" else (*given[:2], *given[3:])
+        assert group == voxels
+        dilated = f" by {settings.dilation[2]}" if settings.dilation[2] > 1 else ""
+        taken.setdefault(form, set()).add(", ".join(map(str, weight.shape[2:])) + dilated)
+        return compute(*given)
+
+    for form in ("forward", "input_gradient", "weight_gradient"):
+        monkeypatch.setattr(paired, form, partial(note, form, getattr(paired, form)))
+    monkeypatch.setattr(choice, "_is_faster_in_groups", lambda direction, call: voxels)
+    torch.manual_seed(0)
+    net, plain = (build().double() for _ in range(2))
+    plain.load_state_dict(net.state_dict())
+    cut = {"fixed_order": True} if shards > 1 else {}
+    ours = ModelParallel(net, Spatial(channels_last=True, **{**cut, **options}), devices=["cpu"] * shards)
+    for label, got, wanted in train(ours, plain, shape):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9, msg=lambda text, label=label: f"{label}: {text}")
+    assert set(taken) == {"forward", "input_gradient", "weight_gradient"}
+    for form, found in taken.items():
+        assert found >= kernels, form

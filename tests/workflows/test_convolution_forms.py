@@ -1,0 +1,77 @@
+"""The benchmark of a convolution's forms in small, on the CPU."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
+
+import convolution_forms as benchmark
+from convolution_forms import SHAPES, Shape
+
+DIRECTIONS = ["forward", "input gradient", "weight gradient"]
+SMALL = [
+    [24, 8, 3, 1, 8],
+    [4, 32, [1, 5, 3], 2, [4, 6, 8], False],
+    [32, 32, 3, 1, [3, 4, 6], True],
+    [40, 40, 1, 1, 4],
+]
+
+
+def test_every_form_is_timed_and_equals_torchs(tmp_path, capsys):
+    shapes, result = tmp_path / "shapes.json", tmp_path / "forms.json"
+    shapes.write_text(json.dumps(SMALL), encoding="utf-8")
+    benchmark.main(["--device", "cpu", "--shapes", str(shapes), "--result", str(result)])
+    told = json.loads(result.read_text(encoding="utf-8"))
+    assert (told["left_out"], told["environment"]["libraries"]["torch"]) == ([], torch.__version__)
+    padded = ["padded in", "padded out", "padded both"]
+    groups = ["pairs", "fours"]
+    expected = [[*groups, *padded], [*groups, "padded in"], ["pairs"], padded]
+    for row, shape, forms in zip(told["rows"], SMALL, expected, strict=True):
+        assert row["shape"][:5] == shape[:5]
+        assert row["failed"] == {}
+        assert list(row["us"]) == DIRECTIONS
+        for direction, times in row["us"].items():
+            can_turn = direction == "input gradient" and shape[-1] is not True and shape[2] != 1
+            turned = ["turned round"] if can_turn else []
+            assert list(times) == ["torch", *turned, *forms], (shape, direction)
+            assert min(times.values()) > 0
+            # Twice the rounding of bfloat16: results are rounded once, a group's weight gradient two or four times.
+            assert max(row["difference"][direction].values()) < 2 * 2**-8
+    printed = capsys.readouterr().out
+    assert "24 to 8, 3^3, 8^3\n  forward         torch" in printed
+    assert "32 to 32, 3^3, 3 x 4 x 6, halo" in printed
+
+
+def test_no_shape_is_begun_behind_the_seconds(tmp_path):
+    result = tmp_path / "forms.json"
+    benchmark.main(["--device", "cpu", "--seconds", "-1", "--result", str(result)])
+    told = json.loads(result.read_text(encoding="utf-8"))
+    assert (told["rows"], told["left_out"]) == ([], [str(shape) for shape in SHAPES])
+
+
+def test_a_form_that_fails_is_named_and_the_others_are_timed(monkeypatch):
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("no kernel\nfor it")
+
+    monkeypatch.setattr(benchmark, "compute_paired", fail)
+    row = benchmark.measure(Shape(32, 32, 3, 1, 4), torch.device("cpu"))
+    assert row["failed"] == {f"{one}, {form}": "no kernel" for one in DIRECTIONS for form in ("pairs", "fours")}
+    assert [list(times) for times in row["us"].values()] == [["torch"], ["torch", "turned round"], ["torch"]]
+
+
+def test_shapes_have_names_of_their_own():
+    assert len({str(shape) for shape in SHAPES}) == len(SHAPES)
+    assert str(Shape(16, 32, (1, 3, 3), 2, (8, 16, 16))) == "16 to 32, 1 x 3 x 3, dilation 2, 8 x 16 x 16"
+
+
+@pytest.mark.gpu
+def test_forms_are_recorded_on_a_gpu(tmp_path):
+    row = benchmark.measure(Shape(48, 48, 3, 1, 32), torch.device("cuda"))
+    assert row["failed"] == {}
+    for direction, times in row["us"].items():
+        assert {"torch", "pairs", "padded in", "padded out", "padded both"} <= set(times)
+        assert max(row["difference"][direction].values()) < 4 * 2**-8

@@ -1,0 +1,98 @@
+"""Convolutions whose channels are no multiple of 32, computed with zeros up to the next one.
+
+cuDNN's fast kernels take channels in blocks: on an H200 a convolution of 48 channels to 48 took twice as long as one of
+64 to 64. With rows of zeros in the weight the output has more channels than were asked for, and is taken as a slice of
+them; with columns of zeros the input is copied into a volume of more channels. Nothing chooses this by itself.
+
+What is not finite reaches no further than in the convolution itself: zeros of the weight meet added channels, which are
+zeros, or make outputs that are dropped.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from volseg.device.convolution import stacks
+from volseg.device.convolution.settings import Settings
+
+__all__ = ["fill_up", "forward", "input_gradient", "weight_gradient"]
+
+MULTIPLE = 32
+"""Of channels, in cuDNN's blocks."""
+
+
+def fill_up(channels: int) -> int:
+    """Return the next multiple."""
+    return -(-channels // MULTIPLE) * MULTIPLE
+
+
+def _widen(volume: Tensor, wanted: bool) -> Tensor:
+    """Return a volume with channels of zeros behind its own, with channels last; itself where they are a multiple."""
+    channels, wide = volume.shape[1], fill_up(volume.shape[1])
+    if not wanted or channels == wide:
+        return volume
+    shape = (volume.shape[0], wide, *volume.shape[2:])
+    out = torch.empty(shape, dtype=volume.dtype, device=volume.device, memory_format=torch.channels_last_3d)
+    out[:, :channels].copy_(volume)
+    out[:, channels:].zero_()
+    return out
+
+
+def _widen_weight(weight: Tensor, inputs: bool, outputs: bool) -> Tensor:
+    """Return a weight with zeros behind its channels in, or out, or both, with channels last."""
+    out, given = weight.shape[:2]
+    rows, columns = (fill_up(out) - out) * outputs, (fill_up(given) - given) * inputs
+    return F.pad(weight, (0, 0, 0, 0, 0, 0, 0, columns, 0, rows)).contiguous(memory_format=torch.channels_last_3d)
+
+
+def forward(
+    slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, *, inputs: bool, outputs: bool
+) -> Tensor:
+    """Return the convolution: with ``outputs`` a slice of channels, which nobody copied.
+
+    Parameters
+    ----------
+    slab, weight, bias
+        See ``choice.convolve``.
+    settings
+        Of a convolution without groups, not transposed.
+    inputs, outputs
+        Whether channels of zeros are added in front of it, and behind it.
+    """
+    wide = _widen_weight(weight, inputs, outputs)
+    filled = None if bias is None else F.pad(bias, (0, wide.shape[0] - weight.shape[0]))
+    found = stacks.convolve(_widen(slab, inputs), wide, filled, settings.arguments)
+    return found[:, : weight.shape[0]]
+
+
+def input_gradient(
+    gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings, *, inputs: bool, outputs: bool
+) -> Tensor:
+    """Return the gradient of the input: with ``inputs`` a slice of channels, which nobody copied."""
+    found = _differentiate(gradient, slab, weight, settings, 0, inputs, outputs)
+    return found[:, : weight.shape[1]]
+
+
+def weight_gradient(
+    gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings, *, inputs: bool, outputs: bool
+) -> Tensor:
+    """Return the gradient of the weight, a slice of one with more channels."""
+    found = _differentiate(gradient, slab, weight, settings, 1, inputs, outputs)
+    return found[: weight.shape[0], : weight.shape[1]]
+
+
+def _differentiate(
+    gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings, place: int, inputs: bool, outputs: bool
+) -> Tensor:
+    mask = [place == 0, place == 1, False]
+    wide = _widen_weight(weight, inputs, outputs)
+    # Of the volume whose gradient is asked for only the shape is read.
+    given = _widen(slab, inputs) if place == 1 else _shape_like(slab, wide.shape[1])
+    found = stacks.differentiate(_widen(gradient, outputs), given, wide, None, settings.arguments, mask)[place]
+    assert found is not None
+    return found
+
+
+def _shape_like(slab: Tensor, channels: int) -> Tensor:
+    shape = (slab.shape[0], channels, *slab.shape[2:])
+    return torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
