@@ -8,13 +8,13 @@ they took up to 26 times as long as torch. Other GPUs than those of compute capa
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from volseg.device import pretended
 
-__all__ = ["RULES", "Direction", "Rule", "find_group"]
+__all__ = ["BOTH", "LARGE", "RULES", "Case", "Direction", "Rule", "find_group", "find_rule"]
 
 Direction = Literal["forward", "input gradient", "weight gradient"]
 
@@ -44,8 +44,6 @@ RULES: Mapping[Direction, Mapping[Case, Rule]] = {
         (8, 8, 3, 1): Rule(4, LARGE, 0.33),
         (16, 16, 3, 1): Rule(2, BOTH, 0.52),
         (24, 24, 3, 1): Rule(4, LARGE, 0.78),
-        (48, 48, 3, 1): Rule(4, LARGE, 0.85),
-        (96, 48, 3, 1): Rule(2, LARGE, 0.70),
         (16, 32, 3, 2): Rule(2, LARGE, 0.41),
         (16, 16, 5, 1): Rule(2, LARGE, 0.30),
         (32, 32, 5, 1): Rule(2, BOTH, 0.79),
@@ -94,10 +92,33 @@ def find_group(
     device : torch.device
         A GPU.
     """
+    rule = find_rule(RULES, direction, weight, dilation, voxels, device)
+    return 0 if rule is None else rule.group
+
+
+class Limited(Protocol):
+    """A rule for volumes of so many voxels or more."""
+
+    @property
+    def fewest(self) -> int: ...
+
+
+Found = TypeVar("Found", bound=Limited)
+
+
+def find_rule(
+    rules: Mapping[Direction, Mapping[Case, Found]],
+    direction: Direction,
+    weight: torch.Size,
+    dilation: Sequence[int],
+    voxels: int,
+    device: torch.device,
+) -> Found | None:
+    """Return the rule of a convolution, None where there is none for it on this GPU; see ``find_group``."""
     outputs, inputs, *taps = weight
     if len({*taps}) > 1 or len({*dilation}) > 1:
-        return 0
-    rule = RULES[direction].get((inputs, outputs, taps[0], dilation[0]))
+        return None
+    rule = rules[direction].get((inputs, outputs, taps[0], dilation[0]))
     if rule is None or voxels < rule.fewest or not torch.backends.cudnn.enabled:
-        return 0
-    return rule.group if pretended.find_capability(device)[0] == CAPABILITY else 0
+        return None
+    return rule if pretended.find_capability(device)[0] == CAPABILITY else None
