@@ -18,6 +18,7 @@ from volseg.device.triton_kernels import INSTALLED, tl, triton
 
 __all__ = [
     "MOST_VOXELS",
+    "STAGES",
     "available",
     "choose_tile",
     "count_processors",
@@ -34,6 +35,9 @@ __all__ = [
 TILE = 4096
 """Elements per tile: 32 bytes in flight per thread of 128 in half precision."""
 
+STAGES = 3
+"""Of a loop that sums tiles up: while one is added the next is on its way to shared memory, and the one behind it is
+asked for. Left to itself, the assembler puts a load behind the arithmetic on the one before, if it likes."""
 
 MOST_VOXELS = 2**30
 """Of a channel: kernels count voxels in 32 bits, and some a few tiles beyond the last. Elements may be more."""

@@ -104,6 +104,7 @@ MEASUREMENTS = (
         "dynunet_vnet_h200_tiles.json",
     ),
     Measurement("roofline", 1, 40, "roofline.py --result {result}", "dynunet_h200_roofline.json"),
+    Measurement("reductions", 1, 60, "norm_reductions.py --result {result}", "norms_h200_reductions.json"),
     Measurement(
         "networks",
         1,
