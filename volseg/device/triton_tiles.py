@@ -25,6 +25,8 @@ __all__ = [
     "count_voxels",
     "describe_tile",
     "find_strides",
+    "halve",
+    "is_narrow",
     "make_even",
     "read_strides",
     "select_device",
@@ -108,6 +110,16 @@ def _choose_tile(tensor: Tensor) -> tuple[int, int]:
         width = min(128, triton.next_power_of_2(channels))
         return TILE // width, width
     return TILE, 1
+
+
+def halve(tile: tuple[int, int]) -> tuple[int, int]:
+    """Return a tile of half as many voxels, for kernels that keep several numbers of each place in registers."""
+    return max(1, tile[0] // 2), tile[1]
+
+
+def is_narrow(tensor: Tensor, tile: tuple[int, int]) -> bool:
+    """Say whether lines of channels begin at uneven places, so that each element is loaded by itself."""
+    return tile[1] > 1 and tensor.shape[1] % 8 != 0
 
 
 def select_device(tensor: Tensor) -> AbstractContextManager[Any]:

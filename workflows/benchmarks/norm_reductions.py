@@ -5,8 +5,8 @@
 
 Volumes are bfloat16 and drawn several times, so that none is found in the GPU's cache. Printed for each row:
 microseconds of ``_moments_kernel``, ``_sums_kernel`` and ``addition_passes._sums_kernel``, recorded, and the bytes
-that they read in GB/s. ``--stages`` are those of ``triton_tiles``: 1 is a loop without loads ahead. Most of its time is for
-compiling. ``--device cpu`` tries it with ``TRITON_INTERPRET=1``.
+that they read in GB/s. ``--stages`` are those of ``triton_tiles``: 1 is a loop without loads ahead. Most of the time
+is for compiling. ``--device cpu`` tries it with ``TRITON_INTERPRET=1``.
 """
 
 import argparse

@@ -15,6 +15,7 @@ from volseg.device.triton_tiles import (
     count_voxels,
     describe_tile,
     elements,
+    halve,
     make_even,
     read_strides,
     select_device,
@@ -214,8 +215,7 @@ def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation
     x = first.slab
     second, gradient = _make_even(second, x), make_even(gradient, x)
     batch, channels = x.shape[:2]
-    height, width = choose_tile(x, second.slab, gradient)
-    tile = max(1, height // 2), width  # a thread keeps up to 6 sums of each of its places
+    tile = halve(choose_tile(x, second.slab, gradient))  # up to 6 sums of each place
     parts, per_program = split_voxels(x, tile)
     rows = [3 if term.activation.kind == "prelu" else 2 for term in norms]
     outs = [x.new_empty((parts, count, batch, channels), dtype=torch.float32) for count in rows]

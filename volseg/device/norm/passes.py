@@ -13,6 +13,8 @@ from volseg.device.triton_tiles import (
     count_voxels,
     describe_tile,
     elements,
+    halve,
+    is_narrow,
     make_even,
     read_strides,
     select_device,
@@ -223,6 +225,8 @@ def gradient_sums(
     gradient = make_even(gradient, slab)
     batch, channels = slab.shape[:2]
     tile = choose_tile(slab, gradient)
+    keeps_much = activation.kind in ("elu", "prelu", "gelu") or slab.element_size() > 2
+    tile = halve(tile) if keeps_much or is_narrow(slab, tile) else tile
     parts, per_program = split_voxels(slab, tile)
     rows = 3 if activation.kind == "prelu" else 2
     out = slab.new_empty((parts, rows, batch, channels), dtype=torch.float32)

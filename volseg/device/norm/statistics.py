@@ -13,6 +13,8 @@ from volseg.device.triton_tiles import (
     count_voxels,
     describe_tile,
     elements,
+    halve,
+    is_narrow,
     make_even,
     read_strides,
     select_device,
@@ -124,6 +126,7 @@ def compute_moments_of_parts(slab: Tensor) -> tuple[Tensor, Tensor, int]:
     """Return mean and sum of squares of each part of the slab, ``(parts, B, C)``, and the voxels of a part."""
     batch, channels = slab.shape[:2]
     tile = choose_tile(slab)
+    tile = halve(tile) if is_narrow(slab, tile) else tile
     parts, per_program = split_voxels(slab, tile)
     means, squares = slab.new_empty((2, parts, batch, channels), dtype=torch.float32)
     with select_device(slab):
