@@ -8,7 +8,7 @@ from torch import Tensor
 
 from volseg.device import triton_tiles
 from volseg.device.layout import copy_into, in_layout
-from volseg.device.norm import choice, exchanged, gathered
+from volseg.device.norm import choice, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.grouping import Grouping
 from volseg.device.norm.running import Running
@@ -150,3 +150,60 @@ def test_running_statistics_move_as_torchs(batch: int, channels: int) -> None:
     for got, wanted in zip(ours, exact, strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
     assert all(get_version(buffer) > version for buffer, version in zip(ours, versions, strict=True))
+
+
+@with_kernels
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "mean", "deviation"),
+    [(torch.float32, 1e4, 1e-2), (torch.bfloat16, 1e4, 1e-2), (torch.bfloat16, 1e4, 100), (torch.float32, 0, 1)],
+)
+def test_variances_far_from_zero(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mean: float, deviation: float, last: bool
+) -> None:
+    monkeypatch.setattr(triton_tiles, "TILE", 256)  # a program goes through many tiles
+    torch.manual_seed(0)
+    x = (torch.randn(1, 5, 16, 15, 17, dtype=torch.float64) * deviation + mean).to(DEVICE, dtype)
+    x = x.contiguous(memory_format=torch.channels_last_3d) if last else x
+    got, exact = statistics.moments(x).double(), reference.moments(x.double())
+    # Means are rounded to float32 in each part, and where parts are joined: near 10,000 by up to 5e-4, a twentieth of
+    # the deviation, whose square is added to the variance.
+    torch.testing.assert_close(got[0], exact[0], rtol=4e-7, atol=1e-6)
+    torch.testing.assert_close(got[1], exact[1], rtol=5e-3 if mean else 1e-6, atol=0)
+    assert statistics.moments(x).double().equal(got)
+
+
+@with_kernels
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("voxels", [1, 7, 31, 32, 33, 128, 129, 500])
+def test_statistics_of_tiles_that_are_not_full(monkeypatch: pytest.MonkeyPatch, voxels: int, last: bool) -> None:
+    monkeypatch.setattr(triton_tiles, "TILE", 128)  # 32 places for each of 4 channels
+    x = torch.randn(2, 4, 1, 1, voxels, device=DEVICE) * 3 + 20
+    x = x.contiguous(memory_format=torch.channels_last_3d) if last else x
+    torch.testing.assert_close(statistics.moments(x).double(), reference.moments(x.double()), rtol=1e-5, atol=1e-6)
+    gradient, (mean, scale, shift) = torch.randn_like(x), torch.rand(3, 2, 4, device=DEVICE)
+    sums = passes.gradient_sums(gradient, x, mean, scale, shift, Activation("leaky", 0.1)).sum(0)
+    wide = [value.double() for value in (gradient, x, mean, scale, shift)]
+    torch.testing.assert_close(
+        sums.double(), reference.gradient_sums(*wide, Activation("leaky", 0.1)), rtol=1e-4, atol=1e-3
+    )
+
+
+@with_kernels
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("place", [0, 40, 499])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of infinities
+def test_what_is_not_finite_spoils_its_own_channel(
+    monkeypatch: pytest.MonkeyPatch, value: float, place: int, last: bool
+) -> None:
+    monkeypatch.setattr(triton_tiles, "TILE", 128)
+    x = torch.randn(2, 3, 1, 1, 500, device=DEVICE)
+    spoilt = x.clone()
+    spoilt[1, 1, 0, 0, place] = value
+    x, spoilt = (v.contiguous(memory_format=torch.channels_last_3d) if last else v for v in (x, spoilt))
+    got, clean, wanted = statistics.moments(spoilt), statistics.moments(x), reference.moments(spoilt)
+    assert got[1].isnan().equal(wanted[1].isnan())
+    assert not got[0, 1, 1].isfinite()
+    others = wanted[1].isfinite()
+    assert got[:, others].equal(clean[:, others])

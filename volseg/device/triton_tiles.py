@@ -18,12 +18,15 @@ from volseg.device.triton_kernels import INSTALLED, tl, triton
 
 __all__ = [
     "MOST_VOXELS",
+    "STAGES",
     "available",
     "choose_tile",
     "count_processors",
     "count_voxels",
     "describe_tile",
     "find_strides",
+    "halve",
+    "is_narrow",
     "make_even",
     "read_strides",
     "select_device",
@@ -34,6 +37,9 @@ __all__ = [
 TILE = 4096
 """Elements per tile: 32 bytes in flight per thread of 128 in half precision."""
 
+STAGES = 3
+"""Of a loop that sums tiles up: while one is added the next is on its way to shared memory, and the one behind it is
+asked for. Left to itself, the assembler puts a load behind the arithmetic on the one before, if it likes."""
 
 MOST_VOXELS = 2**30
 """Of a channel: kernels count voxels in 32 bits, and some a few tiles beyond the last. Elements may be more."""
@@ -104,6 +110,16 @@ def _choose_tile(tensor: Tensor) -> tuple[int, int]:
         width = min(128, triton.next_power_of_2(channels))
         return TILE // width, width
     return TILE, 1
+
+
+def halve(tile: tuple[int, int]) -> tuple[int, int]:
+    """Return a tile of half as many voxels, for kernels that keep several numbers of each place in registers."""
+    return max(1, tile[0] // 2), tile[1]
+
+
+def is_narrow(tensor: Tensor, tile: tuple[int, int]) -> bool:
+    """Say whether lines of channels begin at uneven places, so that each element is loaded by itself."""
+    return tile[1] > 1 and tensor.shape[1] % 8 != 0
 
 
 def select_device(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -111,6 +111,7 @@ MEASUREMENTS = (
         "convolution_h200_forms.json",
     ),
     Measurement("roofline", 1, 40, "roofline.py --result {result}", "dynunet_h200_roofline.json"),
+    Measurement("reductions", 1, 60, "norm_reductions.py --result {result}", "norms_h200_reductions.json"),
     Measurement(
         "networks",
         1,

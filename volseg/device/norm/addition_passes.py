@@ -5,6 +5,7 @@
 import torch
 from torch import Tensor
 
+from volseg.device import triton_tiles
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.passes import KINDS, activate, differentiate_activation, find_step, keep_negative, load_alpha
 from volseg.device.norm.term import Term
@@ -14,6 +15,7 @@ from volseg.device.triton_tiles import (
     count_voxels,
     describe_tile,
     elements,
+    halve,
     make_even,
     read_strides,
     select_device,
@@ -60,7 +62,7 @@ def _sums_kernel(
     g, x, xmean, xscale, xshift, xslopes, y, ymean, yscale, yshift, yslopes, xout, yout, C, V, per_program,
     xalpha, xstep, yalpha, ystep, alpha, gb, gc, gv, xb, xc, xv, yb, yc, yv,
     XKIND: tl.constexpr, YNORM: tl.constexpr, YKIND: tl.constexpr, KIND: tl.constexpr,
-    BV: tl.constexpr, BC: tl.constexpr,
+    BV: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c = block * BC + tl.arange(0, BC)
@@ -71,13 +73,14 @@ def _sums_kernel(
         ym = tl.load(ymean + b * C + c, mask=inside, other=0.0)
     start = part * per_program
     stop = tl.minimum(start + per_program, V)
-    xtotal = tl.zeros((BC,), tl.float32)
-    xmoment = tl.zeros((BC,), tl.float32)
-    xthird = tl.zeros((BC,), tl.float32)
-    ytotal = tl.zeros((BC,), tl.float32)
-    ymoment = tl.zeros((BC,), tl.float32)
-    ythird = tl.zeros((BC,), tl.float32)
-    for begin in range(start, stop, BV):
+    # Of each place of the tile: see ``statistics``.
+    xtotal = tl.zeros((BV, BC), tl.float32)
+    xmoment = tl.zeros((BV, BC), tl.float32)
+    xthird = tl.zeros((BV, BC), tl.float32)
+    ytotal = tl.zeros((BV, BC), tl.float32)
+    ymoment = tl.zeros((BV, BC), tl.float32)
+    ythird = tl.zeros((BV, BC), tl.float32)
+    for begin in tl.range(start, stop, BV, num_stages=STAGES):
         v = begin + tl.arange(0, BV)
         mask = (v[:, None] < stop) & inside[None, :]
         place = elements(xb, xc, xv, b, c, v)
@@ -91,33 +94,33 @@ def _sums_kernel(
             grad *= differentiate_activation(activate(first, xa, XKIND) + activate(second, ya, YKIND), alpha, KIND)
         own = grad
         if XKIND == 3:
-            xthird += tl.sum(grad * keep_negative(first), 0)
+            xthird += grad * keep_negative(first)
         if XKIND != 0:
             own = grad * differentiate_activation(first, xa, XKIND)
-        xtotal += tl.sum(own, 0)
-        xmoment += tl.sum(own * (xraw - xm[None, :]), 0)
+        xtotal += own
+        xmoment += own * (xraw - xm[None, :])
         if YNORM:
             own = grad
             if YKIND == 3:
-                ythird += tl.sum(grad * keep_negative(second), 0)
+                ythird += grad * keep_negative(second)
             if YKIND != 0:
                 own = grad * differentiate_activation(second, ya, YKIND)
-            ytotal += tl.sum(own, 0)
-            ymoment += tl.sum(own * (yraw - ym[None, :]), 0)
+            ytotal += own
+            ymoment += own * (yraw - ym[None, :])
     pairs = tl.num_programs(2) * C
     xrows: tl.constexpr = 3 if XKIND == 3 else 2
     place = part * xrows * pairs + b * C + c
-    tl.store(xout + place, xtotal, mask=inside)
-    tl.store(xout + place + pairs, xmoment, mask=inside)
+    tl.store(xout + place, tl.sum(xtotal, 0), mask=inside)
+    tl.store(xout + place + pairs, tl.sum(xmoment, 0), mask=inside)
     if XKIND == 3:
-        tl.store(xout + place + 2 * pairs, xthird, mask=inside)
+        tl.store(xout + place + 2 * pairs, tl.sum(xthird, 0), mask=inside)
     if YNORM:
         yrows: tl.constexpr = 3 if YKIND == 3 else 2
         place = part * yrows * pairs + b * C + c
-        tl.store(yout + place, ytotal, mask=inside)
-        tl.store(yout + place + pairs, ymoment, mask=inside)
+        tl.store(yout + place, tl.sum(ytotal, 0), mask=inside)
+        tl.store(yout + place + pairs, tl.sum(ymoment, 0), mask=inside)
         if YKIND == 3:
-            tl.store(yout + place + 2 * pairs, ythird, mask=inside)
+            tl.store(yout + place + 2 * pairs, tl.sum(ythird, 0), mask=inside)
 
 
 @kernel()
@@ -212,7 +215,7 @@ def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation
     x = first.slab
     second, gradient = _make_even(second, x), make_even(gradient, x)
     batch, channels = x.shape[:2]
-    tile = choose_tile(x, second.slab, gradient)
+    tile = halve(choose_tile(x, second.slab, gradient))  # up to 6 sums of each place
     parts, per_program = split_voxels(x, tile)
     rows = [3 if term.activation.kind == "prelu" else 2 for term in norms]
     outs = [x.new_empty((parts, count, batch, channels), dtype=torch.float32) for count in rows]
@@ -222,7 +225,7 @@ def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation
             outs[0], outs[1] if second.is_norm else None, channels, count_voxels(x), per_program,
             *_list_parameters(first, second, activation),
             *read_strides(gradient), *read_strides(x), *read_strides(second.slab),
-            **describe_tile(tile, **_describe_kinds(first, second, activation)),
+            **describe_tile(tile, STAGES=triton_tiles.STAGES, **_describe_kinds(first, second, activation)),
         )  # fmt: skip
     return outs
 

@@ -21,15 +21,15 @@ __all__ = ["exchange_backward_coefficients", "exchange_coefficients"]
 @triton.jit
 def _sum_parts(partials, i, inside, pairs, parts, rows, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the first two sums of the pairs ``i`` over all parts of the slab, each of which has ``rows`` of them."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    moment = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((PARTS, BLOCK), tl.float32)
+    moment = tl.zeros((PARTS, BLOCK), tl.float32)
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
         there = (part[:, None] < parts) & inside[None, :]
         place = partials + part[:, None] * rows * pairs + i[None, :]
-        total += tl.sum(tl.load(place, mask=there, other=0.0), 0)
-        moment += tl.sum(tl.load(place + pairs, mask=there, other=0.0), 0)
-    return total, moment
+        total += tl.load(place, mask=there, other=0.0)
+        moment += tl.load(place + pairs, mask=there, other=0.0)
+    return tl.sum(total, 0), tl.sum(moment, 0)
 
 
 @kernel(do_not_specialize=["rank", "patience", "parts", "V", "per_program"])  # counts, which change no instruction

@@ -5,6 +5,7 @@
 import torch
 from torch import Tensor
 
+from volseg.device import triton_tiles
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import (
@@ -12,6 +13,8 @@ from volseg.device.triton_tiles import (
     count_voxels,
     describe_tile,
     elements,
+    halve,
+    is_narrow,
     make_even,
     read_strides,
     select_device,
@@ -104,7 +107,7 @@ def _affine_kernel(
 @kernel()
 def _sums_kernel(
     g, x, mean, scale, shift, slopes, out, C, V, per_program, alpha, step, gb, gc, gv, sb, sc, sv,
-    KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    KIND: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c = block * BC + tl.arange(0, BC)
@@ -115,10 +118,11 @@ def _sums_kernel(
     alpha = load_alpha(alpha, slopes, step, c, inside, KIND)
     start = part * per_program
     stop = tl.minimum(start + per_program, V)
-    first_sum = tl.zeros((BC,), tl.float32)
-    second_sum = tl.zeros((BC,), tl.float32)
-    third_sum = tl.zeros((BC,), tl.float32)
-    for first in range(start, stop, BV):
+    # Of each place of the tile: see ``statistics``.
+    first_sum = tl.zeros((BV, BC), tl.float32)
+    second_sum = tl.zeros((BV, BC), tl.float32)
+    third_sum = tl.zeros((BV, BC), tl.float32)
+    for first in tl.range(start, stop, BV, num_stages=STAGES):
         v = first + tl.arange(0, BV)
         mask = (v[:, None] < stop) & inside[None, :]
         value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
@@ -126,17 +130,17 @@ def _sums_kernel(
         if KIND != 0:
             before = value * a[None, :] + s[None, :]
             if KIND == 3:
-                third_sum += tl.sum(grad * keep_negative(before), 0)
+                third_sum += grad * keep_negative(before)
             grad *= differentiate_activation(before, alpha, KIND)
-        first_sum += tl.sum(grad, 0)
-        second_sum += tl.sum(grad * (value - m[None, :]), 0)
+        first_sum += grad
+        second_sum += grad * (value - m[None, :])
     pairs = tl.num_programs(2) * C
     rows: tl.constexpr = 3 if KIND == 3 else 2
     place = part * rows * pairs + b * C + c
-    tl.store(out + place, first_sum, mask=inside)
-    tl.store(out + place + pairs, second_sum, mask=inside)
+    tl.store(out + place, tl.sum(first_sum, 0), mask=inside)
+    tl.store(out + place + pairs, tl.sum(second_sum, 0), mask=inside)
     if KIND == 3:
-        tl.store(out + place + 2 * pairs, third_sum, mask=inside)
+        tl.store(out + place + 2 * pairs, tl.sum(third_sum, 0), mask=inside)
 
 
 @kernel()
@@ -221,6 +225,8 @@ def gradient_sums(
     gradient = make_even(gradient, slab)
     batch, channels = slab.shape[:2]
     tile = choose_tile(slab, gradient)
+    keeps_much = activation.kind in ("elu", "prelu", "gelu") or slab.element_size() > 2
+    tile = halve(tile) if keeps_much or is_narrow(slab, tile) else tile
     parts, per_program = split_voxels(slab, tile)
     rows = 3 if activation.kind == "prelu" else 2
     out = slab.new_empty((parts, rows, batch, channels), dtype=torch.float32)
@@ -230,7 +236,7 @@ def gradient_sums(
             gradient, slab, mean.contiguous(), scale.contiguous(), shift.contiguous(), slope, out, channels,
             count_voxels(slab), per_program, activation.parameter, find_step(slope),
             *read_strides(gradient), *read_strides(slab),
-            **describe_tile(tile, KIND=KINDS[activation.kind]),
+            **describe_tile(tile, KIND=KINDS[activation.kind], STAGES=triton_tiles.STAGES),
         )  # fmt: skip
     return out
 

@@ -5,6 +5,7 @@
 import torch
 from torch import Tensor
 
+from volseg.device import triton_tiles
 from volseg.device.norm.grouping import LANES, TILE, find_pairs, join_lanes
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import (
@@ -12,6 +13,8 @@ from volseg.device.triton_tiles import (
     count_voxels,
     describe_tile,
     elements,
+    halve,
+    is_narrow,
     make_even,
     read_strides,
     select_device,
@@ -37,30 +40,44 @@ def _moments_kernel(
     sv,
     BV: tl.constexpr,
     BC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     part, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c = block * BC + tl.arange(0, BC)
     inside = c < C
     start = part * per_program
     stop = tl.minimum(start + per_program, V)
-    count = tl.zeros((BC,), tl.float32)
-    mean = tl.zeros((BC,), tl.float32)
-    square = tl.zeros((BC,), tl.float32)
-    for first in range(start, stop, BV):
-        v = first + tl.arange(0, BV)
-        mask = (v[:, None] < stop) & inside[None, :]
-        value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32)
-        number = tl.minimum(stop - first, BV).to(tl.float32)
-        own = tl.sum(value, 0) / number
-        deviation = tl.where(mask, value - own[None, :], 0.0)
-        # Chan's update: statistics of this tile joined to those so far.
-        delta = own - mean
-        total = count + number
-        square += tl.sum(deviation * deviation, 0) + delta * delta * count * number / total
-        mean += delta * number / total
-        count = total
+    # As far as they are from the part's first voxel: means far from 0 would be rounded in each turn.
+    origin = tl.load(x + b.to(tl.int64) * sb + c.to(tl.int64) * sc + start.to(tl.int64) * sv, mask=inside, other=0.0)
+    origin = origin.to(tl.float32)
+    # Each place of the tile keeps the mean and squares of its own voxels, so that threads wait for each other at the
+    # end alone.
+    mean = tl.zeros((BV, BC), tl.float32)
+    square = tl.zeros((BV, BC), tl.float32)
+    whole = (stop - start) // BV
+    turns = 0.0
+    for turn in tl.range(0, whole, num_stages=STAGES):
+        v = start + turn * BV + tl.arange(0, BV)
+        value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=inside[None, :], other=0.0).to(tl.float32)
+        value -= origin[None, :]
+        turns += 1.0
+        delta = value - mean  # Welford's update
+        mean += delta * (1.0 / turns)
+        square += delta * (value - mean)
+    v = start + whole * BV + tl.arange(0, BV)  # in the last part not all places have a voxel left, in others none has
+    there = v < stop
+    mask = there[:, None] & inside[None, :]
+    value = tl.load(x + elements(sb, sc, sv, b, c, v), mask=mask, other=0.0).to(tl.float32) - origin[None, :]
+    delta = tl.where(mask, value - mean, 0.0)
+    mean += delta * (1.0 / (turns + 1.0))
+    square += tl.where(mask, delta * (value - mean), 0.0)
+    # Chan's: statistics of the places joined; a place without a voxel counts 0 times.
+    count = tl.where(there, turns + 1.0, turns)[:, None]
+    own = tl.sum(mean * count, 0) / (stop - start).to(tl.float32)
+    delta = mean - own[None, :]
+    square = tl.sum(square + delta * delta * count, 0)
     place = (part * tl.num_programs(2) + b) * C + c
-    tl.store(means + place, mean, mask=inside)
+    tl.store(means + place, origin + own, mask=inside)
     tl.store(squares + place, square, mask=inside)
 
 
@@ -71,7 +88,7 @@ def join_parts(
 ):  # fmt: skip
     """Return mean and biased variance of a program's groups over all parts of the slab."""
     voxels = V * 1.0 * members
-    mean = tl.zeros((BLOCK,), tl.float32)
+    mean = tl.zeros((PARTS, BLOCK), tl.float32)
     for step in range(steps):
         i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
         for first in range(0, parts, PARTS):
@@ -79,9 +96,9 @@ def join_parts(
             there = (part[:, None] < parts) & inside[None, :]
             number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
             own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
-            mean += tl.sum(tl.where(there, own * number[:, None], 0.0), 0)
-    mean = join_lanes(mean, ACROSS) / voxels
-    square = tl.zeros((BLOCK,), tl.float32)
+            mean += tl.where(there, own * number[:, None], 0.0)
+    mean = join_lanes(tl.sum(mean, 0), ACROSS) / voxels
+    square = tl.zeros((PARTS, BLOCK), tl.float32)
     for step in range(steps):
         i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
         for first in range(0, parts, PARTS):
@@ -91,8 +108,8 @@ def join_parts(
             own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
             delta = own - mean[None, :]
             within = tl.load(squares + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
-            square += tl.sum(tl.where(there, within + delta * delta * number[:, None], 0.0), 0)
-    return mean, join_lanes(square, ACROSS) / voxels
+            square += tl.where(there, within + delta * delta * number[:, None], 0.0)
+    return mean, join_lanes(tl.sum(square, 0), ACROSS) / voxels
 
 
 @kernel()
@@ -109,13 +126,15 @@ def compute_moments_of_parts(slab: Tensor) -> tuple[Tensor, Tensor, int]:
     """Return mean and sum of squares of each part of the slab, ``(parts, B, C)``, and the voxels of a part."""
     batch, channels = slab.shape[:2]
     tile = choose_tile(slab)
+    tile = halve(tile) if is_narrow(slab, tile) else tile
     parts, per_program = split_voxels(slab, tile)
     means, squares = slab.new_empty((2, parts, batch, channels), dtype=torch.float32)
     with select_device(slab):
         grid = (parts, triton.cdiv(channels, tile[1]), batch)
         _moments_kernel[grid](
-            slab, means, squares, channels, count_voxels(slab), per_program, *read_strides(slab), **describe_tile(tile)
-        )
+            slab, means, squares, channels, count_voxels(slab), per_program, *read_strides(slab),
+            **describe_tile(tile, STAGES=triton_tiles.STAGES),
+        )  # fmt: skip
     return means, squares, per_program
 
 

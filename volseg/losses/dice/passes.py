@@ -113,18 +113,20 @@ def _combine_kernel(
     for start in range(0, pairs, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < pairs
-        overlap = tl.zeros((BLOCK,), tl.float32)
-        mass = tl.zeros((BLOCK,), tl.float32)
-        truth = tl.zeros((BLOCK,), tl.float32)
-        surprise = tl.zeros((BLOCK,), tl.float32)
+        overlap = tl.zeros((ROWS, BLOCK), tl.float32)
+        mass = tl.zeros((ROWS, BLOCK), tl.float32)
+        truth = tl.zeros((ROWS, BLOCK), tl.float32)
+        surprise = tl.zeros((ROWS, BLOCK), tl.float32)
         for first in range(0, rows, ROWS):
             row = first + tl.arange(0, ROWS)
             place = sums + ((row // pool) * 4 * stride + (row % pool) * K)[:, None] + i[None, :]
             there = (row[:, None] < rows) & inside[None, :]
-            overlap += tl.sum(tl.load(place, mask=there, other=0.0), 0)
-            mass += tl.sum(tl.load(place + stride, mask=there, other=0.0), 0)
-            truth += tl.sum(tl.load(place + 2 * stride, mask=there, other=0.0), 0)
-            surprise += tl.sum(tl.load(place + 3 * stride, mask=there, other=0.0), 0)
+            overlap += tl.load(place, mask=there, other=0.0)
+            mass += tl.load(place + stride, mask=there, other=0.0)
+            truth += tl.load(place + 2 * stride, mask=there, other=0.0)
+            surprise += tl.load(place + 3 * stride, mask=there, other=0.0)
+        overlap, mass = tl.sum(overlap, 0), tl.sum(mass, 0)
+        truth, surprise = tl.sum(truth, 0), tl.sum(surprise, 0)
         denominator = tl.where(inside, sizes * (mass + truth) - overlaps * overlap + smooth_dr, 1.0)
         ratio = (2.0 * overlap + smooth_nr) / denominator
         factor = tl.where(i % K >= first_class, pair, 0.0)
