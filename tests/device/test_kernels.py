@@ -16,7 +16,7 @@ from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from torch import Tensor
 
 import volseg
-from volseg.device import doubling, gating, layout, triton_tiles
+from volseg.device import attention, doubling, gating, layout, triton_tiles
 from volseg.device.convolution import depthwise, few_channels, few_taps, many_taps, one_voxel
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
@@ -340,6 +340,26 @@ def double_volume() -> None:
     (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
     assert_near(doubling.halve(exact.detach().float()), wanted.detach(), 1e-6)
     assert_near(doubling.spread_gradient(gradient), of_slab, 1e-6)
+
+
+@covers(*(f"device.attention_kernels.{name}_kernel" for name in ("attend", "query", "key", "term")))
+def attend() -> None:
+    """Of several tiles, none of them whole, with a term that has a gradient and one that has none."""
+    query, key, value, gradient = (
+        torch.randn(2, 2, *s, device=DEVICE).half() for s in ((70, 5), (40, 5), (40, 3), (70, 3))
+    )
+    terms = [attention.Term(values(2, 70, 40), 1, 2), attention.Term(values(2, 70, 40), 2, 2)]
+    exact = [attention.Term(term.values.double(), term.every, term.count) for term in terms]
+    out, logs = attention.attend(query, key, value, terms, 0.5)
+    wanted = attention.attend_plainly(*wide(query, key, value), exact, 0.5)
+    assert_near(out, wanted[0], 2 * ROUNDING[torch.float16])
+    assert_near(logs, wanted[1], 1e-5)
+    given = gradient, query, key, value, out, logs
+    *found, slopes = attention.differentiate(*given, terms, 0.5, [True, False])
+    *right, exactly = attention.differentiate_plainly(*wide(*given), exact, 0.5, [True, False])
+    assert slopes[1] is None
+    for one, other in zip([*found, slopes[0]], [*right, exactly[0]], strict=True):
+        assert_near(one, other, 4 * ROUNDING[torch.float16])
 
 
 @covers("device.gating._multiply_kernel", "device.gating._differentiate_kernel")
