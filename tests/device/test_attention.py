@@ -9,7 +9,7 @@ from kernels import DEVICE, fewer, with_kernels
 from torch import Tensor
 
 from volseg.device import attention
-from volseg.device.attention import Term
+from volseg.device.attention import Addend
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -37,17 +37,17 @@ def draw(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def make_terms(kinds: str, outer: tuple[int, int], sides: tuple[int, int]) -> list[Term]:
+def make_terms(kinds: str, outer: tuple[int, int], sides: tuple[int, int]) -> list[Addend]:
     """Return terms as networks have them: a bias of heads, a mask of windows, of columns or rows, of each matrix."""
     batch, heads = outer
     rows, columns = sides
     masked = torch.rand(2, rows, columns, device=DEVICE) < 0.3
     makers: dict[str, Any] = {
-        "bias": lambda: Term(torch.randn(heads, rows, columns, device=DEVICE), 1, heads),
-        "mask": lambda: Term(torch.where(masked, -100.0, 0.0), heads, 2),
-        "columns": lambda: Term(torch.randn(batch, 1, columns, device=DEVICE).expand(-1, rows, -1), heads, batch),
-        "rows": lambda: Term(torch.randn(1, rows, 1, device=DEVICE).expand(-1, -1, columns), 1, 1),
-        "own": lambda: Term(torch.randn(batch * heads, columns, rows, device=DEVICE).mT, 1, batch * heads),
+        "bias": lambda: Addend(torch.randn(heads, rows, columns, device=DEVICE), 1, heads),
+        "mask": lambda: Addend(torch.where(masked, -100.0, 0.0), heads, 2),
+        "columns": lambda: Addend(torch.randn(batch, 1, columns, device=DEVICE).expand(-1, rows, -1), heads, batch),
+        "rows": lambda: Addend(torch.randn(1, rows, 1, device=DEVICE).expand(-1, -1, columns), 1, 1),
+        "own": lambda: Addend(torch.randn(batch * heads, columns, rows, device=DEVICE).mT, 1, batch * heads),
     }
     return [makers[kind]() for kind in kinds.split(", ") if kind]
 
@@ -56,12 +56,12 @@ def exact(*tensors: Tensor) -> list[Tensor]:
     return [tensor.double() for tensor in tensors]
 
 
-def widen(terms: Sequence[Term]) -> list[Term]:
-    return [Term(term.values.double(), term.every, term.count) for term in terms]
+def widen(terms: Sequence[Addend]) -> list[Addend]:
+    return [Addend(term.values.double(), term.every, term.count) for term in terms]
 
 
 def run(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Term], scale: float
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float
 ) -> list[Tensor]:
     """Return what the kernels return, all terms' gradients too."""
     out, logs = attention.attend(query, key, value, terms, scale)
@@ -71,7 +71,7 @@ def run(
 
 
 def run_exactly(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Term], scale: float
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float
 ) -> list[Tensor]:
     gradient, query, key, value = exact(gradient, query, key, value)
     terms, wanted = widen(terms), [True] * len(terms)
@@ -117,7 +117,7 @@ def test_masks_hide_what_they_hide(hidden: float) -> None:
     query, key, value, gradient = draw(2, 2, 40, 16), draw(2, 2, 70, 16), draw(2, 2, 70, 16), draw(2, 2, 40, 16)
     mask = torch.zeros(2, 40, 70, device=DEVICE)
     mask[0, :20, :66] = mask[1, 3:, 35:] = hidden
-    given = gradient, query, key, value, [Term(mask, 2, 2)], 0.25
+    given = gradient, query, key, value, [Addend(mask, 2, 2)], 0.25
     assert_near(run(*given), run_exactly(*given), 4 * ROUNDING[torch.float16])
 
 
@@ -127,7 +127,7 @@ def test_a_row_that_sees_nothing_is_no_number() -> None:
     query, key, value, gradient = draw(1, 2, 40, 16), draw(1, 2, 70, 16), draw(1, 2, 70, 16), draw(1, 2, 40, 16)
     mask = torch.zeros(1, 40, 70, device=DEVICE)
     mask[0, 7] = -torch.inf
-    given = gradient, query, key, value, [Term(mask, 1, 1)], 0.25
+    given = gradient, query, key, value, [Addend(mask, 1, 1)], 0.25
     (out, _, of_query, of_key, of_value, of_mask), wanted = run(*given), run_exactly(*given)
     for got, other in ((out, wanted[0]), (of_query, wanted[2]), (of_mask, wanted[5])):
         assert got.isnan().equal(other.isnan())
@@ -145,8 +145,8 @@ def test_what_is_no_number_stays_none(broken: int, number: float) -> None:
     given = [draw(1, 2, 40, 16), draw(1, 2, 70, 16), draw(1, 2, 70, 16), torch.zeros(2, 40, 70, device=DEVICE)]
     given[broken].view(-1)[5 * 16 + 3] = number
     query, key, value, term = given
-    got, _ = attention.attend(query, key, value, [Term(term, 1, 2)], 0.25)
-    wanted, _ = attention.attend_plainly(*exact(query, key, value), widen([Term(term, 1, 2)]), 0.25)
+    got, _ = attention.attend(query, key, value, [Addend(term, 1, 2)], 0.25)
+    wanted, _ = attention.attend_plainly(*exact(query, key, value), widen([Addend(term, 1, 2)]), 0.25)
     assert got.isfinite().equal(wanted.isfinite())
     assert not got.isfinite().all()
     assert got[:, 1].isfinite().all()
@@ -188,7 +188,7 @@ def test_their_own_gradients_are_those_of_autograd() -> None:
     weights = torch.softmax((query @ key.mT) * 0.25 + bias, -1).to(torch.bfloat16)
     gradient = draw(8, 3, 343, 16, dtype=torch.bfloat16)
     wanted = torch.autograd.grad(weights @ value, (query, key, value, bias), gradient)
-    terms = [Term(bias.detach(), 1, 3)]
+    terms = [Addend(bias.detach(), 1, 3)]
     given = gradient, query.detach(), key.detach(), value.detach(), terms, 0.25
     exactly = run_exactly(*given)[2:]
     for own, torchs, right in zip(run(*given)[2:], wanted, exactly, strict=True):

@@ -342,14 +342,14 @@ def double_volume() -> None:
     assert_near(doubling.spread_gradient(gradient), of_slab, 1e-6)
 
 
-@covers(*(f"device.attention_kernels.{name}_kernel" for name in ("attend", "query", "key", "term")))
+@covers(*(f"device.attention_kernels.attention{part}_kernel" for part in ("", "_query", "_key", "_term")))
 def attend() -> None:
     """Of several tiles, none of them whole, with a term that has a gradient and one that has none."""
     query, key, value, gradient = (
         torch.randn(2, 2, *s, device=DEVICE).half() for s in ((70, 5), (40, 5), (40, 3), (70, 3))
     )
-    terms = [attention.Term(values(2, 70, 40), 1, 2), attention.Term(values(2, 70, 40), 2, 2)]
-    exact = [attention.Term(term.values.double(), term.every, term.count) for term in terms]
+    terms = [attention.Addend(values(2, 70, 40), 1, 2), attention.Addend(values(2, 70, 40), 2, 2)]
+    exact = [attention.Addend(term.values.double(), term.every, term.count) for term in terms]
     out, logs = attention.attend(query, key, value, terms, 0.5)
     wanted = attention.attend_plainly(*wide(query, key, value), exact, 0.5)
     assert_near(out, wanted[0], 2 * ROUNDING[torch.float16])

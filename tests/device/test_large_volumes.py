@@ -142,7 +142,7 @@ def a_head(last: bool) -> None:
 def an_attention(last: bool) -> None:
     shape = (2**16, 64, 16, 64) if last else (2**16, 16, 64, 64)
     query, key, value = (promise(shape).transpose(1, 2) if last else promise(shape) for _ in range(3))
-    term = attention.Term(promise((2**20, 64, 64), torch.float32), 1, 2**20)
+    term = attention.Addend(promise((2**20, 64, 64), torch.float32), 1, 2**20)
     out, logs = attention.attend(query, key, value, [term], 1.0)
     attention.differentiate(query, query, key, value, out, logs, [term], 1.0, [True])
 

@@ -18,7 +18,7 @@ from volseg.device.pretended import on_gpu
 from volseg.device.triton_kernels import triton
 from volseg.device.triton_tiles import available, count_processors, select_device
 
-__all__ = ["Term", "attend", "attend_plainly", "differentiate", "differentiate_plainly", "fits", "takes"]
+__all__ = ["Addend", "attend", "attend_plainly", "differentiate", "differentiate_plainly", "fits", "takes"]
 
 MOST_FEATURES = 128
 """Of a query, or a value: a tile of rows holds all of them."""
@@ -34,7 +34,7 @@ LARGEST = 2**31
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class Addend:
     """What is added to the scores: matrix ``r`` of all gets matrix ``r // every % count``.
 
     Attributes
@@ -62,7 +62,7 @@ def fits(query: Tensor, key: Tensor, features: int) -> bool:
     return small and 0 not in (query.shape[:-2].numel(), rows, columns) and rows * columns < LARGEST
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Term], scale: float) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float) -> tuple[Tensor, Tensor]:
     """Return what each query attends to, and the logarithm of what its row's softmax was divided by.
 
     Parameters
@@ -83,7 +83,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Term], sca
     out = query.new_empty((batch, rows, heads, value.shape[-1])).transpose(1, 2)
     logs = torch.empty((batch * heads, rows), dtype=torch.float32, device=query.device)
     with select_device(query):
-        attention_kernels.attend_kernel[(batch * heads * triton.cdiv(rows, ROWS),)](
+        attention_kernels.attention_kernel[(batch * heads * triton.cdiv(rows, ROWS),)](
             query, key, value, out, logs, *_read(query, key, value, out), *_describe(terms, query),
             *_measure(query, key, value), scale, TERMS=len(terms), **_tile(query, value, ROWS, COLUMNS),
         )  # fmt: skip
@@ -91,7 +91,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Term], sca
 
 
 def differentiate(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, terms: Sequence[Term],
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, terms: Sequence[Addend],
     scale: float, wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
     """Return the gradients of query, key, value and terms.
@@ -114,11 +114,11 @@ def differentiate(
     given = query, key, value, gradient
     described = *_describe(terms, query), *_measure(query, key, value)
     with select_device(query):
-        attention_kernels.query_kernel[(batch * heads * triton.cdiv(rows, ROWS),)](
+        attention_kernels.attention_query_kernel[(batch * heads * triton.cdiv(rows, ROWS),)](
             *given, out, found[0], logs, sums, *_read(*given, out, found[0]), *described, scale,
             TERMS=len(terms), **_tile(query, value, ROWS, COLUMNS),
         )  # fmt: skip
-        attention_kernels.key_kernel[(batch * heads * triton.cdiv(columns, ROWS),)](
+        attention_kernels.attention_key_kernel[(batch * heads * triton.cdiv(columns, ROWS),)](
             *given, found[1], found[2], logs, sums, *_read(*given, found[1], found[2]), *described, scale,
             TERMS=len(terms), **_tile(query, value, COLUMNS, ROWS),
         )  # fmt: skip
@@ -130,8 +130,8 @@ def differentiate(
 
 
 def _differentiate_term(
-    given: Sequence[Tensor], logs: Tensor, sums: Tensor, terms: Sequence[Term], described: Sequence[object],
-    scale: float, term: Term,
+    given: Sequence[Tensor], logs: Tensor, sums: Tensor, terms: Sequence[Addend], described: Sequence[object],
+    scale: float, term: Addend,
 ) -> Tensor:  # fmt: skip
     """Return a term's gradient: of each of its matrices the sum over all score matrices that have it."""
     query, key, value, _ = given
@@ -142,7 +142,7 @@ def _differentiate_term(
     per_program = triton.cdiv(members, max(1, 8 * count_processors(query.device) // (tiles * term.count)))
     parts = triton.cdiv(members, per_program)
     out = torch.empty((parts, term.count, rows, columns), dtype=torch.float32, device=query.device)
-    attention_kernels.term_kernel[(parts * tiles * term.count,)](
+    attention_kernels.attention_term_kernel[(parts * tiles * term.count,)](
         *given, logs, sums, out, *_read(*given), *described, scale, term.every, term.count, members,
         per_program, TERMS=len(terms), **tile,
     )  # fmt: skip
@@ -154,7 +154,7 @@ def _read(*tensors: Tensor) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()]
 
 
-def _describe(terms: Sequence[Term], like: Tensor) -> list[object]:
+def _describe(terms: Sequence[Addend], like: Tensor) -> list[object]:
     """Return values, ``every``, ``count`` and strides of each of two terms; of one that is not there anything."""
     rows: list[list[object]] = [[t.values, t.every, t.count, *t.values.stride()] for t in terms]
     rows += [[like, 1, 1, 0, 0, 0]] * (2 - len(rows))
@@ -173,7 +173,7 @@ def _tile(query: Tensor, value: Tensor, rows: int, columns: int) -> dict[str, in
 
 
 def attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Term], scale: float
+    query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return what ``attend`` returns, in plain torch: it defines what the kernels compute.
 
@@ -191,7 +191,7 @@ def attend_plainly(
 
 
 def differentiate_plainly(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, terms: Sequence[Term],
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, terms: Sequence[Addend],
     scale: float, wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
     """Return what ``differentiate`` returns, in plain torch.
@@ -205,7 +205,7 @@ def differentiate_plainly(
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         values = [term.values.detach().requires_grad_(own) for term, own in zip(terms, wanted, strict=True)]
-        own_terms = [Term(own, term.every, term.count) for own, term in zip(values, terms, strict=True)]
+        own_terms = [Addend(own, term.every, term.count) for own, term in zip(values, terms, strict=True)]
         again, _ = attend_plainly(leaves[0], leaves[1], leaves[2], own_terms, scale)
         found = torch.autograd.grad(again, [*leaves, *(own for own in values if own.requires_grad)], gradient)
     slopes = iter(found[3:])

@@ -7,7 +7,7 @@ Matrix ``r`` of scores is of sample ``r // H`` and head ``r % H``. A tile's colu
 
 from volseg.device.triton_kernels import kernel, tl, triton
 
-__all__ = ["attend_kernel", "key_kernel", "query_kernel", "term_kernel"]
+__all__ = ["attention_kernel", "attention_key_kernel", "attention_query_kernel", "attention_term_kernel"]
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _add_term(scores, term, EVERY, COUNT, STEP, STEP_1, STEP_2, r, first, second
 
 
 @kernel()
-def attend_kernel(
+def attention_kernel(
     q, k, v, out, logs,
     qb, qh, qn, qf, kb, kh, km, kf, vb, vh, vm, vg, ob, oh, on, og,
     term, te, tc, tr, tn, tm, other, ue, uc, ur, un, um,
@@ -75,7 +75,7 @@ def attend_kernel(
 
 
 @kernel()
-def query_kernel(
+def attention_query_kernel(
     q, k, v, grad, out, found, logs, sums,
     qb, qh, qn, qf, kb, kh, km, kf, vb, vh, vm, vg, gb, gh, gn, gg, ob, oh, on, og, fb, fh, fn, ff,
     term, te, tc, tr, tn, tm, other, ue, uc, ur, un, um,
@@ -113,7 +113,7 @@ def query_kernel(
 
 
 @kernel()
-def key_kernel(
+def attention_key_kernel(
     q, k, v, grad, of_key, of_value, logs, sums,
     qb, qh, qn, qf, kb, kh, km, kf, vb, vh, vm, vg, gb, gh, gn, gg, ob, oh, om, of, pb, ph, pm, pg,
     term, te, tc, tr, tn, tm, other, ue, uc, ur, un, um,
@@ -150,7 +150,7 @@ def key_kernel(
 
 
 @kernel()
-def term_kernel(
+def attention_term_kernel(
     q, k, v, grad, logs, sums, out,
     qb, qh, qn, qf, kb, kh, km, kf, vb, vh, vm, vg, gb, gh, gn, gg,
     term, te, tc, tr, tn, tm, other, ue, uc, ur, un, um,

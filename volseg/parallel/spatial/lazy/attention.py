@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device import attention, fusions
-from volseg.device.attention import Term
+from volseg.device.attention import Addend
 from volseg.device.first_order import first_order
+from volseg.device.torch_internals import FakeTensor
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.recipe import Recipe, outline_slab
@@ -31,12 +32,14 @@ Compute = Callable[[Tensor], Tensor]
 MOST_TERMS = 2
 """That the kernels take."""
 
+ORDINARY = (Tensor, nn.Parameter, FakeTensor)
+
 WIDTHS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Which matrices of scores a term is added to (see ``device.attention.Term``), and the shape of one of its own."""
+class AddendPlace:
+    """Which matrices of scores a term is added to (see ``device.attention``), and the shape of one of its own."""
 
     every: int
     count: int
@@ -63,7 +66,7 @@ class Steps:
     key: Tensor
     factor: float = 1.0
     terms: tuple[Tensor, ...] = ()
-    places: tuple[Place, ...] = ()
+    places: tuple[AddendPlace, ...] = ()
     is_softened: bool = False
 
     @property
@@ -206,7 +209,7 @@ def add_term(func: Callable, volume: ShardedVolume, term: Any) -> ShardedVolume 
         The two.
     """
     waiting = _take_up(volume)
-    if waiting is None or type(term) not in (Tensor, nn.Parameter) or term.dtype not in WIDTHS or term.ndim == 0:
+    if waiting is None or type(term) not in ORDINARY or term.dtype not in WIDTHS or term.ndim == 0:
         return None
     place = _find_place(volume.shape, term.shape)
     if place is None or waiting.steps.is_softened or len(waiting.steps.terms) == MOST_TERMS:
@@ -219,7 +222,7 @@ def add_term(func: Callable, volume: ShardedVolume, term: Any) -> ShardedVolume 
     return _go_on(volume, waiting, steps, lambda own: func(own, own_term), dtype, own_term)
 
 
-def _find_place(shape: Sequence[int], term: Sequence[int]) -> Place | None:
+def _find_place(shape: Sequence[int], term: Sequence[int]) -> AddendPlace | None:
     """Return where a term is added; None where that is no regular choice of matrices, or the sum would be larger."""
     if len(term) > len(shape):
         return None
@@ -231,11 +234,11 @@ def _find_place(shape: Sequence[int], term: Sequence[int]) -> Place | None:
         return None
     several = [dim for dim, size in enumerate(own) if size > 1]
     if not several:
-        return Place(1, 1, (height, width))
+        return AddendPlace(1, 1, (height, width))
     first, last = several[0], several[-1]
     if list(own[first : last + 1]) != outer[first : last + 1]:
         return None
-    return Place(prod(outer[last + 1 :]), prod(own), (height, width))
+    return AddendPlace(prod(outer[last + 1 :]), prod(own), (height, width))
 
 
 def reshape_scores(
@@ -373,7 +376,13 @@ def _go_on(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, factor: float, places: tuple[Place, ...], *terms: Tensor
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        factor: float,
+        places: tuple[AddendPlace, ...],
+        *terms: Tensor,
     ) -> Tensor:
         out, logs = attention.attend(query, key, value, _place(terms, places, query, key), factor)
         ctx.factor, ctx.places = factor, places
@@ -391,16 +400,16 @@ class _Attend(torch.autograd.Function):
         return *found, None, None, *(None if own is None else _gather(own, *rest) for own, *rest in rows)
 
 
-def _place(terms: Sequence[Tensor], places: Sequence[Place], query: Tensor, key: Tensor) -> list[Term]:
+def _place(terms: Sequence[Tensor], places: Sequence[AddendPlace], query: Tensor, key: Tensor) -> list[Addend]:
     """Return the terms as the kernels take them."""
     sides = query.shape[-2], key.shape[-2]
     return [
-        Term(term.detach().reshape(own.count, *own.sides).expand(own.count, *sides), own.every, own.count)
+        Addend(term.detach().reshape(own.count, *own.sides).expand(own.count, *sides), own.every, own.count)
         for term, own in zip(terms, places, strict=True)
     ]
 
 
-def _gather(slope: Tensor, term: Tensor, place: Place) -> Tensor:
+def _gather(slope: Tensor, term: Tensor, place: AddendPlace) -> Tensor:
     """Return the gradient of a term as the network has it, from that of its matrices."""
     for dim, size in zip((-2, -1), place.sides, strict=True):
         if size == 1:
