@@ -1,15 +1,18 @@
 """Attention's own kernels against attention in float64: values, every gradient, masks, what is no number."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from kernels import DEVICE, fewer, with_kernels
-from torch import Tensor
+from kernels import DEVICE, INTERPRETED, fewer, with_kernels
+from monai.networks.nets.swin_unetr import WindowAttention
+from torch import Tensor, nn
 
 from volseg.device import attention
 from volseg.device.attention import Addend
+from volseg.parallel import FastKernels
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -194,3 +197,45 @@ def test_their_own_gradients_are_those_of_autograd() -> None:
     for own, torchs, right in zip(run(*given)[2:], wanted, exactly, strict=True):
         error, other = (float((each.double() - right).norm() / right.norm()) for each in (own, torchs))
         assert error <= 1.1 * other + 1e-3
+
+
+class Windows(nn.Module):
+    """MONAI's attention of shifted windows, with a projection before, as a network has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(1, 24, 1)
+        self.attention = WindowAttention(24, num_heads=3, window_size=(2, 4, 5), qkv_bias=True)
+        self.register_buffer("mask", torch.where(torch.rand(2, 40, 40) < 0.4, -100.0, 0.0))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.first(image).flatten(2).transpose(1, 2)
+        result: Tensor = self.attention(x.reshape(-1, 40, 24), self.mask)
+        return result
+
+
+@with_kernels
+def test_a_network_trains_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the operators that a network calls, in half precision."""
+    if INTERPRETED:  # of a GPU's path, by tensors of a CPU
+        monkeypatch.setattr("volseg.parallel.spatial.lazy.attention._has_kernel", lambda slab: slab.dtype.itemsize == 2)
+    calls: list[int] = []
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *given: (calls.append(1), attend(*given))[1])
+    plain = Windows().to(DEVICE)
+    ours, image = copy.deepcopy(plain), torch.randn(2, 1, 4, 4, 5, device=DEVICE)
+
+    def look(net: nn.Module, call: nn.Module, image: Tensor) -> dict[str, Tensor]:
+        with torch.autocast(DEVICE, torch.float16, enabled=image.dtype == torch.float32):
+            output = call(image)
+        output.double().square().mean().backward()
+        return {name: p.grad.double() for name, p in net.named_parameters() if p.grad is not None} | {
+            "output": output.detach()
+        }
+
+    got = look(ours, FastKernels(ours, DEVICE), image)
+    wanted = look(plain.double(), plain, image.double())
+    assert calls
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert float((got[name] - value).norm()) <= 0.02 * float(value.norm()), name
