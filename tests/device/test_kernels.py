@@ -16,7 +16,7 @@ from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from torch import Tensor
 
 import volseg
-from volseg.device import attention, doubling, gating, layout, triton_tiles
+from volseg.device import attention, doubling, gating, layer_norm, layout, triton_tiles
 from volseg.device.convolution import depthwise, few_channels, few_taps, many_taps, one_voxel
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
@@ -360,6 +360,20 @@ def attend() -> None:
     assert slopes[1] is None
     for one, other in zip([*found, slopes[0]], [*right, exactly[0]], strict=True):
         assert_near(one, other, 4 * ROUNDING[torch.float16])
+
+
+@covers("device.layer_norm._layer_norm_kernel", "device.layer_norm._layer_norm_backward_kernel")
+def normalize_lines() -> None:
+    """Of several programs, the last of them not full."""
+    for dtype in (torch.float32, torch.float16):
+        lines, weight, bias = torch.randn(333, 20, device=DEVICE).to(dtype), values(20), values(20)
+        exact = [tensor.double().requires_grad_() for tensor in (lines, weight, bias)]
+        wanted = F.layer_norm(exact[0], (20,), *exact[1:])
+        out, means, rstds = layer_norm.normalize_lines(lines, weight, bias, 1e-5, torch.float32)
+        assert_near(out, wanted.detach(), 1e-5)
+        right = torch.autograd.grad(wanted, exact, out.double())
+        for one, other in zip(layer_norm.differentiate_lines(out, lines, weight, means, rstds), right, strict=True):
+            assert_near(one, other, 2 * ROUNDING[dtype])
 
 
 @covers("device.gating._multiply_kernel", "device.gating._differentiate_kernel")
