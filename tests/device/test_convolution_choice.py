@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from volseg.device import fusions, pretended, triton_tiles
-from volseg.device.convolution import choice, many_taps, paired_rules, stacks
+from volseg.device.convolution import choice, many_taps, padded_rules, paired_rules, stacks
 from volseg.device.convolution.choice import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ConvolutionCall
 from volseg.device.convolution.settings import Settings
 
@@ -55,6 +55,9 @@ def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> 
         ((1, 3, 8, 8, 8), (3, 3, 3, 3, 3), (1, 1, 1), ["few channels", None]),
         ((1, 16, 64, 64, 64), (16, 16, 3, 3, 3), (1, 1, 1), ["pairs", "pairs"]),
         ((1, 32, 64, 64, 64), (32, 32, 3, 3, 3), (1, 1, 1), [None, "pairs"]),
+        ((1, 48, 64, 64, 64), (48, 48, 3, 3, 3), (1, 1, 1), ["zero channels", "zero channels"]),
+        ((1, 48, 32, 64, 64), (48, 48, 3, 3, 3), (1, 1, 1), [None, None]),
+        ((1, 96, 64, 64, 64), (48, 96, 3, 3, 3), (1, 1, 1), ["zero channels", None]),
     ]
     for shape, kernel, padding, expected in cases:
         told = settings(padding, groups=shape[1] // kernel[1])
@@ -72,8 +75,9 @@ def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> 
         ((1, 128, 16, 16, 16), (128, 128, 5, 5, 5), (2, 2, 2)),
         ((1, 3, 8, 8, 8), (3, 3, 3, 3, 3), (1, 1, 1)),
         ((1, 16, 64, 64, 64), (16, 16, 3, 3, 3), (1, 1, 1)),
+        ((1, 48, 64, 64, 64), (48, 48, 3, 3, 3), (1, 1, 1)),
     ],
-    ids=["few taps", "few channels out", "one voxel", "many taps", "few channels", "pairs"],
+    ids=["few taps", "few channels out", "one voxel", "many taps", "few channels", "pairs", "zero channels"],
 )
 def test_the_rest_is_left_to_torch(
     shape: tuple[int, ...], kernel: tuple[int, ...], padding: tuple[int, ...], settings: Callable[..., Settings]
@@ -209,7 +213,8 @@ def test_pairs_are_taken_as_the_table_says(direction: str, settings: Callable[..
         half = (fitting[0] // 2, side, side)
         assert (name(half), name(half, samples=2)) == (None, "pairs"), "voxels of all samples"
         wide = (2 * fitting[0], side, side)
-        assert name((2 * fitting[0], side, side + 1)) is None, "odd rows"
+        other = "zero channels" if padded_rules.RULES[direction].get(case) else None
+        assert name((2 * fitting[0], side, side + 1)) == other, "odd rows"
         assert name((2 * fitting[0], side, side + 2)) == ("pairs" if rule.group == 2 else None)
         assert name(wide, last=False) is None
         assert name(wide, stride=(2, 1, 1)) is None
@@ -224,8 +229,28 @@ def test_pairs_are_taken_as_the_table_says(direction: str, settings: Callable[..
             assert name(wide) is None
         with torch.backends.cudnn.flags(enabled=False):
             assert name(wide) is None
-    assert name_in_groups(direction, (20, 20, 3, 1), settings, (128, 128, 128)) is None
+    assert name_in_groups(direction, (28, 28, 3, 1), settings, (128, 128, 128)) is None
     assert name_in_groups(direction, (64, 64, 3, 4), settings, (128, 128, 128)) is None, "24 ms instead of 1"
+
+
+@pytest.mark.parametrize("direction", padded_rules.RULES)
+def test_channels_of_zeros_are_taken_as_the_table_says(direction: str, settings: Callable[..., Settings]) -> None:
+    for case, rule in padded_rules.RULES[direction].items():
+        name = partial(name_in_groups, direction, case, settings)
+        side = 32
+        fitting = (rule.fewest // side**2, side, side)
+        assert rule.share <= 0.9, "a tenth faster at least"
+        assert case not in paired_rules.RULES[direction], "which are looked at first"
+        assert rule.inputs or rule.outputs
+        assert name(fitting) == "zero channels"
+        assert name((fitting[0] - 1, side, side)) is None, "too small"
+        assert name(fitting, stride=(2, 1, 1)) is None
+        assert name(fitting, groups=2) is None
+        assert name(fitting, taps=(1, case[2], case[2])) is None, "not measured"
+        assert name(fitting, dilation=(2, 2, 2), padding=(2, 2, 2)) is None, "not measured"
+        assert name(fitting, device="cpu") is None
+        with fusions.without("zero channels"):
+            assert name(fitting) is None
 
 
 def test_pairs_are_taken_on_gpus_that_were_measured(

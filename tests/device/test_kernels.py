@@ -16,7 +16,7 @@ from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from torch import Tensor
 
 import volseg
-from volseg.device import doubling, gating, layout, triton_tiles
+from volseg.device import attention, doubling, gating, layer_norm, layout, triton_tiles
 from volseg.device.convolution import depthwise, few_channels, few_taps, many_taps, one_voxel
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
@@ -340,6 +340,40 @@ def double_volume() -> None:
     (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
     assert_near(doubling.halve(exact.detach().float()), wanted.detach(), 1e-6)
     assert_near(doubling.spread_gradient(gradient), of_slab, 1e-6)
+
+
+@covers(*(f"device.attention_kernels.attention{part}_kernel" for part in ("", "_query", "_key", "_term")))
+def attend() -> None:
+    """Of several tiles, none of them whole, with a term that has a gradient and one that has none."""
+    query, key, value, gradient = (
+        torch.randn(2, 2, *s, device=DEVICE).half() for s in ((70, 5), (40, 5), (40, 3), (70, 3))
+    )
+    terms = [attention.Addend(values(2, 70, 40), 1, 2), attention.Addend(values(2, 70, 40), 2, 2)]
+    exact = [attention.Addend(term.values.double(), term.every, term.count) for term in terms]
+    out, logs = attention.attend(query, key, value, terms, 0.5)
+    wanted = attention.attend_plainly(*wide(query, key, value), exact, 0.5)
+    assert_near(out, wanted[0], 2 * ROUNDING[torch.float16])
+    assert_near(logs, wanted[1], 1e-5)
+    given = gradient, query, key, value, out, logs
+    *found, slopes = attention.differentiate(*given, terms, 0.5, [True, False])
+    *right, exactly = attention.differentiate_plainly(*wide(*given), exact, 0.5, [True, False])
+    assert slopes[1] is None
+    for one, other in zip([*found, slopes[0]], [*right, exactly[0]], strict=True):
+        assert_near(one, other, 4 * ROUNDING[torch.float16])
+
+
+@covers("device.layer_norm._layer_norm_kernel", "device.layer_norm._layer_norm_backward_kernel")
+def normalize_lines() -> None:
+    """Of several programs, the last of them not full."""
+    for dtype in (torch.float32, torch.float16):
+        lines, weight, bias = torch.randn(333, 20, device=DEVICE).to(dtype), values(20), values(20)
+        exact = [tensor.double().requires_grad_() for tensor in (lines, weight, bias)]
+        wanted = F.layer_norm(exact[0], (20,), *exact[1:])
+        out, means, rstds = layer_norm.normalize_lines(lines, weight, bias, 1e-5, torch.float32)
+        assert_near(out, wanted.detach(), 1e-5)
+        right = torch.autograd.grad(wanted, exact, out.double())
+        for one, other in zip(layer_norm.differentiate_lines(out, lines, weight, means, rstds), right, strict=True):
+            assert_near(one, other, 2 * ROUNDING[dtype])
 
 
 @covers("device.gating._multiply_kernel", "device.gating._differentiate_kernel")

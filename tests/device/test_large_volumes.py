@@ -16,7 +16,7 @@ from kernel_sanitizer import watching
 from kernels import INTERPRETED
 from torch import Tensor
 
-from volseg.device import doubling, gating, layout, pretended, triton_tiles
+from volseg.device import attention, doubling, gating, layer_norm, layout, pretended, triton_tiles
 from volseg.device.convolution import choice, depthwise, few_channels, few_taps, one_voxel
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
@@ -139,6 +139,21 @@ def a_head(last: bool) -> None:
     one_voxel.forward(x, many, None)
 
 
+def an_attention(last: bool) -> None:
+    shape = (2**16, 64, 16, 64) if last else (2**16, 16, 64, 64)
+    query, key, value = (promise(shape).transpose(1, 2) if last else promise(shape) for _ in range(3))
+    term = attention.Addend(promise((2**20, 64, 64), torch.float32), 1, 2**20)
+    out, logs = attention.attend(query, key, value, [term], 1.0)
+    attention.differentiate(query, query, key, value, out, logs, [term], 1.0, [True])
+
+
+def lines_normed(last: bool) -> None:
+    dtype = torch.float16 if last else torch.float32
+    lines, weight = promise((2**27, CHANNELS), dtype), torch.ones(CHANNELS)
+    out, means, rstds = layer_norm.normalize_lines(lines, weight, weight, 1e-5, torch.float32)
+    layer_norm.differentiate_lines(out, lines, weight, means, rstds)
+
+
 def a_depthwise_convolution(last: bool) -> None:
     del last
     x, weight = promise((1, CHANNELS, *SIDES), last=True), torch.zeros(CHANNELS, 1, 2, 1, 2, dtype=torch.float16)
@@ -155,7 +170,7 @@ def a_loss(last: bool) -> None:
 
 
 CASES: list[Callable[[bool], None]] = [
-    *(a_norm, a_sum, a_copy, twice_the_size, a_gate),
+    *(a_norm, a_sum, a_copy, twice_the_size, a_gate, an_attention, lines_normed),
     *(a_first_convolution, a_depthwise_convolution, a_last_convolution, a_head, a_loss),
 ]
 

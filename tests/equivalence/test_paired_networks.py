@@ -1,4 +1,4 @@
-"""Networks whose convolutions are computed over pairs and fours of voxels equal the plain ones, whole and cut."""
+"""Networks whose convolutions are computed over groups of voxels, or with channels of zeros, equal the plain ones."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from monai.networks.nets import DynUNet, HighResNet
+from monai.networks.nets import DynUNet, HighResNet, VNet
 from monai.networks.nets.highresnet import DEFAULT_LAYER_PARAMS_3D
 from torch import Tensor, nn
 
-from volseg.device.convolution import choice, paired
+from volseg.device.convolution import choice, padded, paired
+from volseg.device.convolution.choice import ConvolutionCall
+from volseg.device.convolution.padded_rules import Filled
 from volseg.parallel import ModelParallel, Spatial
 
 
@@ -22,6 +24,14 @@ def build_highresnet() -> nn.Module:
     narrow = [{**row, "n_features": max(2, row["n_features"] // 16)} for row in DEFAULT_LAYER_PARAMS_3D[:-1]]
     kept = [{**row, "repeat": 1} if "repeat" in row else row for row in (*narrow, DEFAULT_LAYER_PARAMS_3D[-1])]
     return HighResNet(3, 1, 2, norm_type="instance", dropout_prob=0.0, layer_params=kept)
+
+
+def build_vnet() -> nn.Module:
+    net = VNet(out_channels=2)
+    for module in net.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return net
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
@@ -86,3 +96,44 @@ def test_a_network_trains_in_groups(
     assert set(taken) == {"forward", "input_gradient", "weight_gradient"}
     for form, found in taken.items():
         assert found >= kernels, form
+
+
+FILLED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    **{name: built[:2] for name, built in NETWORKS.items()},
+    "VNet": (build_vnet, (1, 1, 16, 32, 16)),
+}
+
+
+@pytest.mark.parametrize("filled", [(True, False), (False, True), (True, True)], ids=["in", "out", "both"])
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "all"}, {"fixed_order": True}], ids=["", "all", "fixed order"])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("name", FILLED)
+def test_a_network_trains_with_channels_of_zeros(
+    name: str, shards: int, options: dict[str, Any], filled: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its volumes are slices of others' channels: whatever reads them must go by their strides."""
+    build, shape = FILLED[name]
+    if name == "VNet" and (options or filled != (True, True)):
+        pytest.skip("of wide networks one way is enough")
+
+    def find_filled(direction: str, call: ConvolutionCall) -> Filled | None:
+        plain = call.settings.stride == (1, 1, 1) and call.settings.groups == 1 and not call.settings.transposed
+        return Filled(*filled, 0, 1.0) if plain and call.weight.shape[2:].numel() > 1 else None
+
+    taken = set()
+
+    def note(form: str, compute: Callable[..., Tensor], *given: Any, **wide: bool) -> Tensor:
+        taken.add(form)
+        return compute(*given, **wide)
+
+    for form in ("forward", "input_gradient", "weight_gradient"):
+        monkeypatch.setattr(padded, form, partial(note, form, getattr(padded, form)))
+    monkeypatch.setattr(choice, "_find_filled", find_filled)
+    torch.manual_seed(0)
+    net, plain = (build().double() for _ in range(2))
+    plain.load_state_dict(net.state_dict())
+    cut = {"fixed_order": True} if shards > 1 else {}
+    ours = ModelParallel(net, Spatial(channels_last=True, **{**cut, **options}), devices=["cpu"] * shards)
+    for label, got, wanted in train(ours, plain, shape):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9, msg=lambda text, label=label: f"{label}: {text}")
+    assert taken == {"forward", "input_gradient", "weight_gradient"}

@@ -216,3 +216,18 @@ def test_a_norm_that_few_multiprocessors_work_at_is_hardly_slower_on_a_smaller_g
     few, many = ([KINDS[name].seconds(norm(channels)) for name in ("h200", "t4")] for channels in (4, 4096))
     assert few[1] < 2 * few[0]
     assert many[1] >= norm(4096).bytes_moved / KINDS["t4"].peaks.bandwidth
+
+
+def test_attention_is_counted_by_its_scores() -> None:
+    """Of kernels that read little and compute much, whatever their products: twice the rows are twice the work."""
+    runs = [
+        KernelRun(
+            f"attention_kernels.{name}_kernel", torch.bfloat16, 0, 10, ((2, 3, rows, 16), (2, 3, 343, 16)), False, 0
+        )
+        for name in ("attention", "attention_query", "attention_key", "attention_term")
+        for rows in (343, 686)
+    ]
+    flops = [classify(run)[0].flops for run in runs]
+    assert all(more == 2 * one for one, more in zip(flops[::2], flops[1::2], strict=True))
+    assert flops[0] == flops[6] < flops[2] < flops[4]
+    assert all(classify(run)[0].bytes_moved == 10 for run in runs)

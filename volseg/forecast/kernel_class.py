@@ -46,6 +46,15 @@ COUNTED_BY_TAPS = ("few_taps", "many_taps")
 """Kernels of our own whose speed is that of a matrix product, and not of memory."""
 
 
+ATTENTION = {"attention": 2, "attention_query": 3, "attention_key": 4, "attention_term": 2}
+"""Kernels of our own for attention, and how many products of matrices each has of all scores."""
+
+BESIDE_PRODUCTS = 150
+"""Multiplications and additions for the rest of a score: about 20 instructions in float32 (terms, exponential, sums,
+places in memory), in whose time the matrix units do 600. Products stand for these kernels where none was measured, and
+reach a quarter of that. Counted, not measured."""
+
+
 class KernelClass(NamedTuple):
     """A family, a shape within it, and what is computed and moved."""
 
@@ -75,6 +84,8 @@ def classify(run: KernelRun) -> list[KernelClass]:
         return [KernelClass(f"product, {dtype}", _describe_product(run.shapes), run.flops, run.bytes_moved, dtype)]
     if any(part in run.name for part in COUNTED_BY_TAPS):
         return [_classify_taps(run, dtype)]
+    if "attention_kernels." in run.name:
+        return [_classify_attention(run, dtype)]
     name = "layout" if run.name.endswith(LAID_OUT_ANEW) else run.name
     family = f"{name}, {where}"
     if run.name in BY_PROCESSOR and not run.channels_last:
@@ -139,6 +150,14 @@ def _describe_product(shapes: Sequence[Sequence[int]]) -> tuple[float, ...]:
     """Return inner and columns; a bias may come first."""
     inner, out = shapes[-3][-1], shapes[-1]
     return log2(max(1, inner)), log2(max(1, out[-1] if out else 1))
+
+
+def _classify_attention(run: KernelRun, dtype: str) -> KernelClass:
+    """Return the class of a kernel of ours that computes scores and keeps none: its first are queries and keys."""
+    (*outer, rows, features), (*_, columns, _) = run.shapes[:2]
+    products = ATTENTION[run.name.rpartition(".")[2].removesuffix("_kernel")]
+    flops = prod(outer) * rows * columns * (2 * features * products + BESIDE_PRODUCTS)
+    return KernelClass(f"{run.name}, {dtype}", (log2(features),), flops, run.bytes_moved, dtype)
 
 
 def _classify_taps(run: KernelRun, dtype: str) -> KernelClass:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions, pretended, triton_tiles
-from volseg.device.convolution import depthwise, few_channels, few_taps, many_taps, one_voxel, paired, stacks
+from volseg.device.convolution import depthwise, few_channels, few_taps, many_taps, one_voxel, padded, paired, stacks
+from volseg.device.convolution.padded_rules import Filled, find_filled
 from volseg.device.convolution.paired_rules import Direction, find_group
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
@@ -174,6 +175,21 @@ def _find_group(direction: Direction, call: ConvolutionCall) -> int:
     return group if fits else 0
 
 
+def _find_filled(direction: Direction, call: ConvolutionCall) -> Filled | None:
+    """Return which channels ``padded`` fills up with zeros, None where that was not measured to be faster."""
+    volume = call.slab if direction == "forward" else _given(call)
+    if not fusions.is_on("zero channels") or not _is_plain(volume, call.weight, call.settings):
+        return None
+    device = pretended.find_device(volume)
+    return find_filled(direction, call.weight.shape, call.settings.dilation, _count_voxels(volume), device)
+
+
+def _fill(direction: Direction, call: ConvolutionCall) -> dict[str, bool]:
+    found = _find_filled(direction, call)
+    assert found is not None
+    return {"inputs": found.inputs, "outputs": found.outputs}
+
+
 FORWARD = (
     Kernel(
         "depthwise",
@@ -206,6 +222,12 @@ FORWARD = (
         lambda call: paired.forward(call.slab, call.weight, call.bias, call.settings, _find_group("forward", call)),
         adds_bias=False,
     ),
+    Kernel(
+        "zero channels",
+        lambda call: _find_filled("forward", call) is not None,
+        lambda call: padded.forward(call.slab, call.weight, call.bias, call.settings, **_fill("forward", call)),
+        adds_bias=False,
+    ),
 )
 """Of the output."""
 
@@ -225,6 +247,13 @@ INPUT_GRADIENT = (
         lambda call: _find_group("input gradient", call) > 0,
         lambda call: paired.input_gradient(
             _given(call), call.slab, call.weight, call.settings, _find_group("input gradient", call)
+        ),
+    ),
+    Kernel(
+        "zero channels",
+        lambda call: _find_filled("input gradient", call) is not None,
+        lambda call: padded.input_gradient(
+            _given(call), call.slab, call.weight, call.settings, **_fill("input gradient", call)
         ),
     ),
 )
@@ -258,6 +287,13 @@ WEIGHT_GRADIENT = (
         lambda call: _find_group("weight gradient", call) > 0,
         lambda call: paired.weight_gradient(
             _given(call), call.slab, call.weight, call.settings, _find_group("weight gradient", call)
+        ),
+    ),
+    Kernel(
+        "zero channels",
+        lambda call: _find_filled("weight gradient", call) is not None,
+        lambda call: padded.weight_gradient(
+            _given(call), call.slab, call.weight, call.settings, **_fill("weight gradient", call)
         ),
     ),
 )

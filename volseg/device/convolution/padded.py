@@ -2,7 +2,7 @@
 
 cuDNN's fast kernels take channels in blocks: on an H200 a convolution of 48 channels to 48 took twice as long as one of
 64 to 64. With rows of zeros in the weight the output has more channels than were asked for, and is taken as a slice of
-them; with columns of zeros the input is copied into a volume of more channels. Nothing chooses this by itself.
+them; with columns of zeros the input is copied into a volume of more channels. Which convolutions: ``padded_rules``.
 
 What is not finite reaches no further than in the convolution itself: zeros of the weight meet added channels, which are
 zeros, or make outputs that are dropped.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from volseg.device.convolution import stacks
 from volseg.device.convolution.settings import Settings
+from volseg.device.layout import in_layout
 
 __all__ = ["fill_up", "forward", "input_gradient", "weight_gradient"]
 
@@ -62,23 +63,28 @@ def forward(
     wide = _widen_weight(weight, inputs, outputs)
     filled = None if bias is None else F.pad(bias, (0, wide.shape[0] - weight.shape[0]))
     found = stacks.convolve(_widen(slab, inputs), wide, filled, settings.arguments)
-    return found[:, : weight.shape[0]]
+    return _take(found, weight.shape[0])
 
 
 def input_gradient(
     gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings, *, inputs: bool, outputs: bool
 ) -> Tensor:
     """Return the gradient of the input: with ``inputs`` a slice of channels, which nobody copied."""
-    found = _differentiate(gradient, slab, weight, settings, 0, inputs, outputs)
-    return found[:, : weight.shape[1]]
+    return _take(_differentiate(gradient, slab, weight, settings, 0, inputs, outputs), weight.shape[1])
 
 
 def weight_gradient(
     gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings, *, inputs: bool, outputs: bool
 ) -> Tensor:
-    """Return the gradient of the weight, a slice of one with more channels."""
+    """Return the gradient of the weight, with channels last."""
     found = _differentiate(gradient, slab, weight, settings, 1, inputs, outputs)
-    return found[: weight.shape[0], : weight.shape[1]]
+    return found[: weight.shape[0], : weight.shape[1]].contiguous(memory_format=torch.channels_last_3d)
+
+
+def _take(volume: Tensor, channels: int) -> Tensor:
+    """Return the first channels, where they lie."""
+    # Autograd takes no in-place change of a function's output that is a view of something.
+    return in_layout(volume, channels_last=True)[:, :channels].detach()
 
 
 def _differentiate(

@@ -43,7 +43,6 @@ RULES: Mapping[Direction, Mapping[Case, Rule]] = {
     "forward": {
         (8, 8, 3, 1): Rule(4, LARGE, 0.33),
         (16, 16, 3, 1): Rule(2, BOTH, 0.52),
-        (24, 24, 3, 1): Rule(4, LARGE, 0.78),
         (16, 32, 3, 2): Rule(2, LARGE, 0.41),
         (16, 16, 5, 1): Rule(2, LARGE, 0.30),
         (32, 32, 5, 1): Rule(2, BOTH, 0.79),

@@ -195,14 +195,15 @@ def _check_not_bypassed(volume: ShardedVolume) -> None:
 
     That of a join which a convolution has read goes to what was joined, and that of a norm's result, which an
     activation or a sum has taken along, past it; that of a convolution which a norm has read without its bias, too, and
-    that of an upsampled volume which was read in float32.
+    that of an upsampled volume which was read in float32, or of scores that a product with values has taken along.
     """
     if volume.is_bypassed:
         refuse(
             "its gradient is not computed: a convolution that has read this join hands it to the volumes that were "
             "joined, or an activation or a sum behind this norm is computed together with it, or a norm has read this "
-            "convolution without its bias, or this upsampled volume was read in float32. Ask for the gradients of "
-            "those, or register the hook, or call retain_grad(), before the volume is used"
+            "convolution without its bias, or this upsampled volume was read in float32, or a product with values was "
+            "computed together with these scores of attention. Ask for the gradients of those, or register the hook, "
+            "or call retain_grad(), before the volume is used"
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.spatial.lazy.attention import soften, waits
 from volseg.parallel.spatial.operators.pointwise import elementwise, pointwise, rewrap, run_local
 from volseg.parallel.spatial.operators.reductions import HALF, extremes, norm, over_dims
 from volseg.parallel.spatial.signatures import bind
@@ -50,6 +51,11 @@ def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     dim = named.get("dim", -1 if func.__name__ in LAST else 0 if func.__name__ == "msort" else None)
     if not isinstance(volume, ShardedVolume) or not isinstance(dim, int):
         refuse(f"it needs whole lines along dim={dim}")
+    if waits(volume) and func.__name__ == "softmax" and dim % volume.ndim == volume.ndim - 1:
+        dtype = named.get("dtype")
+        later = soften(lambda slab: torch.softmax(slab, -1, dtype=dtype), volume, dtype)
+        if later is not None:
+            return later
     if dim % volume.ndim in volume.dims:
         if "soft" not in func.__name__:
             refuse(f"it needs whole lines along dim={dim}")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from volseg.device.torch_internals import get_base
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.lazy.attention import cast, waits
 from volseg.parallel.spatial.operators.pointwise import pointwise, rewrap, run_local
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
@@ -42,6 +43,10 @@ def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles("Copies and conversions", *(f"Tensor.{name}" for name in DTYPES), rehearse=False)
 def convert_dtype(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Change the dtype; a volume that has it already is returned itself, as torch does."""
+    if waits(args[0]) and len(args) == 1 and not kwargs:
+        later = cast(args[0], func(torch.empty(0, dtype=args[0].dtype)).dtype)
+        if later is not None:
+            return later
     return _converted(args[0], [func(slab, *args[1:], **kwargs) for slab in args[0].slabs])
 
 
@@ -59,7 +64,19 @@ def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if "other" in kwargs:
         named["dtype"] = _without_device(kwargs["other"], volume)
     kept = [value for value in kept if value is not None]
+    if waits(volume) and func is Tensor.to:
+        later = _cast_later(volume, kept, named)
+        if later is not None:
+            return later
     return _converted(volume, [func(slab, *kept, **named) if kept or named else slab for slab in volume.slabs])
+
+
+def _cast_later(volume: ShardedVolume, told: list[Any], named: dict[str, Any]) -> ShardedVolume | None:
+    """Return scores of attention that wait in another dtype; None where more is asked for than that."""
+    dtypes = [*told, *named.values()]
+    if len(dtypes) != 1 or not isinstance(dtypes[0], torch.dtype) or named.keys() - {"dtype"}:
+        return None
+    return cast(volume, dtypes[0])
 
 
 @handles("Copies and conversions", "Tensor.cpu", "Tensor.cuda", rehearse=False)

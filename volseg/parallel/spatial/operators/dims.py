@@ -9,6 +9,7 @@ from torch import Tensor
 
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
+from volseg.parallel.spatial.lazy.attention import reshape_scores, waits
 from volseg.parallel.spatial.lazy.repeated import repeat_later
 from volseg.parallel.spatial.operators.pointwise import cut_like
 from volseg.parallel.spatial.plan.shards import Merged, can_split, spans
@@ -123,6 +124,9 @@ def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if "dtype" in named:
         refuse("reinterpreting voxels as another dtype is not supported")
     target = _target_shape(func, volume, args, kwargs)
+    later = reshape_scores(volume, target, lambda outline: reshaped(outline, target)) if waits(volume) else None
+    if later is not None:
+        return later
     if list(target) == list(volume.shape):
         return wrap(volume, list(volume.slabs))
     return reshaped(volume, target)

@@ -4,6 +4,7 @@ Statistics are computed at once; scale and shift wait until the next operator is
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device import fusions
+from volseg.device import layer_norm as lines_normed
+from volseg.device.first_order import first_order
 from volseg.device.norm.grouping import Grouping
 from volseg.device.norm.running import Running
 from volseg.parallel.spatial.lazy.bias import take_without_bias
@@ -213,12 +216,64 @@ def layer_norm(
         refuse("weight and bias must be ordinary tensors")
     dims = list(range(volume.ndim - len(normalized_shape), volume.ndim))
     if not set(dims) & set(volume.dims):
+        if all(_has_line_kernel(slab, given, normalized_shape) for slab in volume.slabs for given in (weight, bias)):
+            func = _normalize_lines
         return _within_slabs(func, volume, normalized_shape, [weight, bias], {"eps": eps})
     mean, squares, count = moments(volume, dims)
     centered = elementwise(torch.sub, volume, mean.to(volume.dtype))
     result = elementwise(torch.mul, centered, (squares / count + eps).rsqrt().to(volume.dtype))
     result = result if weight is None else elementwise(torch.mul, result, weight)
     return result if bias is None else elementwise(torch.add, result, bias)
+
+
+def _has_line_kernel(slab: Tensor, parameter: Tensor | None, sides: Sequence[int]) -> bool:
+    """Say whether a kernel of ours normalizes lines of a slab; under autocast weight and bias are of any type."""
+    if not lines_normed.takes_lines(slab, prod(sides)) or tuple(slab.shape[-len(sides) :]) != tuple(sides):
+        return False
+    alike = parameter is None or (parameter.shape == tuple(sides) and parameter.dtype in (slab.dtype, torch.float32))
+    same = parameter is None or parameter.dtype == slab.dtype or torch.is_autocast_enabled(slab.device.type)
+    return alike and same and fusions.is_on("layer norms")
+
+
+def _normalize_lines(
+    slab: Tensor, sides: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    dtype = torch.float32 if torch.is_autocast_enabled(slab.device.type) else slab.dtype
+    result: Tensor = _LayerNorm.apply(slab, weight, bias, prod(sides), eps, dtype)
+    return result
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, slab: Tensor, weight: Tensor | None, bias: Tensor | None, channels: int, eps: float,
+        dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        factor, shift = (None if value is None else value.reshape(-1) for value in (weight, bias))
+        out, means, rstds = lines_normed.normalize_lines(_as_lines(slab, channels), factor, shift, eps, dtype)
+        ctx.channels, ctx.of_bias = channels, None if bias is None else (bias.shape, bias.dtype)
+        ctx.save_for_backward(slab, weight, means, rstds)
+        return out.view(slab.shape)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        slab, weight, means, rstds = ctx.saved_tensors
+        lines, slopes = (_as_lines(tensor, ctx.channels) for tensor in (slab, gradient))
+        flat = None if weight is None else weight.reshape(-1)
+        of_slab, of_weight, of_bias = lines_normed.differentiate_lines(slopes, lines, flat, means, rstds)
+        return (
+            of_slab.view(slab.shape),
+            None if weight is None else of_weight.view(weight.shape).to(weight.dtype),
+            None if ctx.of_bias is None else of_bias.view(ctx.of_bias[0]).to(ctx.of_bias[1]),
+            *(None, None, None),
+        )
+
+
+def _as_lines(tensor: Tensor, channels: int) -> Tensor:
+    """Return a tensor's lines, ``(R, C)``, with a step of 1 from channel to channel."""
+    lines = tensor.reshape(-1, channels)
+    return lines if lines.stride(1) == 1 else lines.contiguous()
 
 
 def _within_slabs(

@@ -12,6 +12,7 @@ from volseg.device.torch_internals import tree_flatten, tree_unflatten
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.gathered import nested, run_gathered, volumes
+from volseg.parallel.spatial.lazy import attention
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
 from volseg.parallel.spatial.plan.shards import Merged
@@ -204,6 +205,8 @@ IN_PLACE = ["iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", 
 
 SUMS: frozenset[Any] = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
 PRODUCTS = frozenset({torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__})
+QUOTIENTS = frozenset({torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide})
+QUOTIENTS |= {Tensor.__truediv__}
 SUMS_IN_PLACE: frozenset[Any] = frozenset({Tensor.add_, Tensor.__iadd__})
 
 CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
@@ -288,6 +291,10 @@ def rewrap(like: ShardedVolume, results: list[Any]) -> Any:
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab; a sum waits with the norms in front of it, a product with one channel has a kernel."""
+    if len(args) == 2 and not kwargs and any(map(attention.waits, args)):
+        later = _go_on_waiting(func, *args)
+        if later is not None:
+            return later
     if func in SUMS and len(args) == 2 and not kwargs:
         waiting = _add_later(*args)
         waiting = add_waiting(*args) if waiting is None else waiting
@@ -299,6 +306,16 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             return wrap(volume, [_Gate.apply(*row) for row in zip(volume.slabs, gate.slabs, strict=True)])
     like, results = run_local(func, args, kwargs)
     return rewrap(like, results)
+
+
+def _go_on_waiting(func: Callable, first: Any, second: Any) -> ShardedVolume | None:
+    """Return scores of attention times a number, or plus a bias, which wait on; None where they are to be written."""
+    swaps = func in SUMS or func in PRODUCTS
+    volume, operand = (second, first) if swaps and not attention.waits(first) else (first, second)
+    if func in SUMS:
+        return attention.add_term(func, volume, operand)
+    divides = func in QUOTIENTS and volume is first
+    return attention.scale(func, volume, operand, divides=divides) if divides or func in PRODUCTS else None
 
 
 def _is_gated(volume: Any, gate: Any) -> bool:

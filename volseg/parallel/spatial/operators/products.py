@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.parallel.spatial.lazy.attention import attend, score
 from volseg.parallel.spatial.operators.pointwise import elementwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
@@ -97,7 +98,25 @@ def einsum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not arrow:
         right = "..." * ("..." in left) + "".join(sorted(c for c in set(left) - set(",.") if left.count(c) == 1))
     output = _letters(right, max((w for w, term in zip(widths, terms, strict=True) if "..." in term), default=0))
-    return contract(lambda *local: func(equation, *local), operands, letters, output)
+    waiting = _attend_einsum(lambda *local: func(equation, *local), operands, letters, output)
+    return contract(lambda *local: func(equation, *local), operands, letters, output) if waiting is None else waiting
+
+
+def _attend_einsum(
+    compute: Callable[..., Tensor], operands: Sequence[Any], letters: Sequence[Letters], output: Letters
+) -> ShardedVolume | None:
+    """Return scores that wait, or what they attend to, where an equation is such a product."""
+    if len(operands) != 2 or len(output) < 3 or any(len(set(own)) < len(output) for own in (*letters, output)):
+        return None
+    if len(letters[0]) != len(output):
+        return None
+    (*batch, row, inner), second, (*_, column) = letters[0], list(letters[1]), output
+    if list(output) != [*batch, row, column] or column in letters[0]:
+        return None
+    if second == [*batch, inner, column]:
+        found = attend(*operands)
+        return score(compute, *operands, turned=False) if found is None else found
+    return score(compute, *operands, turned=True) if second == [*batch, column, inner] else None
 
 
 def _letters(term: str, width: int) -> list[str]:
@@ -116,6 +135,10 @@ def reversed_matmul(func: Callable, input: Any, other: Any) -> Any:
 def matmul(func: Callable, input: Any, other: Any = None, mat2: Any = None, vec: Any = None, tensor: Any = None) -> Any:
     """Multiply matrices and vectors."""
     second = next(operand for operand in (other, mat2, vec) if operand is not None)
+    waiting = attend(input, second)
+    waiting = score(func, input, second, turned=False) if waiting is None else waiting
+    if waiting is not None:
+        return waiting
     batch = [str(-i) for i in range(max(input.ndim, second.ndim) - 2, 0, -1)]
     rows, columns = ["m"] * (input.ndim > 1), ["n"] * (second.ndim > 1)
     first = [*batch[len(batch) - max(input.ndim - 2, 0) :], *rows, "k"]

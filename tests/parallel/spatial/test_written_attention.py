@@ -1,0 +1,407 @@
+"""Attention that networks write out, by the kernels' plain form, against the plain network: gradients, two steps."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from monai.networks.blocks.selfattention import SABlock
+from monai.networks.nets.swin_unetr import WindowAttention
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from volseg.device import attention, fusions
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel import FastKernels, ModelParallel
+from volseg.parallel.spatial.volume import ShardedVolume
+
+Heads = Callable[["Net", Tensor, Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A volume's voxels as tokens, four windows of them; heads attend, and a convolution reads what comes."""
+
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(2, 12, 3, padding=1), nn.Conv3d(12, 2, 3, padding=1)
+        self.qkv = nn.Linear(12, 36)
+        self.bias = nn.Parameter(torch.randn(3, 12, 12))
+        self.table = nn.Parameter(torch.randn(23, 3))
+        self.each = nn.Parameter(torch.randn(12))
+        places = torch.arange(12)
+        self.register_buffer("index", places[:, None] - places + 11)
+        self.register_buffer("mask", torch.where(torch.rand(2, 12, 12) < 0.4, -100.0, 0.0))
+        self.heads = heads
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.first(image).flatten(2).transpose(1, 2)  # (B, 48, 12)
+        qkv = self.qkv(x.reshape(-1, 12, 12)).reshape(-1, 12, 3, 3, 4).permute(2, 0, 3, 1, 4)
+        found = self.heads(self, qkv[0], qkv[1], qkv[2]).transpose(1, 2).reshape(x.shape)
+        result: Tensor = self.last((x + found).transpose(1, 2).reshape(image.shape[0], 12, *image.shape[2:]))
+        return result
+
+
+def like_swin(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = net.table[net.index.reshape(-1)].reshape(12, 12, -1).permute(2, 0, 1).contiguous()
+    scores = (q * 0.5) @ k.transpose(-2, -1) + bias.unsqueeze(0)
+    scores = scores.view(-1, 2, 3, 12, 12) + net.mask.unsqueeze(1).unsqueeze(0)
+    weights = F.dropout(F.softmax(scores.view(-1, 3, 12, 12), dim=-1), 0.0).to(v.dtype)
+    return weights @ v
+
+
+def like_unetr(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (torch.einsum("blxd,blyd->blxy", q, k) * 0.5).softmax(dim=-1)
+    return torch.einsum("bhxy,bhyd->bhxd", weights, v)
+
+
+def one_head(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.reshape(-1, 12, 4) for t in (q, k, v))
+    scores = torch.bmm(q, k.mT).div(2.0) + net.each
+    return torch.bmm(torch.softmax(scores, -1), v).view(-1, 3, 12, 4)
+
+
+def seen(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT + net.bias
+    total = scores.detach().mean()
+    return scores.softmax(-1) @ v * total.sigmoid()
+
+
+def seen_behind(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT + net.bias
+    weights = scores.softmax(-1)
+    found = weights @ v
+    return found * weights.amax(-1, keepdim=True) + scores.mean()
+
+
+def twice(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return scores.softmax(-1) @ v + (net.bias + scores * 0.1).softmax(-1) @ v.flip(-1)
+
+
+def in_place(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores += net.bias
+    return scores.softmax(-1) @ v
+
+
+def query_changed(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q * 1.0
+    scores = q @ k.mT + net.bias
+    if not torch.is_grad_enabled():
+        q.mul_(3.0)  # none of the scores' business
+    return scores.softmax(-1) @ v
+
+
+def view_changed(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores.view(-1, 2, 3, 12, 12).add_(net.mask.unsqueeze(1))
+    return scores.softmax(-1) @ v
+
+
+def hooked(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    if scores.requires_grad:
+        scores.register_hook(lambda gradient: gradient * 2)
+    return (scores + net.bias).softmax(-1) @ v
+
+
+def without_gradients(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores = q @ k.mT + net.bias
+    return scores.softmax(-1) @ v
+
+
+def checkpointed(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    result: Tensor = checkpoint(lambda *given: like_swin(net, *given), q, k, v, use_reentrant=False)
+    return result
+
+
+def checkpoints_between(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = checkpoint(lambda q, k: q @ k.mT + net.bias, q, k, use_reentrant=False)
+    result: Tensor = checkpoint(lambda scores, v: scores.softmax(-1) @ v, scores, v, use_reentrant=False)
+    return result
+
+
+def hidden_row(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT).masked_fill(net.mask[0] < 0, -torch.inf)
+    return scores.softmax(-1).nan_to_num() @ v
+
+
+HEADS: dict[str, tuple[Heads, int, int]] = {
+    "like SwinUNETR": (like_swin, 1, 1),
+    "like UNETR": (like_unetr, 1, 1),
+    "one head": (one_head, 1, 1),
+    "bias of matrices": (lambda net, q, k, v: (q @ k.mT + net.bias).softmax(-1) @ v, 1, 1),
+    "bias in front": (lambda net, q, k, v: torch.add(net.bias, torch.matmul(q, k.mT)).softmax(-1).matmul(v), 1, 1),
+    "bias of rows": (lambda net, q, k, v: (q @ k.mT + net.each[:, None]).softmax(3) @ v, 1, 1),
+    "cast before": (lambda net, q, k, v: ((q @ k.mT).to(torch.float64) + net.bias).softmax(-1) @ v, 1, 1),
+    "reshaped": (
+        lambda net, q, k, v: (q @ k.mT).reshape(-1, 6, 12, 12).reshape(q.shape[0], 3, 12, 12).softmax(-1) @ v,
+        1,
+        1,
+    ),
+    "twice": (twice, 2, 2),
+    "seen": (seen, 0, 0),
+    "seen behind": (seen_behind, 1, 1),
+    "hooked": (hooked, 0, 0),
+    "changed in place": (in_place, 0, 0),
+    "a view changed": (view_changed, 0, 0),
+    "a query changed": (query_changed, 1, 0),
+    "scores without gradients": (without_gradients, 0, 1),
+    "checkpointed": (checkpointed, 2, 1),
+    "checkpoints between": (checkpoints_between, 0, 1),
+    "no scores": (lambda net, q, k, v: (q @ k.mT + net.bias) @ v, 0, 0),
+    "softmax of rows": (lambda net, q, k, v: (q @ k.mT).softmax(-2) @ v, 0, 0),
+    "scaled behind": (lambda net, q, k, v: ((q @ k.mT + net.bias) * 0.5).softmax(-1) @ v, 0, 0),
+    "three terms": (lambda net, q, k, v: (q @ k.mT + net.bias + net.each + net.mask[0]).softmax(-1) @ v, 0, 0),
+    "term of a volume": (lambda net, q, k, v: (q @ k.mT + q.sum(-1, keepdim=True)).softmax(-1) @ v, 0, 0),
+    "dropout": (lambda net, q, k, v: F.dropout((q @ k.mT).softmax(-1), 1.0) @ v, 0, 0),
+    "hidden": (hidden_row, 0, 0),
+    "transposed behind": (lambda net, q, k, v: (q @ k.mT).softmax(-1).mT @ v, 0, 0),
+}
+"""What is written, and how often it is ours: in training, with what a checkpoint computes again, and in evaluation."""
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fast": lambda net: FastKernels(net, "cpu"),
+    "two": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]),
+    "recomputed": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu"], checkpoint="all"),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let a CPU take the kernels' way, by their plain forms; return what was called."""
+    found: list[str] = []
+
+    def noted(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            found.append(name)
+            return compute(*given)
+
+        return run
+
+    monkeypatch.setattr(attention, "attend", noted("attend", attention.attend_plainly))
+    monkeypatch.setattr(attention, "differentiate", noted("differentiate", attention.differentiate_plainly))
+    monkeypatch.setattr("volseg.parallel.spatial.lazy.attention._has_kernel", lambda slab: True)
+    monkeypatch.setattr("volseg.parallel.spatial.lazy.attention.WIDTHS", {torch.float64, torch.float32, torch.bfloat16})
+    return found
+
+
+def whole(output: Any) -> Tensor:
+    result: Tensor = output.full_tensor() if isinstance(output, ShardedVolume) else output
+    return result
+
+
+def observe(net: nn.Module, call: nn.Module) -> dict[str, Tensor]:
+    """Return outputs, gradients and parameters of two steps, and outputs in evaluation."""
+    found: dict[str, Tensor] = {}
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.rand(2, 2, 4, 4, 3, generator=generator).to(next(net.parameters()).dtype).requires_grad_()
+        output = whole(call(x))
+        optimizer.zero_grad()
+        output.square().mean().backward()
+        assert x.grad is not None
+        found |= {f"output {step}": output.detach(), f"image {step}": x.grad}
+        found |= {f"{name} {step}": p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+        optimizer.step()
+    call.eval()
+    with torch.no_grad():
+        found["evaluated"] = whole(call(x))
+    with torch.inference_mode():
+        found["inferred"] = whole(call(x))
+    return found | {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+
+def compare(plain: nn.Module, way: str) -> None:
+    other = copy.deepcopy(plain)
+    wanted, got = observe(plain, plain), observe(other, WAYS[way](other))
+    assert wanted.keys() == got.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", HEADS)
+def test_it_is_exact(name: str, way: str, calls: list[str]) -> None:
+    torch.manual_seed(0)
+    heads, trained, evaluated = HEADS[name]
+    if way == "two" and name == "hooked":
+        pytest.skip("a hook on several slabs has to come before they are used")
+    compare(Net(heads).double(), way)
+    if way == "two":
+        assert not calls  # on one shard alone
+    elif way == "fast":
+        again = trained // 2 if name == "checkpointed" else trained
+        assert calls.count("attend") == 2 * (trained + evaluated)
+        assert calls.count("differentiate") == 2 * again
+    else:
+        assert bool(calls) == bool(trained + evaluated)
+
+
+class Windows(nn.Module):
+    """MONAI's attention of windows, shifted ones too, between convolutions."""
+
+    def __init__(self, shifted: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(2, 12, 3, padding=1), nn.Conv3d(12, 2, 3, padding=1)
+        self.attention = WindowAttention(12, num_heads=3, window_size=(2, 2, 3), qkv_bias=True)
+        self.register_buffer("mask", torch.where(torch.rand(4, 12, 12) < 0.4, -100.0, 0.0) if shifted else None)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.first(image).movedim(1, -1)
+        windows = x.view(-1, 2, 2, 2, 2, 1, 3, 12).permute(0, 1, 3, 5, 2, 4, 6, 7).contiguous().view(-1, 12, 12)
+        found = self.attention(windows, self.mask).view(-1, 2, 2, 1, 2, 2, 3, 12)
+        found = found.permute(0, 1, 4, 2, 5, 3, 6, 7).contiguous().view(x.shape)
+        result: Tensor = self.last((x + found).movedim(-1, 1))
+        return result
+
+
+class Tokens(nn.Module):
+    """MONAI's attention of all voxels, between convolutions."""
+
+    def __init__(self, **told: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(2, 12, 3, padding=1), nn.Conv3d(12, 2, 3, padding=1)
+        self.attention = SABlock(12, num_heads=3, **told)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.first(image)
+        found = self.attention(x.flatten(2).transpose(-1, -2))
+        result: Tensor = self.last(x + found.transpose(-1, -2).reshape(x.shape))
+        return result
+
+
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "windows": (lambda: Windows(shifted=False), True),
+    "shifted windows": (lambda: Windows(shifted=True), True),
+    "tokens": (Tokens, True),
+    "tokens, three projections": (lambda: Tokens(use_combined_linear=False, qkv_bias=True), True),
+    "tokens, kept weights": (lambda: Tokens(save_attn=True), False),
+    "tokens, causal": (lambda: Tokens(causal=True, sequence_length=48), False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_monais_blocks_are_exact(name: str, way: str, calls: list[str]) -> None:
+    torch.manual_seed(0)
+    make, is_ours = BLOCKS[name]
+    plain = make().double()
+    compare(plain, way)
+    assert bool(calls) == (is_ours and way != "two")
+    calls.clear()
+    with fusions.without("attention"):
+        compare(plain, way)
+    assert not calls
+
+
+@pytest.mark.parametrize("name", ["windows", "shifted windows", "tokens"])
+def test_under_autocast_scores_keep_their_digits(name: str, calls: list[str]) -> None:
+    """In bfloat16 ours lie as near to float64 as the plain network's, each gradient."""
+    torch.manual_seed(0)
+    exact = BLOCKS[name][0]().double()
+    x = torch.rand(2, 2, 4, 4, 3)
+
+    def look(call: nn.Module, net: nn.Module, image: Tensor) -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=image.dtype == torch.float32):
+            output = call(image)
+        output.double().square().mean().backward()
+        found = {name: p.grad.double() for name, p in net.named_parameters() if p.grad is not None}
+        return found | {"output": output.detach().double()}
+
+    plain, ours = (copy.deepcopy(exact).float() for _ in range(2))
+    wanted, theirs = look(exact, exact, x.double()), look(plain, plain, x)
+    assert not calls
+    got = look(FastKernels(ours, "cpu"), ours, x)
+    assert calls == ["attend", "differentiate"]
+    assert got.keys() == theirs.keys() == wanted.keys()
+    for each, right in wanted.items():
+        error, other = (float((found[each] - right).norm()) for found in (got, theirs))
+        assert error <= 1.5 * other + 0.01 * float(right.norm()), each
+
+
+def test_what_a_step_reads_is_watched(calls: list[str]) -> None:
+    def change_bias(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias = net.bias * 1.0
+        scores = q @ k.mT + bias
+        with torch.no_grad():
+            bias.mul_(2.0)
+        return scores.softmax(-1) @ v
+
+    def read_late(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q * 1.0
+        scores = q @ k.mT
+        found = scores.softmax(-1) @ v
+        with torch.no_grad():
+            q.mul_(2.0)
+        return found * scores.mean()
+
+    def change_query(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q * 1.0
+        found = (q @ k.mT).softmax(-1) @ v
+        with torch.no_grad():
+            q.mul_(2.0)
+        return found
+
+    image = torch.rand(2, 2, 4, 4, 3, dtype=torch.float64)
+    for heads in (change_bias, read_late):
+        with pytest.raises(UnsupportedOperatorError, match="a bias or a mask of attention were changed in place"):
+            FastKernels(Net(heads).double(), "cpu")(image)
+    net = FastKernels(Net(change_query).double(), "cpu")
+    with pytest.raises(UnsupportedOperatorError, match="was changed in place after"):
+        net(image).mean().backward()
+
+
+def test_gradients_past_a_step_are_refused(calls: list[str]) -> None:
+    def ask(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        found = scores.softmax(-1) @ v
+        scores.register_hook(lambda gradient: gradient)
+        return found
+
+    image = torch.rand(2, 2, 4, 4, 3, dtype=torch.float64)
+    with pytest.raises(UnsupportedOperatorError, match="its gradient is not computed"):
+        FastKernels(Net(ask).double(), "cpu")(image)
+
+
+def test_there_are_no_second_derivatives(calls: list[str]) -> None:
+    net = FastKernels(Net(like_swin).double(), "cpu")
+    image = torch.rand(2, 2, 4, 4, 3, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(UnsupportedOperatorError, match="no second derivatives"):
+        torch.autograd.grad(net(image).square().mean(), image, create_graph=True)
+
+
+def test_scores_take_no_memory(calls: list[str]) -> None:
+    """Nothing of a matrix of scores is allocated, or saved for the backward pass."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    net = FastKernels(Net(like_swin).double(), "cpu")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        net(torch.rand(2, 2, 4, 4, 3, dtype=torch.float64))
+    assert calls == ["attend"]
+    sizes = {tuple(tensor.shape) for tensor in saved}
+    assert (3, 12, 12) in {size[-3:] for size in sizes}  # the bias
+    assert (8, 3, 12, 12) not in sizes
+
+
+def test_broken_numbers_stay_so(calls: list[str]) -> None:
+    torch.manual_seed(0)
+    plain = Net(like_swin).double()
+    plain.mask[1, 3] = -torch.inf
+    ours = FastKernels(copy.deepcopy(plain), "cpu")
+    image = torch.rand(2, 2, 4, 4, 3, dtype=torch.float64)
+    assert ours(image).isnan().equal(plain(image).isnan())
+    assert plain(image).isnan().any()
+    with torch.no_grad():
+        plain.mask[1, 3] = 0.0
+        image[0, 0, 0, 0, 0] = torch.nan
+    assert FastKernels(copy.deepcopy(plain), "cpu")(image).isnan().equal(plain(image).isnan())
+    assert calls

@@ -1,0 +1,212 @@
+"""Attention without its score matrices: ``softmax(scale q k^T + terms) v`` in one pass, and its gradients in three.
+
+A network that writes attention out has a matrix of scores for each head, in float32 several times over: the product,
+the sum with each bias or mask, the softmax, and a gradient of each. Here a tile of scores lives in registers, in
+float32, and is computed again for the gradients from what each row's softmax was divided by.
+
+Sums have a fixed order: no atomics. Rows of minus infinity alone are not a number, as in torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from volseg.device import attention_kernels
+from volseg.device.pretended import on_gpu
+from volseg.device.triton_kernels import triton
+from volseg.device.triton_tiles import available, count_processors, select_device
+
+__all__ = ["Addend", "attend", "attend_plainly", "differentiate", "differentiate_plainly", "fits", "takes"]
+
+MOST_FEATURES = 128
+"""Of a query, or a value: a tile of rows holds all of them."""
+
+ROWS, COLUMNS = 64, 32
+"""Of a tile of scores: more columns take more registers than there are."""
+
+FEW_FEATURES = 32
+"""Up to which four warps have registers for a tile; of more features eight."""
+
+LARGEST = 2**31
+"""Places within one matrix are counted in 32 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addend:
+    """What is added to the scores: matrix ``r`` of all gets matrix ``r // every % count``.
+
+    Attributes
+    ----------
+    values
+        ``(count, N, M)``; N or M may be expanded.
+    every, count
+        See above.
+    """
+
+    values: Tensor
+    every: int
+    count: int
+
+
+def takes(tensor: Tensor) -> bool:
+    """Say whether the kernels take tensors like this one: in half precision, which matrix units multiply exactly."""
+    return on_gpu(tensor) and tensor.dtype in (torch.float16, torch.bfloat16) and available()
+
+
+def fits(query: Tensor, key: Tensor, features: int) -> bool:
+    """Say whether queries, keys, and values of so many features, are of sizes that the kernels take."""
+    rows, columns = query.shape[-2], key.shape[-2]
+    small = 0 < query.shape[-1] <= MOST_FEATURES and 0 < features <= MOST_FEATURES
+    return small and 0 not in (query.shape[:-2].numel(), rows, columns) and rows * columns < LARGEST
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float) -> tuple[Tensor, Tensor]:
+    """Return what each query attends to, and the logarithm of what its row's softmax was divided by.
+
+    Parameters
+    ----------
+    query, key, value
+        ``(B, H, N, F)``, ``(B, H, M, F)`` and ``(B, H, M, G)``, in half precision, lying anyhow.
+    terms
+        Two at most.
+    scale
+        Of the products.
+
+    Returns
+    -------
+    tuple
+        ``(B, H, N, G)``, which lies as ``(B, N, H, G)``: heads are mostly joined next. ``(B * H, N)`` in float32.
+    """
+    batch, heads, rows, _ = query.shape
+    out = query.new_empty((batch, rows, heads, value.shape[-1])).transpose(1, 2)
+    logs = torch.empty((batch * heads, rows), dtype=torch.float32, device=query.device)
+    with select_device(query):
+        attention_kernels.attention_kernel[(batch * heads * triton.cdiv(rows, ROWS),)](
+            query, key, value, out, logs, *_read(query, key, value, out), *_describe(terms, query),
+            *_measure(query, key, value), scale, TERMS=len(terms), **_tile(query, value, ROWS, COLUMNS),
+        )  # fmt: skip
+    return out, logs
+
+
+def differentiate(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, terms: Sequence[Addend],
+    scale: float, wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
+    """Return the gradients of query, key, value and terms.
+
+    Parameters
+    ----------
+    gradient
+        Of what ``attend`` returned.
+    query, key, value, terms, scale
+        See ``attend``.
+    out, logs
+        What it returned.
+    wanted
+        Of which terms gradients are wanted: float32, ``(count, N, M)``.
+    """
+    batch, heads, rows, _ = query.shape
+    columns = key.shape[2]
+    found = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    sums = torch.empty_like(logs)  # of each row of out with its gradient
+    given = query, key, value, gradient
+    described = *_describe(terms, query), *_measure(query, key, value)
+    with select_device(query):
+        attention_kernels.attention_query_kernel[(batch * heads * triton.cdiv(rows, ROWS),)](
+            *given, out, found[0], logs, sums, *_read(*given, out, found[0]), *described, scale,
+            TERMS=len(terms), **_tile(query, value, ROWS, COLUMNS),
+        )  # fmt: skip
+        attention_kernels.attention_key_kernel[(batch * heads * triton.cdiv(columns, ROWS),)](
+            *given, found[1], found[2], logs, sums, *_read(*given, found[1], found[2]), *described, scale,
+            TERMS=len(terms), **_tile(query, value, COLUMNS, ROWS),
+        )  # fmt: skip
+        slopes = [
+            _differentiate_term(given, logs, sums, terms, described, scale, term) if own else None
+            for term, own in zip(terms, wanted, strict=True)
+        ]
+    return found[0], found[1], found[2], slopes
+
+
+def _differentiate_term(
+    given: Sequence[Tensor], logs: Tensor, sums: Tensor, terms: Sequence[Addend], described: Sequence[object],
+    scale: float, term: Addend,
+) -> Tensor:  # fmt: skip
+    """Return a term's gradient: of each of its matrices the sum over all score matrices that have it."""
+    query, key, value, _ = given
+    rows, columns = query.shape[2], key.shape[2]
+    members = len(logs) // term.count
+    tile = _tile(query, value, ROWS, COLUMNS)
+    tiles = triton.cdiv(rows, tile["BN"]) * triton.cdiv(columns, tile["BM"])
+    per_program = triton.cdiv(members, max(1, 8 * count_processors(query.device) // (tiles * term.count)))
+    parts = triton.cdiv(members, per_program)
+    out = torch.empty((parts, term.count, rows, columns), dtype=torch.float32, device=query.device)
+    attention_kernels.attention_term_kernel[(parts * tiles * term.count,)](
+        *given, logs, sums, out, *_read(*given), *described, scale, term.every, term.count, members,
+        per_program, TERMS=len(terms), **tile,
+    )  # fmt: skip
+    return out[0] if parts == 1 else out.sum(0)
+
+
+def _read(*tensors: Tensor) -> list[int]:
+    """Return the strides of batch, head, row and feature of each."""
+    return [stride for tensor in tensors for stride in tensor.stride()]
+
+
+def _describe(terms: Sequence[Addend], like: Tensor) -> list[object]:
+    """Return values, ``every``, ``count`` and strides of each of two terms; of one that is not there anything."""
+    rows: list[list[object]] = [[t.values, t.every, t.count, *t.values.stride()] for t in terms]
+    rows += [[like, 1, 1, 0, 0, 0]] * (2 - len(rows))
+    return [value for row in rows for value in row]
+
+
+def _measure(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """Return heads, rows, columns, and features of queries and values."""
+    return query.shape[1], query.shape[2], key.shape[2], query.shape[3], value.shape[3]
+
+
+def _tile(query: Tensor, value: Tensor, rows: int, columns: int) -> dict[str, int]:
+    features = [max(16, triton.next_power_of_2(tensor.shape[3])) for tensor in (query, value)]
+    warps = 4 if max(features) <= FEW_FEATURES else 8
+    return {"BN": rows, "BM": columns, "BF": features[0], "BG": features[1], "num_warps": warps, "num_stages": 2}
+
+
+def attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return what ``attend`` returns, in plain torch: it defines what the kernels compute.
+
+    Parameters
+    ----------
+    query, key, value, terms, scale
+        See ``attend``.
+    """
+    scores = (query @ key.transpose(-2, -1)).flatten(0, 1) * scale
+    places = torch.arange(len(scores), device=query.device)
+    for term in terms:
+        scores = scores + term.values[places // term.every % term.count]
+    weights = torch.softmax(scores, -1).to(value.dtype).unflatten(0, query.shape[:2])
+    return weights @ value, torch.logsumexp(scores, -1)
+
+
+def differentiate_plainly(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, terms: Sequence[Addend],
+    scale: float, wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
+    """Return what ``differentiate`` returns, in plain torch.
+
+    Parameters
+    ----------
+    gradient, query, key, value, out, logs, terms, scale, wanted
+        See ``differentiate``.
+    """
+    del out, logs
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        values = [term.values.detach().requires_grad_(own) for term, own in zip(terms, wanted, strict=True)]
+        own_terms = [Addend(own, term.every, term.count) for own, term in zip(values, terms, strict=True)]
+        again, _ = attend_plainly(leaves[0], leaves[1], leaves[2], own_terms, scale)
+        found = torch.autograd.grad(again, [*leaves, *(own for own in values if own.requires_grad)], gradient)
+    slopes = iter(found[3:])
+    return found[0], found[1], found[2], [next(slopes) if own else None for own in wanted]
