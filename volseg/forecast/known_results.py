@@ -119,19 +119,19 @@ class KnownResults:
 
 
 @dataclass(slots=True, eq=False)
-class Told:
+class OperatorTold:
     """An operator, told from others by what it is: its own hash is Python of torch's."""
 
     function: Any
     may_be_known: bool
 
 
-_told: dict[int, Told] = {}
+_told: dict[int, OperatorTold] = {}
 """By what ``id`` says of an operator, which is here for good."""
 
 
-def _tell_apart(function: Any) -> Told:
-    return _told.setdefault(id(function), Told(function, _may_be_known(function)))
+def _tell_apart(function: Any) -> OperatorTold:
+    return _told.setdefault(id(function), OperatorTold(function, _may_be_known(function)))
 
 
 def _may_be_known(function: Any) -> bool:

@@ -61,20 +61,20 @@ class KnownValues:
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Put down what an operator did: a tensor that was made of numbers, asked about, or changed."""
-        kind = _kinds.get(id(function)) or _find_kind(function)
-        if kind is Kind.OTHER:
+        meaning = _meanings.get(id(function)) or _find_meaning(function)
+        if meaning is Meaning.OTHER:
             return
-        if kind is Kind.MADE:
+        if meaning is Meaning.MADE:
             if not isinstance(args[0], FakeTensor):
                 self._keep(out, args[0])
             return
-        if kind is Kind.COUNTED:
+        if meaning is Meaning.COUNTED:
             if isinstance(out, FakeTensor) and out.numel() <= MOST:
                 self._compute(function, args, kwargs, out)
             return
         if not self._known:
             return
-        changes = kind is Kind.CHANGING
+        changes = meaning is Meaning.CHANGING
         tensors = list_tensors((args, kwargs))
         if changes:
             self._forget(tensors)
@@ -108,28 +108,28 @@ class KnownValues:
             self._known[tensor] = value
 
 
-class Kind(Enum):
+class Meaning(Enum):
     """What an operator means to known values."""
 
     MADE, COUNTED, CHANGING, ASKING, OTHER = range(5)
 
 
-_kinds: dict[int, Kind] = {}
+_meanings: dict[int, Meaning] = {}
 """By what ``id`` says of an operator: its hash is Python of torch's, and every operator of a step comes by here."""
 
 _operators: list[Any] = []
 """Those operators, whose numbers no others get while they are here."""
 
 
-def _find_kind(function: Any) -> Kind:
+def _find_meaning(function: Any) -> Meaning:
     packet = function.overloadpacket
     if packet in MADE:
-        kind = Kind.MADE
+        meaning = Meaning.MADE
     elif packet in COUNTED:
-        kind = Kind.COUNTED
+        meaning = Meaning.COUNTED
     elif get_schema(function).is_mutable:
-        kind = Kind.CHANGING
+        meaning = Meaning.CHANGING
     else:
-        kind = Kind.ASKING if packet in ASKING else Kind.OTHER
+        meaning = Meaning.ASKING if packet in ASKING else Meaning.OTHER
     _operators.append(function)
-    return _kinds.setdefault(id(function), kind)
+    return _meanings.setdefault(id(function), meaning)
