@@ -34,7 +34,9 @@ def test_a_configuration_is_measured_in_this_process():
 @pytest.fixture
 def compared():
     measured = {"max_memory_reserved": [100 * MIB], "max_memory_allocated": [80 * MIB], "seconds_not_waited_for": 2.0}
-    rows = [{"name": f"vnet {number}", "net": "vnet", "beside": {"end": [20 * MIB]}, **measured} for number in range(3)]
+    way = {"kernels": "torch", "spatial": 1, "pipeline": 1, "checkpoint": None, "recorded": False}
+    measured |= {"net": "vnet", "beside": {"end": [20 * MIB]}, **way}
+    rows = [{"name": f"vnet {number}", **measured, "recorded": number == 1} for number in range(3)]
     memory = [
         MemoryUse(used=80 * MIB, reserved=size * MIB, outside=20 * MIB, peak_in="backward") for size in (100, 110)
     ]
@@ -50,6 +52,7 @@ def test_errors_are_relative_to_what_was_measured(compared):
     assert [found.get("reserved_error") for found in compared] == [0, pytest.approx(0.1), None]
     assert compared[1]["total_error"] == pytest.approx(130 / 120 - 1)
     assert describe(compared[1]) == "vnet 1: used +0.0%, reserved +10.0%, total +8.3%, seconds -50.0%"
+    assert [found["changed_since"] for found in compared] == [[], ["recordings"], []]
     assert describe(compared[2]) == "vnet 2: not forecast: it looks at values"
 
 

@@ -288,6 +288,8 @@ class RecordedFunction:
         Where to record.
     shares : RecordedFunction, optional
         A recording whose memory this one uses too: the results of each hold until the next call of either.
+    is_step : bool
+        Whether it is a training's step, which who follows it is told.
     """
 
     def __init__(
@@ -298,6 +300,7 @@ class RecordedFunction:
         generators: Iterable[torch.Generator] = (),
         stream: torch.cuda.Stream | None = None,
         shares: "RecordedFunction | None" = None,
+        is_step: bool = True,
     ) -> None:
         self.signature = describe_inputs(inputs)
         if any(tensor.requires_grad for tensor in _list_tensors(dict(inputs))):
@@ -306,7 +309,7 @@ class RecordedFunction:
         versions = _read_versions(self._inputs)
         stream = torch.cuda.Stream() if stream is None else stream
         self._graph: Graph | _PretendedGraph = make_graph(
-            stream, None if shares is None else shares._graph.pool, generators
+            stream, None if shares is None else shares._graph.pool, generators, is_step=is_step
         )
         with undisturbed():
             # A recording has memory of its own; what calls before have left behind is wanted there.

@@ -133,7 +133,7 @@ def find_current_stream(device: torch.device) -> Any:
     streams = _find_streams()
     if streams is None:
         return torch.cuda.current_stream(device)
-    return streams.current.setdefault(device, PretendedStream(device, 0))
+    return streams.current.get(device) or streams.current.setdefault(device, PretendedStream(device, 0))
 
 
 def note_use(tensor: Tensor, stream: Any) -> None:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ __all__ = ["Answer", "AskedOfCandidate", "Gpus", "PlanBeside"]
 
 NOTHING_FITS = 3
 """Exit status of ``volseg plan`` where it has an answer all the same."""
+
+LOWEST_PRIORITY = 19
+"""Niceness: on a core that somebody else wants too it gets a sixtieth or so."""
 
 LONGEST_SECONDS = 120.0
 """For an answer that somebody waits for."""
@@ -114,9 +118,12 @@ class PlanBeside:
         What is planned for.
     thorough : bool
         Whether those ways are looked at too that cannot be the fastest.
+    waits : bool
+        Whether somebody waits for the answer. Otherwise it is made of what this process and its workers leave of the
+        cores: it is some ten seconds of Python, and comes later, or not before a short training ends.
     """
 
-    def __init__(self, config: ExperimentConfig, gpus: Gpus, *, thorough: bool = False) -> None:
+    def __init__(self, config: ExperimentConfig, gpus: Gpus, *, thorough: bool = False, waits: bool = True) -> None:
         self._answer: Answer | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="volseg_plan_")
         self._process: subprocess.Popen[bytes] | None = None
@@ -129,6 +136,8 @@ class PlanBeside:
                 self._process = subprocess.Popen(  # noqa: S603
                     [*command, *components_arguments()], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=_choose()
                 )
+            if not waits:
+                _give_way(self._process.pid)
         except (ConfigError, OSError) as fault:  # components of this process alone, or no process to be had
             self._answer = Answer(problem=_first_line(str(fault)))
 
@@ -201,6 +210,13 @@ def _choose() -> dict[str, str]:
     # It may be told in any encoding; what is read here is UTF-8.
     own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"}
     return {**kept, **own, OWN_LAUNCHER: str(os.getpid())}
+
+
+def _give_way(process: int) -> None:
+    """Let a process, and those that it starts, run where nobody else wants a core."""
+    if hasattr(os, "setpriority"):
+        with suppress(OSError):  # it has ended already
+            os.setpriority(os.PRIO_PROCESS, process, LOWEST_PRIORITY)
 
 
 def _first_line(text: str) -> str:

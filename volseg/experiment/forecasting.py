@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 
 from volseg.config.schema import ExperimentConfig, NetworkConfig
 from volseg.data.residency import choose_budget
+from volseg.device.pretended import is_gpu
 from volseg.experiment.building import build_objective
 from volseg.experiment.data_facts import DataFacts
+from volseg.experiment.followed_batches import bring_batch
 from volseg.experiment.kernels import explain_slowness
 from volseg.experiment.placed_network import build_plain_network
 from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network, require_window
@@ -100,6 +102,8 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
 
 def _make_batch(config: ExperimentConfig, facts: DataFacts, rows: int, device: torch.device) -> Batch:
     size = config.patch.size
+    if is_gpu(device):
+        return bring_batch(config, facts, rows, device)
     return {
         "image": torch.zeros(rows, facts.task.num_channels, *size, device=device),
         "label": torch.zeros(rows, 1, *size, dtype=torch.uint8, device=device),
@@ -262,7 +266,10 @@ def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
 
 
 def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
-    """Yield what of the kernels that the config asks for no forecast is about."""
+    """Yield what of a config no forecast is about."""
+    if config.augmentation.enabled and config.augmentation.own:
+        names = ", ".join(each.name for each in config.augmentation.own)
+        yield f"what augmentations of your own ({names}) take of a GPU beside the step is not counted"
     if not config.training.can_be_followed:
         yield (
             "memory and times are those of torch's kernels: what torch.compile makes of a network "

@@ -257,7 +257,7 @@ def _ask_for_forecast(
     gpus = Gpus.find(device, candidate.num_gpus)
     if gpus is None or not is_main_process() or not config.training.can_be_followed:
         return None
-    asked = AskedOfCandidate(PlanBeside(config, gpus), candidate)
+    asked = AskedOfCandidate(PlanBeside(config, gpus, waits=False), candidate)
     held.callback(asked.close)
     return asked
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from volseg.device.torch_internals import count_references, find_backward_node
 
-__all__ = ["InPlace"]
+__all__ = ["IN_PLACE", "NEW_STRIDED", "InPlace"]
 
 ADD = torch.ops.aten.add.Tensor
 IN_PLACE: dict[Any, Any] = {

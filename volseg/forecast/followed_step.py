@@ -27,6 +27,7 @@ from volseg.device.torch_internals import (
 from volseg.errors import OutOfMemoryError
 from volseg.forecast.accumulation import InPlace
 from volseg.forecast.copying import copy_without_values
+from volseg.forecast.early_end import EarlyEnd
 from volseg.forecast.kernel_work import describe_kernel, describe_noted, list_tensors
 from volseg.forecast.known_results import Known
 from volseg.forecast.trace import (
@@ -66,9 +67,12 @@ class FollowedStep:
         time_kernel: Callable[[KernelRun], float] | None = None,
         limit: int | None = None,
         fits: int | None = None,
+        reserved: bool = False,
     ) -> None:
         self._time_kernel = time_kernel
         self._limit, self._fits = limit, fits
+        # Of several devices the order of requests is settled at the end only.
+        self._early_end = None if fits is None or not reserved or num_gpus > 1 else EarlyEnd(fits)
         self._is_recorded = False
         self.fault: OutOfMemoryError | None = None
         """By which it was given up; whoever catches it on the way cannot make the step whole again."""
@@ -159,6 +163,9 @@ class FollowedStep:
     def _put(self, number: int, event: Event) -> None:
         self._events[number].append(event)
         self._order(number, event)
+        if self._early_end is not None and self._early_end.is_reached(self._events[number]):
+            assert self._fits is not None
+            self._give_up(f"with what torch keeps for them would be more than the {self._fits / 2**30:,.1f}")
 
     def _order(self, number: int, event: Event | Used | Ordered) -> None:
         if len(self.devices) > 1:
@@ -208,9 +215,9 @@ class FollowedStep:
         self._held[key] = number, size, self._blocks
         self._sizes[number] += size
         if self._limit is not None and self._sizes[number] > self._limit:
-            self._give_up(f"{self._limit / 2**30:,.0f}")
+            self._give_up(f"alone would be more than {self._limit / 2**30:,.0f}")
         if self._fits is not None and self._sizes[number] > self._fits and self._is_in_order():
-            self._give_up(f"{self._fits / 2**30:,.1f}")
+            self._give_up(f"alone would be more than {self._fits / 2**30:,.1f}")
         if size:
             stream = find_current_stream(device).number
             self._put(number, Allocate(self._blocks, size, stream, find_recording()))
@@ -219,10 +226,9 @@ class FollowedStep:
         """Say whether tensors that are alive together would be so on GPUs: each device has a thread in backward."""
         return not self._is_recorded and (len(self.devices) == 1 or find_backward_pass() == -1)
 
-    def _give_up(self, gib: str) -> None:
+    def _give_up(self, why: str) -> None:
         self.fault = OutOfMemoryError(
-            f"the tensors of one GPU alone would be more than {gib} GiB; take smaller patches or volumes, or a smaller "
-            "batch"
+            f"the tensors of one GPU {why} GiB; take smaller patches or volumes, or a smaller batch"
         )
         raise self.fault
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from volseg.device.pretended import (
     GpuLike,
@@ -37,6 +36,7 @@ from volseg.device.torch_internals import (
     swapping_by,
     taking_lists,
 )
+from volseg.forecast.accumulation import IN_PLACE, NEW_STRIDED
 from volseg.forecast.autocast import casting_like_gpus
 from volseg.forecast.followed_step import FollowedStep, find_gpu
 from volseg.forecast.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
@@ -57,6 +57,11 @@ OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_
 
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default})
+
+HANDLERS = {id(operator): handler for operator, handler in GPU_OPERATORS.items()}
+OF_AUTOGRAD = frozenset(map(id, (*IN_PLACE, NEW_STRIDED)))
+SET_STORAGES, MULTIPLYING = frozenset(map(id, OF_STORAGES)), frozenset(map(id, PRODUCTS))
+"""The same by what ``id`` says of an operator. All of these are constants of modules, which stay."""
 
 FIND_DEVICE = torch.ops.prim.device.default
 
@@ -85,6 +90,7 @@ def following(
     time_kernel: Callable[[KernelRun], float] | None = None,
     limit: int | None = None,
     fits: int | None = None,
+    reserved: bool = False,
 ) -> Iterator["FollowedStep"]:
     """Let tensors be without values, and write down what the GPUs are asked for.
 
@@ -99,13 +105,15 @@ def following(
     fits
         The same, of what a GPU can hold: looked at where the order of requests is settled, which it is not in a
         backward pass over several devices, and until a step is recorded, which another one may do without.
+    reserved
+        Whether on one device what torch's allocator keeps for the tensors must fit too; see ``EarlyEnd``.
 
     Raises
     ------
     OutOfMemoryError
         From within, where a GPU would hold more than the limit, or than fits; at the end, whatever became of it within.
     """
-    followed = FollowedStep(num_gpus, time_kernel, limit, fits)
+    followed = FollowedStep(num_gpus, time_kernel, limit, fits, reserved)
     with ExitStack() as stack:
         stack.enter_context(apart_from_surroundings())
         stack.enter_context(explaining_refusals())
@@ -130,7 +138,7 @@ def following(
         stack.enter_context(taking_lists())
         stack.enter_context(followed.mode)
         stack.enter_context(_Noting(followed))
-        stack.enter_context(_OnDevices())
+        stack.enter_context(_making_on_devices())
         followed.in_place.learn()
         try:
             yield followed
@@ -155,30 +163,33 @@ class _Noting(TorchDispatchMode):
         if func is FIND_DEVICE:  # asked more often than all else together
             return find_device(args[0])
         kwargs = kwargs or {}
-        handler = GPU_OPERATORS.get(func)
+        number = id(func)  # an operator's hash is Python of torch's
+        handler = HANDLERS.get(number)
         if handler is not None and find_gpu(list_tensors(args)) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
         if func is read_value:
             value = 0.0 if self.followed.is_checked(args[0]) else self.values.read(args[0])
             if value is not None:
                 return value
-        func = self.followed.in_place.replace(func, args)
-        is_scattered = self.followed.in_place.is_scattered(func)
+        is_scattered = False
+        if number in OF_AUTOGRAD:
+            func = self.followed.in_place.replace(func, args)
+            is_scattered = self.followed.in_place.is_scattered(func)
         if is_scattered:
             self.followed.note_scattered(args[0])
         known = None
-        if func in OF_STORAGES:
+        if number in SET_STORAGES:
             with self.followed.without_cache():
                 out = func(*args, **kwargs)
         else:
             out, known = self.known.find(func, args, kwargs)
         self.values.note(func, args, kwargs, out)
-        if isinstance(out, Tensor):
+        if type(out) is FakeTensor or isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
             if is_scattered:
                 self.followed.note_of_change(out)
-            if func in PRODUCTS:
+            if number in MULTIPLYING:
                 self.followed.note_product(out.device)
         elif isinstance(out, list | tuple):
             for tensor in list_tensors(out):
@@ -207,16 +218,29 @@ def _correct_device(out: Tensor, device: torch.device | None) -> None:
         out.fake_device, out.constant = device, None
 
 
-class _OnDevices(TorchFunctionMode):
-    """Let ``torch.tensor`` make tensors of a device: it leaves a CPU's number away."""
+@contextmanager
+def _making_on_devices() -> Iterator[None]:
+    """Let ``torch.tensor`` and ``torch.as_tensor`` make tensors of a device: they leave a CPU's number away.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
-            device = torch.device(kwargs["device"])
-            if is_gpu(device):
-                return func(*args, **{**kwargs, "device": None}).to(device)
-        return func(*args, **kwargs)
+    They are replaced by name. A ``TorchFunctionMode`` would be off within functions that have come by it, such as a
+    loss with a form for slabs, and takes its time at every function.
+    """
+    names = ("tensor", "as_tensor")
+    plain = {name: getattr(torch, name) for name in names}
+    for name, make in plain.items():
+        setattr(torch, name, partial(_make_on_device, make))
+    try:
+        yield
+    finally:
+        for name, make in plain.items():
+            setattr(torch, name, make)
+
+
+def _make_on_device(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    device = kwargs.get("device")
+    if device is not None and is_gpu(torch.device(device)):
+        return make(*args, **{**kwargs, "device": None}).to(device)
+    return make(*args, **kwargs)
 
 
 @contextmanager

@@ -112,6 +112,9 @@ class GpuKind:
 
     def _time(self, kernel: KernelClass) -> float:
         table = self.rates or read_table(self.table).rates
+        if kernel.on_cores and not table.knows(kernel):
+            by_bytes = self._time(kernel._replace(flops=0, on_cores=False))
+            return max(by_bytes, table.gap + kernel.flops / self.peaks.by_cores / BY_CUDA_CORES)
         if self.measured or self.rates is not None:
             return table.seconds(kernel)
         seconds = table.seconds(kernel, self.peaks, self.processors)
@@ -167,7 +170,7 @@ KINDS: Mapping[str, GpuKind] = {
         memory=150_109_880_320,
         processors=132,
         capability=(9, 0),
-        peaks=Peaks(bandwidth=4.8 * TERA, half=989 * TERA, full=494 * TERA),
+        peaks=Peaks(bandwidth=4.8 * TERA, half=989 * TERA, full=494 * TERA, cores=67 * TERA),
         source=f"{NVIDIA}/h200/ (peaks, 2026-11); times measured, see workflows/benchmarks/kernel_rates.py",
         measured=True,
     ),
@@ -176,7 +179,7 @@ KINDS: Mapping[str, GpuKind] = {
         memory=85_028_765_696,
         processors=132,
         capability=(9, 0),
-        peaks=Peaks(bandwidth=3.35 * TERA, half=989 * TERA, full=494 * TERA),
+        peaks=Peaks(bandwidth=3.35 * TERA, half=989 * TERA, full=494 * TERA, cores=67 * TERA),
         source=f"{NVIDIA}/h100/ (SXM, 2026-11)",
     ),
     "a100-80": GpuKind(
@@ -184,7 +187,7 @@ KINDS: Mapping[str, GpuKind] = {
         memory=84_974_239_744,
         processors=108,
         capability=(8, 0),
-        peaks=Peaks(bandwidth=2.039 * TERA, half=312 * TERA, full=156 * TERA),
+        peaks=Peaks(bandwidth=2.039 * TERA, half=312 * TERA, full=156 * TERA, cores=19.5 * TERA),
         source=f"{NVIDIA}/a100/ (2026-11)",
     ),
     "a100-40": GpuKind(
@@ -192,7 +195,7 @@ KINDS: Mapping[str, GpuKind] = {
         memory=42_298_834_944,
         processors=108,
         capability=(8, 0),
-        peaks=Peaks(bandwidth=1.555 * TERA, half=312 * TERA, full=156 * TERA),
+        peaks=Peaks(bandwidth=1.555 * TERA, half=312 * TERA, full=156 * TERA, cores=19.5 * TERA),
         source=f"{NVIDIA}/a100/ (2026-11)",
     ),
     "v100-16": GpuKind(
@@ -200,7 +203,7 @@ KINDS: Mapping[str, GpuKind] = {
         memory=16_935_682_048,
         processors=80,
         capability=(7, 0),
-        peaks=Peaks(bandwidth=0.9 * TERA, half=125 * TERA, full=15.7 * TERA),
+        peaks=Peaks(bandwidth=0.9 * TERA, half=125 * TERA, full=15.7 * TERA, cores=15.7 * TERA),
         source="https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
         has_tf32=False,
     ),
@@ -209,7 +212,7 @@ KINDS: Mapping[str, GpuKind] = {
         memory=34_079_637_504,
         processors=80,
         capability=(7, 0),
-        peaks=Peaks(bandwidth=0.9 * TERA, half=125 * TERA, full=15.7 * TERA),
+        peaks=Peaks(bandwidth=0.9 * TERA, half=125 * TERA, full=15.7 * TERA, cores=15.7 * TERA),
         source="https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
         has_tf32=False,
     ),
@@ -218,7 +221,7 @@ KINDS: Mapping[str, GpuKind] = {
         memory=23_609_475_072,
         processors=80,
         capability=(8, 6),
-        peaks=Peaks(bandwidth=0.6 * TERA, half=70 * TERA, full=35 * TERA),
+        peaks=Peaks(bandwidth=0.6 * TERA, half=70 * TERA, full=35 * TERA, cores=31.2 * TERA),
         source="https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf",
     ),
     "l4": GpuKind(
@@ -226,7 +229,7 @@ KINDS: Mapping[str, GpuKind] = {
         memory=23_580_639_232,
         processors=58,
         capability=(8, 9),
-        peaks=Peaks(bandwidth=0.3 * TERA, half=121 * TERA, full=60 * TERA),
+        peaks=Peaks(bandwidth=0.3 * TERA, half=121 * TERA, full=60 * TERA, cores=30.3 * TERA),
         source=f"{NVIDIA}/l4/ (2026-11, without sparsity)",
     ),
     "t4": GpuKind(
@@ -234,7 +237,7 @@ KINDS: Mapping[str, GpuKind] = {
         memory=15_655_829_504,
         processors=40,
         capability=(7, 5),
-        peaks=Peaks(bandwidth=0.32 * TERA, half=65 * TERA, full=8.1 * TERA),
+        peaks=Peaks(bandwidth=0.32 * TERA, half=65 * TERA, full=8.1 * TERA, cores=8.1 * TERA),
         source=f"{NVIDIA}/tesla-t4/ (2026-11)",
         has_tf32=False,
     ),

@@ -42,8 +42,12 @@ take as long as a hundred."""
 PROCESSORS = 132
 """Of the GPU whose table comes with the package."""
 
-COUNTED_BY_TAPS = ("few_taps", "many_taps")
+FEW_TAPS = "few_taps"
+COUNTED_BY_TAPS = (FEW_TAPS, "many_taps")
 """Kernels of our own whose speed is that of a matrix product, and not of memory."""
+
+ON_CORES = "depthwise"
+"""Kernels of our own that multiply voxel by voxel: no matrix unit can, so large ones take what CUDA's cores do."""
 
 
 ATTENTION = {"attention": 2, "attention_query": 3, "attention_key": 4, "attention_term": 2}
@@ -67,6 +71,8 @@ class KernelClass(NamedTuple):
     least_bytes: int = 0
     """Of a kernel that few multiprocessors work at: what is really moved. ``bytes_moved`` is then what the memory could
     have moved meanwhile."""
+    on_cores: bool = False
+    """Whether CUDA's cores compute it, in float32, and not matrix units."""
 
 
 def name_dtype(dtype: torch.dtype) -> str:
@@ -86,6 +92,9 @@ def classify(run: KernelRun) -> list[KernelClass]:
         return [_classify_taps(run, dtype)]
     if "attention_kernels." in run.name:
         return [_classify_attention(run, dtype)]
+    if ON_CORES in run.name:
+        family, shape, moved = f"{run.name}, {where}", _describe_pass(run.shapes), run.bytes_moved
+        return [KernelClass(family, shape, _count_depthwise(run.shapes), moved, dtype, on_cores=True)]
     name = "layout" if run.name.endswith(LAID_OUT_ANEW) else run.name
     family = f"{name}, {where}"
     if run.name in BY_PROCESSOR and not run.channels_last:
@@ -168,8 +177,21 @@ def _classify_taps(run: KernelRun, dtype: str) -> KernelClass:
     voxels = min(shape[0] * prod(shape[2:]) for shape in volumes)  # of the output: a stride leaves some out
     taps = _count_taps([shape for shape in run.shapes if shape not in volumes], channels[0])
     flops = 2 * voxels * channels[0] * channels[-1] * taps
-    shape = log2(channels[0]), log2(channels[-1]), log2(taps)
+    shape: tuple[float, ...] = log2(channels[0]), log2(channels[-1]), log2(taps)
+    if FEW_TAPS in run.name:  # taps of all channels in are one row there: 32 channels of one tap are as one of 27
+        shape = log2(channels[0] * taps), log2(channels[-1])
     return KernelClass(f"{run.name}, {dtype}", shape, flops, run.bytes_moved, dtype)
+
+
+def _count_depthwise(shapes: Sequence[Sequence[int]]) -> int:
+    """Return the operations of a depthwise convolution, or of a gradient of it: a voxel of the coarser volume has all.
+
+    >>> _count_depthwise([(1, 32, 8, 8, 8), (343, 32), (1, 32, 8, 8, 8)]) == 2 * 32 * 8**3 * 343
+    True
+    """
+    rows = [shape for shape in shapes if len(shape) == 2]  # taps, channels; else a gradient by parts comes last
+    taps, volumes = (rows[0][0], shapes) if rows else (prod(shapes[-1][1:4]), shapes[:-1])
+    return 2 * taps * min(prod(shape) for shape in volumes if len(shape) == 5)
 
 
 def _count_taps(shapes: Sequence[Sequence[int]], fewest: int) -> int:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from volseg.device.layout import layout_of
 from volseg.device.pretended import NotedKernel
-from volseg.device.torch_internals import get_schema
+from volseg.device.torch_internals import FakeTensor, get_schema
 from volseg.forecast.kernel_class import LAID_OUT_ANEW, TURNED_ROUND
 from volseg.forecast.trace import KernelRun
 
@@ -98,7 +98,7 @@ def describe_noted(kernel: NotedKernel, stream: int) -> KernelRun:
 
 def list_tensors(values: Any) -> list[Tensor]:
     """Return the tensors among an operator's arguments or results, in order."""
-    if isinstance(values, Tensor):
+    if _is_tensor(values):
         return [values]
     if isinstance(values, dict):
         values = values.values()
@@ -106,11 +106,21 @@ def list_tensors(values: Any) -> list[Tensor]:
         return []
     found: list[Tensor] = []
     for value in values:
-        if isinstance(value, Tensor):
+        if _is_tensor(value):
             found.append(value)
         elif isinstance(value, list | tuple | dict):
             found += list_tensors(value)
     return found
+
+
+_kinds: dict[type, bool] = {FakeTensor: True}
+
+
+def _is_tensor(value: Any) -> bool:
+    """Say whether it is a tensor, by its type: torch runs Python of its own where that is asked of an instance."""
+    kind = type(value)
+    known = _kinds.get(kind)
+    return _kinds.setdefault(kind, issubclass(kind, Tensor)) if known is None else known
 
 
 @cache

@@ -13,7 +13,7 @@ operator of aten.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from types import NoneType
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ Key = tuple[Any, ...]
 Remake = Callable[["KnownResults", Sequence[FakeTensor]], Any]
 
 META = torch.device("meta")
+
+PLAIN = frozenset({int, float, bool, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format})
+"""Types of arguments that a key holds as they are. To ask what is an instance of ``Tensor`` runs Python of torch's, a
+microsecond or two for each argument."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,10 +91,12 @@ class KnownResults:
 
     def find(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Known | None]:
         """Return what it returns, and what is remembered of it; None where nothing is."""
-        if not _may_be_known(function):
+        told = _told.get(id(function))
+        told = _tell_apart(function) if told is None else told
+        if not told.may_be_known:
             return function(*args, **kwargs), None
         tensors: list[FakeTensor] = []
-        key: list[Any] = [function, torch.get_default_dtype(), torch.is_inference_mode_enabled(), read_global_flags()]
+        key: list[Any] = [told, torch.get_default_dtype(), torch.is_inference_mode_enabled(), read_global_flags()]
         if not _describe(args, key, tensors) or (kwargs and not _describe(kwargs.items(), key, tensors)):
             return function(*args, **kwargs), None
         whole = tuple(key)
@@ -112,7 +118,22 @@ class KnownResults:
         return out, known
 
 
-@cache
+@dataclass(slots=True, eq=False)
+class OperatorTold:
+    """An operator, told from others by what it is: its own hash is Python of torch's."""
+
+    function: Any
+    may_be_known: bool
+
+
+_told: dict[int, OperatorTold] = {}
+"""By what ``id`` says of an operator, which is here for good."""
+
+
+def _tell_apart(function: Any) -> OperatorTold:
+    return _told.setdefault(id(function), OperatorTold(function, _may_be_known(function)))
+
+
 def _may_be_known(function: Any) -> bool:
     """Say whether an operator's results follow from the sizes, strides, dtypes and devices of what it is given."""
     schema = get_schema(function)
@@ -125,7 +146,9 @@ def _describe(values: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
     """Add what tells arguments from others to a key, and the tensors among them; say whether all can be told."""
     for value in values:
         kind = type(value)
-        if kind is FakeTensor:
+        if kind in PLAIN:  # 1, 1.0 and True are equal, and give other dtypes
+            key += (kind, value)
+        elif kind is FakeTensor:
             if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
                 return False
             key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
@@ -136,7 +159,7 @@ def _describe(values: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
                 return False
         elif isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | dict | torch.Generator):
             return False
-        else:  # 1, 1.0 and True are equal, and give other dtypes
+        else:
             key += (kind, value)
     return True
 

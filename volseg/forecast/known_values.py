@@ -9,7 +9,7 @@ Torch does the like for single numbers (``FakeTensor.constant``), as long as the
 """
 
 from collections.abc import Sequence
-from functools import cache
+from enum import Enum
 from typing import Any
 
 import torch
@@ -61,20 +61,20 @@ class KnownValues:
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Put down what an operator did: a tensor that was made of numbers, asked about, or changed."""
-        packet = function.overloadpacket
-        if packet in MADE:
+        meaning = _meanings.get(id(function)) or _find_meaning(function)
+        if meaning is Meaning.OTHER:
+            return
+        if meaning is Meaning.MADE:
             if not isinstance(args[0], FakeTensor):
                 self._keep(out, args[0])
             return
-        if packet in COUNTED:
+        if meaning is Meaning.COUNTED:
             if isinstance(out, FakeTensor) and out.numel() <= MOST:
                 self._compute(function, args, kwargs, out)
             return
         if not self._known:
             return
-        changes = _changes_arguments(function)
-        if not changes and packet not in ASKING:
-            return
+        changes = meaning is Meaning.CHANGING
         tensors = list_tensors((args, kwargs))
         if changes:
             self._forget(tensors)
@@ -108,7 +108,28 @@ class KnownValues:
             self._known[tensor] = value
 
 
-@cache
-def _changes_arguments(function: Any) -> bool:
-    changes: bool = get_schema(function).is_mutable
-    return changes
+class Meaning(Enum):
+    """What an operator means to known values."""
+
+    MADE, COUNTED, CHANGING, ASKING, OTHER = range(5)
+
+
+_meanings: dict[int, Meaning] = {}
+"""By what ``id`` says of an operator: its hash is Python of torch's, and every operator of a step comes by here."""
+
+_operators: list[Any] = []
+"""Those operators, whose numbers no others get while they are here."""
+
+
+def _find_meaning(function: Any) -> Meaning:
+    packet = function.overloadpacket
+    if packet in MADE:
+        meaning = Meaning.MADE
+    elif packet in COUNTED:
+        meaning = Meaning.COUNTED
+    elif get_schema(function).is_mutable:
+        meaning = Meaning.CHANGING
+    else:
+        meaning = Meaning.ASKING if packet in ASKING else Meaning.OTHER
+    _operators.append(function)
+    return _meanings.setdefault(id(function), meaning)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device.pretended import note_sent
-from volseg.device.torch_internals import tree_map
+from volseg.device.torch_internals import find_backward_pass, tree_map
 
 __all__ = ["FollowedReplicas"]
 
@@ -58,6 +58,7 @@ class _Bucket:
     def __init__(self, parameters: list[Tensor], processes: int) -> None:
         first = parameters[0]
         self._processes, self._count, self._arrived = processes, len(parameters), 0
+        self._pass = -1
         self._flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         begin = 0
         for parameter in parameters:
@@ -65,7 +66,14 @@ class _Bucket:
             begin += parameter.numel()
 
     def take(self, gradient: Tensor, place: slice) -> None:
-        """Copy a gradient in and, as it will be when the sum is there, back."""
+        """Copy a gradient in and, as it will be when the sum is there, back.
+
+        A parameter that the step does not use gets none: the sum of such a bucket is told of in the next pass.
+        """
+        begun, self._pass = self._pass, find_backward_pass()
+        if self._arrived and begun != self._pass:
+            note_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
+            self._arrived = 0
         view = self._flat[place].view_as(gradient)
         view.copy_(gradient)
         self._arrived = (self._arrived + 1) % self._count

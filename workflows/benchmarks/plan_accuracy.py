@@ -101,6 +101,8 @@ def forecast(chosen: argparse.Namespace) -> None:
     rows = [row for row in report["rows"] if all(words in row["name"] for words in chosen.only)]
     report["compared"] = compared.compare(rows, lambda found: print(compared.describe(found), flush=True))
     report["errors"] = compared.summarise(report["compared"])
+    unchanged = [found for found in report["compared"] if not found["changed_since"]]
+    report["errors_of_unchanged"] = compared.summarise(unchanged)
     print(json.dumps(report["errors"], indent=1))
     write(report, chosen.compare)
     if chosen.plot is not None:

@@ -100,6 +100,16 @@ def foretell(row: Row) -> Row:
     return {"forecast_reserved": memory.reserved, "forecast_used": memory.used, "forecast_seconds": forecast.seconds}
 
 
+def list_changes(row: Row) -> list[str]:
+    """Return what of a stored row's step is other code today than when it was measured (2026-11-22 and 23).
+
+    Its forecast is of today's: a difference says what was changed, not how near a forecast is.
+    """
+    fast = row["kernels"] == "fast" or row["spatial"] > 1 or row["checkpoint"] is not None
+    found = {"kernels and slabs": fast, "recordings": row["recorded"], "stages": row["pipeline"] > 1}
+    return [name for name, is_so in found.items() if is_so]
+
+
 def compare(
     rows: Sequence[Row], tell: Callable[[Row], None], find: Callable[[Row], Forecast] = forecast_row
 ) -> list[Row]:
@@ -119,7 +129,7 @@ def compare(
         if "failed" in row or "out_of_memory" in row:
             continue
         forecast = find(row)
-        found: Row = {"name": row["name"], "net": row["net"]}
+        found: Row = {"name": row["name"], "net": row["net"], "changed_since": list_changes(row)}
         if forecast.memory is None or forecast.seconds is None:
             found["refused"] = forecast.refused
         else:

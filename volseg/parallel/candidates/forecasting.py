@@ -117,6 +117,7 @@ def forecast_work(
     reserve: int = 0,
     one_process: bool = False,
     to_end: bool = True,
+    reserved: bool = False,
 ) -> Forecast:
     """Follow a candidate, and return what it needs.
 
@@ -135,6 +136,8 @@ def forecast_work(
     to_end : bool
         Whether to follow what cannot fit to its end, for its numbers. Otherwise it is given up once the tensors that
         are alive together do not fit: torch's allocator can only take more.
+    reserved : bool
+        Whether it is given up too once torch would run out of memory with the pieces that it keeps.
 
     Returns
     -------
@@ -163,10 +166,12 @@ def forecast_work(
                 pace=_find_pace(machine),
                 limit=limit,
                 fits=None if to_end else capacity - find_least_outside(processes),
+                reserved=reserved,
             )
     except NotRecordedError:  # then a training goes on without
         eager = replace(candidate, recorded=False)
-        return forecast_work(work, eager, machine, reserve=reserve, one_process=one_process, to_end=to_end)
+        again = partial(forecast_work, reserve=reserve, one_process=one_process, to_end=to_end, reserved=reserved)
+        return again(work, eager, machine)
     except OutOfMemoryError as fault:
         if not to_end:
             there = max(0, capacity)  # cases and batches on their way may take all

@@ -1,7 +1,7 @@
 """What fits on a machine, and what is fastest there: every candidate followed, and one chosen."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from volseg.errors import ParallelError
@@ -217,19 +217,28 @@ def list_largest(planned: Planned, *, beside: bool = False) -> list[tuple[Candid
     d, h, w = work.sides
     aspects = tuple(dict.fromkeys([(d, h, w), (1, 1, 1)] if len({d, h, w}) > 1 else [(d, h, w)]))
     with FollowingCopies(planned, beside=beside) as copies:
-        # One GPU is followed fastest, and says about how much several hold together.
-        alone = [each for each in candidates if each.num_gpus == 1]
-        for candidate in alone:
-            copies.begin(find_largest_volumes, candidate, aspects)
-        found = {each: copies.ask(find_largest_volumes, each, aspects) for each in alone}
-        held = max((math.prod(one.sides) for sizes in found.values() for one in sizes.values() if one), default=None)
-
-        def find_start(candidate: Candidate) -> int | None:
-            return None if held is None else held * candidate.num_gpus
-
-        others = [each for each in candidates if each.num_gpus > 1]
-        for candidate in sorted(others, key=lambda each: -each.pipeline):  # what takes longest begins first
-            copies.begin(find_largest_volumes, candidate, aspects, None, find_start(candidate))
-        for each in others:
-            found[each] = copies.ask(find_largest_volumes, each, aspects, None, find_start(each))
+        found: dict[Candidate, dict[Sides, Largest | None]] = {}
+        # One GPU is followed fastest, and says about how much several hold; replicas say about how much slabs do.
+        for stage in _list_stages(candidates):
+            starts = {each: _find_start(each, found) for each in stage}
+            for each in stage:
+                copies.begin(find_largest_volumes, each, aspects, None, starts[each])
+            found |= {each: copies.ask(find_largest_volumes, each, aspects, None, starts[each]) for each in stage}
     return [(each, aspect, found[each][aspect]) for each in candidates for aspect in reversed(aspects)]
+
+
+def _list_stages(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Return candidates in the order in which to look for their largest volumes; what takes longest begins first."""
+    alone = [each for each in candidates if each.num_gpus == 1]
+    replicas = [each for each in candidates if each.num_gpus > 1 and each.spatial == each.pipeline == 1]
+    cut = [each for each in candidates if each not in (*alone, *replicas)]
+    stages = [alone, replicas, sorted(cut, key=lambda each: (-each.pipeline, each.checkpoint is None))]
+    return [stage for stage in stages if stage]
+
+
+def _find_start(candidate: Candidate, found: Mapping[Candidate, Mapping[Sides, Largest | None]]) -> int | None:
+    """Return the voxels that as many GPUs hold as those that are known, with as much recomputed where that is."""
+    known = {each: [math.prod(one.sides) for one in sizes.values() if one] for each, sizes in found.items()}
+    alike = [each for each in known if known[each] and each.checkpoint == candidate.checkpoint]
+    nearest = max(alike or [each for each in known if known[each]], key=lambda each: each.num_gpus, default=None)
+    return None if nearest is None else max(known[nearest]) * candidate.num_gpus // nearest.num_gpus

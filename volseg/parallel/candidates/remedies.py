@@ -127,6 +127,7 @@ def find_largest_volumes(
                 reserve=reserve,
                 one_process=planned.free.one_process,
                 to_end=not needs,  # with one that is known, others have a line to be looked for by
+                reserved=True,
             )
             if forecast.more_than is not None:
                 return Need(total=machine.gpu_bytes + 1, held=None)

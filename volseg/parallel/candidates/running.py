@@ -6,7 +6,7 @@ several GPUs, all of them are.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,9 @@ NUM_STEPS = 2
 
 TimeKernel = Callable[[KernelRun], float]
 
+Follow = Callable[[int, TimeKernel], AbstractContextManager[FollowedStep]]
+"""Begins to follow so many GPUs."""
+
 
 def follow_candidate(
     work: Work,
@@ -50,6 +53,7 @@ def follow_candidate(
     pace: Pace | None = None,
     limit: int | None = None,
     fits: int | None = None,
+    reserved: bool = False,
 ) -> tuple[StepTrace, ...]:
     """Return what each GPU of a candidate is asked for, or each that differs from the others.
 
@@ -71,6 +75,8 @@ def follow_candidate(
         Bytes of tensors on a GPU, above which nothing is followed any further.
     fits : int, optional
         Bytes of tensors that a GPU can hold; see ``following``.
+    reserved : bool
+        Whether what torch keeps for them must fit too.
 
     Raises
     ------
@@ -80,13 +86,14 @@ def follow_candidate(
         If the strategy refuses the network or the batch, in its own words.
     """
     _check(work, candidate)
+    follow = partial(following, gpu, limit=limit, fits=fits, reserved=reserved)
     time_kernel = time_kernel or (gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly)
     if candidate.num_gpus == 1 or candidate.pipeline > 1 or one_process:
-        return _follow_in_one_process(work, candidate, gpu, time_kernel, pace, limit, fits)
+        return _follow_in_one_process(work, candidate, follow, time_kernel, pace)
     # The last replica has the most rows, where they differ.
     first = (candidate.data - 1) * candidate.spatial
     ranks = [first + shard for shard in _list_shards(candidate, max(work.sides))]
-    return tuple(_follow_process(work, candidate, gpu, rank, time_kernel, limit, fits) for rank in ranks)
+    return tuple(_follow_process(work, candidate, follow, rank, time_kernel) for rank in ranks)
 
 
 def _check(work: Work, candidate: Candidate) -> None:
@@ -121,16 +128,14 @@ def _time_roughly(run: KernelRun) -> float:
 def _follow_in_one_process(
     work: Work,
     candidate: Candidate,
-    gpu: GpuLike,
+    follow: Follow,
     time_kernel: TimeKernel,
     pace: Pace | None,
-    limit: int | None,
-    fits: int | None,
 ) -> tuple[StepTrace, ...]:
     num_devices = candidate.num_gpus // candidate.data
     if candidate.data > 1 and candidate.recorded:
         raise NotRecordedError("stages whose gradients DistributedDataParallel sums by hooks are not recorded")
-    with following(gpu, num_devices, time_kernel, limit, fits) as followed, ExitStack() as group:
+    with follow(num_devices, time_kernel) as followed, ExitStack() as group:
         mesh = None
         if candidate.data > 1:
             note = partial(_note_exchange, followed)
@@ -156,14 +161,12 @@ def _follow_in_one_process(
 def _follow_process(
     work: Work,
     candidate: Candidate,
-    gpu: GpuLike,
+    follow: Follow,
     rank: int,
     time_kernel: TimeKernel,
-    limit: int | None,
-    fits: int | None,
 ) -> StepTrace:
     """Follow one process of a mesh of replicas and shards."""
-    with following(gpu, 1, time_kernel, limit, fits) as followed:
+    with follow(1, time_kernel) as followed:
         (device,) = followed.devices
         note = partial(_note_exchange, followed)
         with be_process(rank, candidate.num_gpus, note, device):

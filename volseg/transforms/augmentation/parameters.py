@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from volseg.config.augmentation import AugmentationConfig
+from volseg.device.pretended import on_gpu
 
 __all__ = ["AugmentationParameters", "draw_parameters"]
 
@@ -80,6 +81,7 @@ def draw_parameters(
     num_channels: int,
     patch_size: tuple[int, int, int],
     generator: torch.Generator,
+    device: torch.device | None = None,
 ) -> AugmentationParameters:
     """Draw what happens to each sample of a batch.
 
@@ -95,11 +97,14 @@ def draw_parameters(
     patch_size : tuple of int
         D, H, W of the augmented patch, for the noise and the elastic control points.
     generator : torch.Generator
-        The only source of randomness; the parameters live on its device.
+        The only source of randomness.
+    device : torch.device, optional
+        Where the parameters live; where the generator is, by default. None is on a device that only stands for a GPU.
     """
+    device = generator.device if device is None else device
     if not config.enabled:
-        return AugmentationParameters.identity(batch_size, num_channels, generator.device)
-    draws = _Draws(batch_size, num_channels, generator)
+        return AugmentationParameters.identity(batch_size, num_channels, device)
+    draws = _Draws(batch_size, num_channels, generator, device)
     noise_std = draws.within(config.noise.std, ()) * draws.happens(config.noise.probability)
     limits = [math.radians(angle) for angle in config.rotation.degrees]
     turns = torch.stack([draws.within((-limit, limit), ()) for limit in limits], dim=1)
@@ -147,9 +152,9 @@ def _draw_control_points(
     happens = draws.happens(config.elastic.probability)
     reach = draws.within(config.elastic.displacement_voxels, (3,)) * happens[:, None]
     if config.elastic.probability == 0:
-        return torch.zeros(len(happens), 3, 0, 0, 0, device=generator.device)
+        return torch.zeros(len(happens), 3, 0, 0, 0, device=happens.device)
     lattice = [control_points(size, config.elastic.spacing_voxels) for size in patch_size]
-    directions = torch.rand(len(happens), 3, *lattice, generator=generator, device=generator.device) * 2 - 1
+    directions = torch.rand(len(happens), 3, *lattice, generator=generator, device=happens.device) * 2 - 1
     return directions * reach[:, :, None, None, None]
 
 
@@ -158,7 +163,7 @@ def _draw_noise(
 ) -> Tensor:
     if config.noise.probability == 0:
         return torch.zeros(*std.shape, 0, 0, 0, device=std.device)
-    if std.device.type != "cpu":  # a fixed amount of work, as a CUDA graph needs
+    if std.device.type != "cpu" or on_gpu(std):  # a fixed amount of work, as a CUDA graph needs
         return torch.randn(*std.shape, *patch_size, generator=generator, device=std.device)
     noise = torch.zeros(*std.shape, *patch_size)
     noisy = std[:, 0].nonzero().squeeze(1)
@@ -179,10 +184,10 @@ def _spread(factor: Tensor, axes: Sequence[bool]) -> Tensor:
 class _Draws:
     """One block of uniform numbers, handed out column by column."""
 
-    def __init__(self, batch_size: int, num_channels: int, generator: torch.Generator) -> None:
+    def __init__(self, batch_size: int, num_channels: int, generator: torch.Generator, device: torch.device) -> None:
         # More columns than are used: reshaping a slice beyond the end would raise.
         columns = 24 + 12 * num_channels
-        self._uniform = torch.rand(batch_size, columns, generator=generator, device=generator.device)
+        self._uniform = torch.rand(batch_size, columns, generator=generator, device=device)
         self._num_channels = num_channels
         self._taken = 0
 
