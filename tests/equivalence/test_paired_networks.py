@@ -113,8 +113,8 @@ def test_a_network_trains_with_channels_of_zeros(
 ) -> None:
     """Its volumes are slices of others' channels: whatever reads them must go by their strides."""
     build, shape = FILLED[name]
-    if name == "VNet" and (options or filled != (True, True)):
-        pytest.skip("of wide networks one way is enough")
+    if name == "VNet" and (options or shards > 1 or filled != (True, True)):
+        pytest.skip("of wide networks one way is enough, and slabs of 5 x 5 x 5 taps are convolved elsewhere")
 
     def find_filled(direction: str, call: ConvolutionCall) -> Filled | None:
         plain = call.settings.stride == (1, 1, 1) and call.settings.groups == 1 and not call.settings.transposed
