@@ -4,6 +4,7 @@
 
 Networks and steps are those of ``networks.py``. Printed for each network: milliseconds with all fusions, and how many
 times as long it takes without each (above 1 it pays), with the loss after the same steps beside it, which must agree.
+All means those too that are off by default until they were measured.
 ``--device cpu --small --sides 32 32 32`` tries it without a GPU.
 """
 
@@ -69,13 +70,16 @@ def measure(name: str, chosen: argparse.Namespace) -> dict[str, dict[str, float]
     found: dict[str, dict[str, Any]] = {}
     steps: dict[str, MeasuredStep] = {}
     for off in ("", *chosen.fusions):
-        with fusions.without(*([off] if off else [])):
+        with fusions.with_untried(), fusions.without(*([off] if off else [])):
             steps[off] = MeasuredStep({**row, "sides": sides}, device)
             told = steps[off].warm_up()
         found[off or "all"] = {"loss": told["loss"], "ms": []}
     for _ in range(chosen.turns):
         for off, step in steps.items():
-            with fusions.without(*([off] if off else [])):  # a step that was not recorded runs again
+            with (
+                fusions.with_untried(),
+                fusions.without(*([off] if off else [])),
+            ):  # a step that was not recorded runs again
                 found[off or "all"]["ms"].append(step.time())
     return {off: {"loss": row["loss"], "ms": statistics.median(row["ms"])} for off, row in found.items()}
 

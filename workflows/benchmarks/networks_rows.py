@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TextIO
 
 import torch
@@ -19,6 +20,7 @@ from monai.losses import DiceCELoss
 from networks_listed import CLASSES, build, find_logits
 from torch import Tensor, nn
 
+from volseg.device import fusions
 from volseg.device.torch_internals import tree_map
 from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 from volseg.parallel import CompiledNetwork, FastKernels, ModelParallel
@@ -46,6 +48,7 @@ ROWS: dict[str, Row] = {
     "compiled, max-autotune, channels last": {"kind": "plain", "compile": TRIALS, "channels_last": True},
     "ours": {"kind": "ours"},
     "ours, recorded": {"kind": "ours", "record": True},
+    "ours, recorded, untried kernels": {"kind": "ours", "record": True, "untried": True},
     "recorded, compiled": {"kind": "compiled", "record": True},
     "recorded, compiled, channels last": {"kind": "compiled", "record": True, "channels_last": True},
     "exactness": {"kind": "exactness"},
@@ -93,12 +96,13 @@ def serve(row: Row, answers: TextIO) -> None:
     if row["kind"] == "exactness":
         _answer(answers, {"ready": check_exactness(row, device)})
         return
-    step = MeasuredStep(row, device)
-    _answer(answers, {"ready": step.warm_up()})
-    for line in sys.stdin:
-        if line.strip() != "turn":
-            break
-        _answer(answers, {"ms": step.time()})
+    with fusions.with_untried() if row.get("untried") else nullcontext():
+        step = MeasuredStep(row, device)
+        _answer(answers, {"ready": step.warm_up()})
+        for line in sys.stdin:
+            if line.strip() != "turn":
+                break
+            _answer(answers, {"ms": step.time()})
 
 
 def find_device(row: Row) -> torch.device:
