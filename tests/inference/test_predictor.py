@@ -56,6 +56,24 @@ def test_mirroring_averages_probabilities_over_all_mirrorings_of_the_axes():
     torch.testing.assert_close(mirrored[:, 1:], expected, atol=2e-7, rtol=0)  # float32, one addition
 
 
+@pytest.mark.parametrize(("volumes", "together", "sizes"), [(1, 1, [1] * 8), (1, 3, [3, 3, 2]), (2, 5, [4] * 4)])
+def test_mirrorings_of_a_volume_go_through_the_model_together(volumes, together, sizes):
+    network, seen = pointwise(), []
+
+    def model(images):
+        seen.append(len(images))
+        return network(images.cumsum(2).cumsum(4))  # each voxel sees what lies before it
+
+    images = torch.randn(volumes, 1, 4, 3, 5)
+    options = {"model": model, "num_classes": 3, "mirror": True}
+    plain = Predictor(**options).probabilities(images)
+    assert seen == [volumes] * 8
+    seen.clear()
+    got = Predictor(**options, samples_per_pass=together).probabilities(images)
+    torch.testing.assert_close(got, plain, atol=1e-6, rtol=0)
+    assert seen == sizes
+
+
 def test_mirroring_changes_nothing_for_a_mirror_symmetric_model():
     network = nn.Conv3d(1, 2, 3, padding=1)
     with torch.no_grad():
@@ -202,6 +220,7 @@ def test_a_sharded_volume_is_gathered():
         ({"window": (8, 8)}, r"window must be three sides in voxels, or None, got \[8, 8\]"),
         ({"overlap": 1.0}, r"overlap must lie in \[0, 1\), got 1.0"),
         ({"mirror": [3]}, r"axes among 0, 1, 2, got \[3\]"),
+        ({"samples_per_pass": 0}, "samples_per_pass must be 1 or more, got 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

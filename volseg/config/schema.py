@@ -60,7 +60,7 @@ class InferenceConfig(ConfigModel):
     mirror: bool = False
     """Average the predictions over the eight mirrorings, after the training and in `volseg predict`."""
     batch: Count = 1
-    """Volumes of equal size that go through the network together."""
+    """Volumes of equal size that go through the network together, or without ``window`` mirrorings of one."""
     windows: Count | None = None
     """Windows that go through the network together; null: as many as keep the GPU busy and fit its memory, one on a
     CPU."""

@@ -212,6 +212,7 @@ def build_predictor(
         overlap=config.inference.overlap,
         mirror=mirror,
         windows_per_step=windows,
+        samples_per_pass=settings.batch if settings.window is None else 1,
         device=device,
         autocast=None if dtype is torch.float32 else dtype,
         before_pass=stop_if_requested,

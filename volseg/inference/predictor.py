@@ -58,6 +58,8 @@ class Predictor:
         Average over all mirrorings along these axes (0, 1, 2 are D, H, W; True is all three, 8 passes).
     windows_per_step : int
         Windows that go through the model at once.
+    samples_per_pass : int
+        Most that go through the model together where windows, or whole volumes, are mirrored.
     device : torch.device, optional
         Where to compute. None: where the model's parameters lie, else where the image lies.
     stitch_on : torch.device, optional
@@ -81,6 +83,7 @@ class Predictor:
     overlap: float = 0.5
     mirror: bool | Sequence[int] = False
     windows_per_step: int = 1
+    samples_per_pass: int = 1
     device: torch.device | str | None = None
     stitch_on: torch.device | str | None = None
     memory: int | None = None
@@ -100,6 +103,8 @@ class Predictor:
             )
         if self.window is not None and (len(self.window) != 3 or min(self.window) < 1):
             raise ConfigError(f"window must be three sides in voxels, or None, got {list(self.window)}")
+        if self.samples_per_pass < 1:
+            raise ConfigError(f"samples_per_pass must be 1 or more, got {self.samples_per_pass}")
         if not 0 <= self.overlap < 1:
             raise ConfigError(f"overlap must lie in [0, 1), got {self.overlap}")
         if not {0, 1, 2}.issuperset(self.mirror_axes):
@@ -130,6 +135,7 @@ class Predictor:
             mirror_axes=self.mirror_axes,
             autocast=self.autocast,
             before_pass=self.before_pass,
+            samples_per_pass=self.samples_per_pass,
         )
 
     @property

@@ -35,6 +35,8 @@ class WindowStep:
         For the models; what follows them is float32.
     before_pass : callable, optional
         Called before each pass through a model; it may raise to leave.
+    samples_per_pass : int
+        Most that go through a model together where windows are mirrored: so many of their mirrorings, one at least.
     """
 
     models: Sequence[Model]
@@ -43,6 +45,7 @@ class WindowStep:
     mirror_axes: Sequence[int] = ()
     autocast: torch.dtype | None = None
     before_pass: Callable[[], object] | None = None
+    samples_per_pass: int = 1
 
     @property
     def link(self) -> str:
@@ -74,17 +77,20 @@ class WindowStep:
         """
         axes = self.mirror_axes
         mirrorings = [flips for count in range(len(axes) + 1) for flips in combinations(axes, count)]
+        dims = [[axis - 3 for axis in flips] for flips in mirrorings]
+        together = max(1, self.samples_per_pass // len(windows))
         for model in self.models:
-            for flips in mirrorings:
+            for first in range(0, len(dims), together):
                 report_progress("predict")
                 if self.before_pass is not None:
                     self.before_pass()
-                dims = [axis - 3 for axis in flips]
-                mirrored = windows.flip(dims) if dims else windows
+                own = dims[first : first + together]
+                mirrored = [windows.flip(each) if each else windows for each in own]
+                given = mirrored[0] if len(mirrored) == 1 else torch.cat(mirrored)
                 with torch.autocast(windows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-                    logits = full_logits(model(mirrored))
-                self._check(logits, windows)
-                yield logits, dims
+                    logits = full_logits(model(given))
+                self._check(logits, given)
+                yield from zip(logits.split(len(windows)), own, strict=True)
 
     def _check(self, logits: Tensor, windows: Tensor) -> None:
         wanted = (windows.shape[0], self.num_classes, *windows.shape[2:])
