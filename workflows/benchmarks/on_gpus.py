@@ -86,7 +86,8 @@ _ACCURACY = "plan_accuracy.py --skip-done --result {result}"
 _PIPELINE = "--set parallel.strategy=pipeline --set parallel.devices=2 --set patch.batch=8 --rounds 5 --iterations 60"
 
 MEASUREMENTS = (
-    Measurement("tests", 1, 240, "-m pytest -q -n 8 --dist loadfile -m gpu -p no:cacheprovider"),
+    # Each test's name as it ends: a run that is cut off tells which failed.
+    Measurement("tests", 1, 240, "-m pytest -v -n 8 --dist load -m gpu -p no:cacheprovider"),
     Measurement("tests of several", 2, 90, "-m pytest -q -m multi_gpu -p no:cacheprovider"),
     Measurement("fusions", 1, 80, "fusions.py --seconds 60 --result {result}", "networks_h200_fusions.json"),
     Measurement(
@@ -120,11 +121,19 @@ MEASUREMENTS = (
         "networks_h200_steps.json",
     ),
     Measurement(
-        "recipes",
+        "task04",
         1,
-        560,
-        "task04_recipes.py configs/task04_unet.yaml {task} --limit 500 --result {result}",
-        "dynunet_h200_task04_short_recipes.json",
+        230,
+        "task04.py configs/task04_short.yaml {task} --folds 0 1 2 3 4 --cores 2 --cold --result {result}",
+        "dynunet_h200_task04_short_folds.json",
+    ),
+    Measurement(
+        "untried kernels",
+        1,
+        90,
+        "networks.py --gpus 1 --turns 3 --seconds 60 --networks SwinUNETR UNETR "
+        "--rows 'ours, recorded' 'ours, recorded, untried kernels' --result {result}",
+        "networks_h200_untried_kernels.json",
     ),
     Measurement("forecasts", 1, 300, f"{_ACCURACY} --gpus 1 --seconds 270", "networks_h200x2_plan_accuracy_later.json"),
     Measurement("networks on two", 2, 560, _ON_TWO, "networks_h200x2_steps.json"),
