@@ -39,7 +39,7 @@ def _add_term(scores, term, EVERY, COUNT, STEP, STEP_1, STEP_2, r, first, second
 def attention_kernel(
     q, k, v, out, logs,
     qb, qh, qn, qf, kb, kh, km, kf, vb, vh, vm, vg, ob, oh, on, og,
-    term, te, tc, tr, tn, tm, other, ue, uc, ur, un, um,
+    term, te, tc, tr, tn, tm, other, we, wc, wr, wn, wm,
     H, N, M, F, G, scale, TERMS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def attention_kernel(
         if TERMS > 0:
             scores = _add_term(scores, term, te, tc, tr, tn, tm, r, n, m, N, M)
         if TERMS > 1:
-            scores = _add_term(scores, other, ue, uc, ur, un, um, r, n, m, N, M)
+            scores = _add_term(scores, other, we, wc, wr, wn, wm, r, n, m, N, M)
         scores = tl.where(m[None, :] < M, scores, float("-inf"))
         largest = tl.maximum(most, tl.max(scores, 1))
         # Of a row that is minus infinity so far: later columns may be more.
@@ -78,7 +78,7 @@ def attention_kernel(
 def attention_query_kernel(
     q, k, v, grad, out, found, logs, sums,
     qb, qh, qn, qf, kb, kh, km, kf, vb, vh, vm, vg, gb, gh, gn, gg, ob, oh, on, og, fb, fh, fn, ff,
-    term, te, tc, tr, tn, tm, other, ue, uc, ur, un, um,
+    term, te, tc, tr, tn, tm, other, we, wc, wr, wn, wm,
     H, N, M, F, G, scale, TERMS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +103,7 @@ def attention_query_kernel(
         if TERMS > 0:
             scores = _add_term(scores, term, te, tc, tr, tn, tm, r, n, m, N, M)
         if TERMS > 1:
-            scores = _add_term(scores, other, ue, uc, ur, un, um, r, n, m, N, M)
+            scores = _add_term(scores, other, we, wc, wr, wn, wm, r, n, m, N, M)
         scores = tl.where(m[None, :] < M, scores, float("-inf"))
         weights = tl.exp(scores - log[:, None])
         of_weights = tl.dot(slope, _load(values, g, m, vg, vm, G, M))
@@ -116,7 +116,7 @@ def attention_query_kernel(
 def attention_key_kernel(
     q, k, v, grad, of_key, of_value, logs, sums,
     qb, qh, qn, qf, kb, kh, km, kf, vb, vh, vm, vg, gb, gh, gn, gg, ob, oh, om, of, pb, ph, pm, pg,
-    term, te, tc, tr, tn, tm, other, ue, uc, ur, un, um,
+    term, te, tc, tr, tn, tm, other, we, wc, wr, wn, wm,
     H, N, M, F, G, scale, TERMS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ def attention_key_kernel(
         if TERMS > 0:
             scores = _add_term(scores, term, te, tc, tr, tm, tn, r, m, n, M, N)
         if TERMS > 1:
-            scores = _add_term(scores, other, ue, uc, ur, um, un, r, m, n, M, N)
+            scores = _add_term(scores, other, we, wc, wr, wm, wn, r, m, n, M, N)
         row = r.to(tl.int64) * N + n
         log = tl.load(logs + row, mask=n < N, other=0.0)
         own = tl.load(sums + row, mask=n < N, other=0.0)
@@ -153,7 +153,7 @@ def attention_key_kernel(
 def attention_term_kernel(
     q, k, v, grad, logs, sums, out,
     qb, qh, qn, qf, kb, kh, km, kf, vb, vh, vm, vg, gb, gh, gn, gg,
-    term, te, tc, tr, tn, tm, other, ue, uc, ur, un, um,
+    term, te, tc, tr, tn, tm, other, we, wc, wr, wn, wm,
     H, N, M, F, G, scale, every, count, members, per_program, TERMS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def attention_term_kernel(
         if TERMS > 0:
             scores = _add_term(scores, term, te, tc, tr, tn, tm, r, n, m, N, M)
         if TERMS > 1:
-            scores = _add_term(scores, other, ue, uc, ur, un, um, r, n, m, N, M)
+            scores = _add_term(scores, other, we, wc, wr, wn, wm, r, n, m, N, M)
         row = r.to(tl.int64) * N + n
         log = tl.load(logs + row, mask=n < N, other=0.0)
         own = tl.load(sums + row, mask=n < N, other=0.0)
