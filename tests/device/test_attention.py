@@ -14,6 +14,9 @@ from volseg.device import attention, fusions
 from volseg.device.attention import Addend
 from volseg.parallel import FastKernels
 
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
+"""torch's own, of the first product of matrices on its thread for gradients: the reference's."""
+
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 OF_NUMPY = pytest.mark.filterwarnings(
@@ -30,7 +33,7 @@ SHAPES: list[tuple[tuple[int, int], tuple[int, int], tuple[int, int], str]] = [
     ((2, 2), (64, 64), (128, 128), "bias"),
     ((54, 12), (343, 343), (16, 16), "bias, mask"),
     ((2, 12), (512, 512), (64, 64), ""),
-    ((1, 2), (1000, 777), (80, 48), "bias, mask"),
+    ((2, 1), (1000, 777), (80, 48), "bias, mask"),
 ]
 """Samples and heads, rows and columns, features of queries and of values, terms. The first ones by the interpreter too.
 """
@@ -118,6 +121,14 @@ def test_kernels_equal_float64(
         assert one.equal(other)  # sums have an order
     # Weights and their gradients are rounded before they are multiplied, as torch rounds them.
     assert_near(got, run_exactly(*given), 4 * ROUNDING[dtype])
+
+
+@with_kernels
+def test_a_term_that_does_not_divide_the_matrices_is_refused() -> None:
+    """Two masks for two matrices each, of two in all: the second gets none, and its gradient was other memory."""
+    query, key, value = draw(1, 2, 40, 16), draw(1, 2, 70, 16), draw(1, 2, 70, 16)
+    with pytest.raises(ValueError, match="a multiple of 2 \\* 2 = 4 matrices of scores, not 2"):
+        attention.attend(query, key, value, [Addend(torch.zeros(2, 40, 70, device=DEVICE), 2, 2)], 0.25)
 
 
 @with_kernels

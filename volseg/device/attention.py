@@ -42,12 +42,26 @@ class Addend:
     values
         ``(count, N, M)``; N or M may be expanded.
     every, count
-        See above.
+        See above; there are a multiple of ``every * count`` matrices of scores.
     """
 
     values: Tensor
     every: int
     count: int
+
+    def check(self, matrices: int) -> None:
+        """Refuse a number of score matrices of which some of ``values`` get fewer than others: gradients count them.
+
+        Raises
+        ------
+        ValueError
+            If ``every * count`` does not divide it.
+        """
+        if matrices % (self.every * self.count):
+            needed = f"a multiple of {self.every} * {self.count} = {self.every * self.count} matrices of scores"
+            raise ValueError(
+                f"a term of {self.count} matrices, each for {self.every} in a row, needs {needed}, not {matrices}"
+            )
 
 
 def takes(tensor: Tensor) -> bool:
@@ -78,8 +92,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], s
     -------
     tuple
         ``(B, H, N, G)``, which lies as ``(B, N, H, G)``: heads are mostly joined next. ``(B * H, N)`` in float32.
+
+    Raises
+    ------
+    ValueError
+        If a term does not divide the matrices among its own.
     """
     batch, heads, rows, _ = query.shape
+    for term in terms:
+        term.check(batch * heads)
     out = query.new_empty((batch, rows, heads, value.shape[-1])).transpose(1, 2)
     logs = torch.empty((batch * heads, rows), dtype=torch.float32, device=query.device)
     with select_device(query):
