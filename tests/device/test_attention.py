@@ -1,7 +1,7 @@
 """Attention's own kernels against attention in float64: values, every gradient, masks, what is no number."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from monai.networks.nets.swin_unetr import WindowAttention
 from torch import Tensor, nn
 
-from volseg.device import attention, fusions
+from volseg.device import attention
 from volseg.device.attention import Addend
 from volseg.parallel import FastKernels
 
@@ -37,13 +37,6 @@ SHAPES: list[tuple[tuple[int, int], tuple[int, int], tuple[int, int], str]] = [
 ]
 """Samples and heads, rows and columns, features of queries and of values, terms. The first ones by the interpreter too.
 """
-
-
-@pytest.fixture(autouse=True)
-def untried() -> Iterator[None]:
-    """What is off until it has run on a GPU is on here."""
-    with fusions.with_untried():
-        yield
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:

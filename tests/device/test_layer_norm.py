@@ -1,7 +1,6 @@
 """Layer norms' own kernels against layer norm in float64: values, every gradient, and a network that has them."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 SHAPES = [(130, 48), (77, 5), (1, 1), (9, 1000), (4096, 48), (70000, 96), (33, 768)]
 """Lines and channels; the first ones by the interpreter too."""
-
-
-@pytest.fixture(autouse=True)
-def untried() -> Iterator[None]:
-    """What is off until it has run on a GPU is on here."""
-    with fusions.with_untried():
-        yield
 
 
 def assert_near(got: Tensor, wanted: Tensor, rounding: float) -> None:

@@ -1,14 +1,13 @@
 """What one kernel does instead of several, by name, to be switched off for a comparison.
 
 ``workflows/benchmarks/fusions.py`` measures a step with each of them off. Results are the same up to round-off either
-way; `"doubling"` also decides the type of an upsampled volume under autocast. Those of ``UNTRIED`` are off until their
-tests have passed on a GPU.
+way; `"doubling"` also decides the type of an upsampled volume under autocast.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["NAMES", "UNTRIED", "is_on", "with_untried", "without"]
+__all__ = ["NAMES", "is_on", "without"]
 
 NAMES = (
     "pooled statistics",
@@ -33,14 +32,11 @@ convolutions as matrix products; convolutions of few channels to few; depthwise 
 convolutions of few channels over groups of voxels, or with channels of zeros; attention without its scores; layer norms
 of short lines."""
 
-UNTRIED = ("attention", "layer norms")
-"""Whose kernels have run in Triton's interpreter and through its compiler, but in no complete run of tests on a GPU."""
-
-_off: set[str] = {*UNTRIED}
+_off: set[str] = set()
 
 
 def is_on(name: str) -> bool:
-    """Say whether a fusion is on, as all of them are by default but for the untried."""
+    """Say whether a fusion is on, as all of them are by default."""
     assert name in NAMES, name
     return name not in _off
 
@@ -56,22 +52,8 @@ def without(*names: str) -> Iterator[None]:
     """
     if unknown := set(names) - set(NAMES):
         raise ValueError(f"no fusion is called {sorted(unknown)}; there are {', '.join(NAMES)}")
-    with _switching(off=_off | {*names}):
-        yield
-
-
-@contextmanager
-def with_untried() -> Iterator[None]:
-    """Switch those of ``UNTRIED`` on in here: for their tests, and to measure them."""
-    with _switching(off=_off - {*UNTRIED}):
-        yield
-
-
-@contextmanager
-def _switching(off: set[str]) -> Iterator[None]:
     before = set(_off)
-    _off.clear()
-    _off.update(off)
+    _off.update(names)
     try:
         yield
     finally:

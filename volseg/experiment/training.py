@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -93,16 +93,18 @@ def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks:
     config = require_config(config)
     if resume:
         require_components(config.folder, resumes=True)
-    with signs.span("start"):
-        check_components(config)
-        # Now: cases of a large task are prepared for hours before there is something to log. In the leader alone.
-        named = config.logging.loggers if is_main_process() else ()
-        loggers = [build_logger(logger.spec()) for logger in named]
-    replanning = Replanning(config)
-    with suppress(BeginAgain):
-        return _train(config, resume, hooks, loggers, replanning, signs)
-    free_memory()  # here, where no traceback holds the model
-    return _train(config, True, hooks, loggers, replanning, signs)
+    # The copy that compiles first of all: it cannot be made once CUDA has begun, and this process keeps one core busy.
+    with deterministic(config.training.deterministic), closing(CompilingBeside(config)) as compiling:
+        with signs.span("start"):
+            check_components(config)
+            # Now: cases of a large task are prepared for hours before there is something to log. In the leader alone.
+            named = config.logging.loggers if is_main_process() else ()
+            loggers = [build_logger(logger.spec()) for logger in named]
+        replanning = Replanning(config)
+        with suppress(BeginAgain):
+            return _train(config, resume, hooks, loggers, replanning, signs, compiling)
+        free_memory()  # here, where no traceback holds the model
+        return _train(config, True, hooks, loggers, replanning, signs, compiling)
 
 
 def _train(
@@ -112,18 +114,16 @@ def _train(
     loggers: Sequence[Logger],
     replanning: Replanning,
     signs: SignsOfLife,
+    compiling: CompilingBeside,
 ) -> Outcome:
     """Begin or go on, as far as that goes."""
     report_progress("start")  # what an attempt before did last is no step of this one
     with (
-        deterministic(config.training.deterministic),
         replanning.heeding(),
         ExitStack() as held,
         explaining_memory(config),  # before the run's folder says how it ended
     ):
         held.enter_context(heeding_spot_notices(config.training.spot))
-        compiling = CompilingBeside(config)  # first of all: a copy that compiles must be made before CUDA begins
-        held.callback(compiling.close)
         with signs.span("start"):
             join_processes(config)
             role = choose_role(config, held)

@@ -54,7 +54,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS, metavar="NETWORK")
-    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), metavar="ROW", help="by default without max-autotune")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=tuple(ROWS),
+        metavar="ROW",
+        help="by default without max-autotune, and with all fusions",
+    )
     parser.add_argument("--sides", type=int, nargs=3, default=(128, 128, 128), metavar=("D", "H", "W"))
     parser.add_argument("--gpus", type=int, choices=(1, 2), help="rows of so many GPUs only")
     parser.add_argument("--turns", type=int, default=5)

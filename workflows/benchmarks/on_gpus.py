@@ -127,14 +127,6 @@ MEASUREMENTS = (
         "task04.py configs/task04_short.yaml {task} --folds 0 1 2 3 4 --cores 2 --cold --result {result}",
         "dynunet_h200_task04_short_folds.json",
     ),
-    Measurement(
-        "untried kernels",
-        1,
-        90,
-        "networks.py --gpus 1 --turns 3 --seconds 60 --networks SwinUNETR UNETR "
-        "--rows 'ours, recorded' 'ours, recorded, untried kernels' --result {result}",
-        "networks_h200_untried_kernels.json",
-    ),
     Measurement("forecasts", 1, 300, f"{_ACCURACY} --gpus 1 --seconds 270", "networks_h200x2_plan_accuracy_later.json"),
     Measurement("networks on two", 2, 560, _ON_TWO, "networks_h200x2_steps.json"),
     Measurement("large networks on two", 2, 560, f"{_ON_TWO} --sides 160 320 320", "networks_h200x2_steps.json"),

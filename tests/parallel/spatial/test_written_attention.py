@@ -1,7 +1,7 @@
 """Attention that networks write out, by the kernels' plain form, against the plain network: gradients, two steps."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,13 +18,6 @@ from volseg.parallel import FastKernels, ModelParallel
 from volseg.parallel.spatial.volume import ShardedVolume
 
 Heads = Callable[["Net", Tensor, Tensor, Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def untried() -> Iterator[None]:
-    """What is off until it has run on a GPU is on here."""
-    with fusions.with_untried():
-        yield
 
 
 class Net(nn.Module):
