@@ -157,14 +157,15 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Any]:
 
 
 def prepare(shape: Shape, device: torch.device) -> choice.ConvolutionCall:
-    """Draw what is convolved, and the gradient of the output."""
+    """Draw what is convolved, and the gradient of the output; on a CPU, whose bfloat16 is its own, in float32."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     sides = (shape.sides,) * 3 if isinstance(shape.sides, int) else shape.sides
     reach = tuple((taps - 1) // 2 * shape.dilation for taps in shape.taps)
     around, padding = (reach[0], (0, *reach[1:])) if shape.halo else (0, reach)
     settings = Settings((1,) * 3, padding, (shape.dilation,) * 3, False, (0,) * 3, 1)
-    slab = draw(device, (1, shape.inputs, sides[0] + 2 * around, *sides[1:]), torch.bfloat16, True)
-    weight = draw(device, (shape.outputs, shape.inputs, *shape.taps), torch.bfloat16, True)
-    gradient = draw(device, (1, shape.outputs, *sides), torch.bfloat16, True)
+    slab = draw(device, (1, shape.inputs, sides[0] + 2 * around, *sides[1:]), dtype, True)
+    weight = draw(device, (shape.outputs, shape.inputs, *shape.taps), dtype, True)
+    gradient = draw(device, (1, shape.outputs, *sides), dtype, True)
     return choice.ConvolutionCall(slab, weight, None, settings, gradient)
 
 
