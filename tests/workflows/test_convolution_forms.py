@@ -39,8 +39,10 @@ def test_every_form_is_timed_and_equals_torchs(tmp_path, capsys):
             turned = ["turned round"] if can_turn else []
             assert list(times) == ["torch", *turned, *forms], (shape, direction)
             assert min(times.values()) > 0
-            # Twice the rounding of bfloat16: results are rounded once, a group's weight gradient two or four times.
-            assert max(row["difference"][direction].values()) < 2 * 2**-8
+            # Twice the rounding of bfloat16: results are rounded once, a group's weight gradient two or four times. Of
+            # the input's gradient torch's own was three roundings from float64's on a CPU without bfloat16 units.
+            roundings = 6 if direction == "input gradient" else 2
+            assert max(row["difference"][direction].values()) < roundings * 2**-8
     printed = capsys.readouterr().out
     assert "24 to 8, 3^3, 8^3\n  forward         torch" in printed
     assert "32 to 32, 3^3, 3 x 4 x 6, halo" in printed
@@ -57,7 +59,7 @@ def test_a_form_that_fails_is_named_and_the_others_are_timed(monkeypatch):
     def fail(*_: object) -> torch.Tensor:
         raise RuntimeError("no kernel\nfor it")
 
-    monkeypatch.setattr(benchmark, "compute_paired", fail)
+    monkeypatch.setattr(benchmark.choice, "compute_in_form", fail)
     row = benchmark.measure(Shape(32, 32, 3, 1, 4), torch.device("cpu"))
     assert row["failed"] == {f"{one}, {form}": "no kernel" for one in DIRECTIONS for form in ("pairs", "fours")}
     assert [list(times) for times in row["us"].values()] == [["torch"], ["torch", "turned round"], ["torch"]]
