@@ -10,8 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from volseg.device import fusions, pretended, triton_tiles
-from volseg.device.convolution import choice, many_taps, padded_rules, paired_rules, stacks
-from volseg.device.convolution.choice import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ConvolutionCall
+from volseg.device.convolution import choice, forms, many_taps, stacks
+from volseg.device.convolution.choice import TABLES, ConvolutionCall
+from volseg.device.convolution.forms import Direction, Groups, ZeroChannels
 from volseg.device.convolution.settings import Settings
 
 HALF = torch.bfloat16
@@ -37,9 +38,15 @@ def chosen(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings
     output = [side + 2 * padding - kernel + 1 for side, kernel, padding in sides]
     dtype, device = slab.dtype, slab.device.type
     gradient = volume(slab.shape[0], weight.shape[0], *output, dtype=dtype, device=device)
-    tables = (FORWARD, slab.new_empty(0)), (WEIGHT_GRADIENT, gradient)
-    kernels = [choice.choose(table, ConvolutionCall(slab, weight, bias, settings, given)) for table, given in tables]
-    return [None if kernel is None else kernel.name for kernel in kernels]
+    return [
+        find_name(direction, ConvolutionCall(slab, weight, bias, settings, given))
+        for direction, given in (("forward", slab.new_empty(0)), ("weight gradient", gradient))
+    ]
+
+
+def find_name(direction: Direction, call: ConvolutionCall) -> str | None:
+    found = choice.choose(direction, call)
+    return None if found is None else found.name
 
 
 def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> None:
@@ -63,7 +70,8 @@ def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> 
         told = settings(padding, groups=shape[1] // kernel[1])
         assert chosen(volume(*shape), volume(*kernel), None, told) == expected, (shape, kernel)
     named = {name for *_, names in cases for name in names if name is not None}
-    assert named == {kernel.name for kernel in (*FORWARD, *WEIGHT_GRADIENT)}
+    ours = {kernel.name for direction in ("forward", "weight gradient") for kernel in TABLES[direction]}
+    assert named == {*ours, "pairs", "zero channels"}
 
 
 @pytest.mark.parametrize(
@@ -101,9 +109,9 @@ def test_which_depthwise_convolutions_are_ours(settings: Callable[..., Settings]
         given = volume(2, 8, 6, 5, 4) if slab is None else slab
         taken = choice.is_depthwise(given, weight, settings(**{"groups": 8, **told}))
         call = ConvolutionCall(given, weight, volume(8), settings(**{"groups": 8, **told}))
-        for table in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
-            kernel = choice.choose(table, call if table is FORWARD else call._replace(gradient=given))
-            assert (kernel is not None and kernel.name == "depthwise") == taken
+        for direction in TABLES:
+            own = call if direction == "forward" else call._replace(gradient=given)
+            assert (find_name(direction, own) == "depthwise") == taken
         return taken
 
     plain = volume(8, 1, 3, 3, 3)
@@ -172,8 +180,7 @@ def test_gradients_of_the_input_of_few_channels(settings: Callable[..., Settings
         call = ConvolutionCall(
             volume(1, channels[1], 8, 8, 8), weight, None, settings((padding,) * 3, **changed), gradient
         )
-        kernels = choice.choose(INPUT_GRADIENT, call)
-        return None if kernels is None else kernels.name
+        return find_name("input gradient", call)
 
     assert name((3, 3)) == name((4, 4), 0) == name((1, 2)) == "few channels"
     assert name((3, 5)) is name((5, 3)) is name((3, 3), 3) is name((3, 3), 0, 1) is name((3, 3), 2, 5) is None
@@ -182,11 +189,12 @@ def test_gradients_of_the_input_of_few_channels(settings: Callable[..., Settings
         assert name((3, 3)) is None
 
 
-TABLES = {"forward": FORWARD, "input gradient": INPUT_GRADIENT, "weight gradient": WEIGHT_GRADIENT}
-
-
-def name_in_groups(
-    direction: str, case: tuple[int, ...], settings: Callable[..., Settings], sides: tuple[int, ...], **changed: Any
+def name_by_rule(
+    direction: Direction,
+    case: tuple[int, ...],
+    settings: Callable[..., Settings],
+    sides: tuple[int, ...],
+    **changed: Any,
 ) -> str | None:
     """Return the kernel of a convolution as the rules know it, padded by its reach unless told."""
     inputs, outputs, side, dilation = case
@@ -197,14 +205,15 @@ def name_in_groups(
     gradient = volume(samples, outputs, *sides, last=last, device=device)
     weight = volume(outputs, inputs, *taps, device=device)
     call = ConvolutionCall(slab, weight, None, told, None if direction == "forward" else gradient)
-    kernel = choice.choose(TABLES[direction], call)
-    return None if kernel is None else kernel.name
+    return find_name(direction, call)
 
 
-@pytest.mark.parametrize("direction", paired_rules.RULES)
-def test_pairs_are_taken_as_the_table_says(direction: str, settings: Callable[..., Settings]) -> None:
-    for case, rule in paired_rules.RULES[direction].items():
-        name = partial(name_in_groups, direction, case, settings)
+@pytest.mark.parametrize("direction", forms.RULES)
+def test_pairs_are_taken_as_the_table_says(direction: Direction, settings: Callable[..., Settings]) -> None:
+    for case, rule in forms.RULES[direction].items():
+        if not isinstance(rule.form, Groups):
+            continue
+        name = partial(name_by_rule, direction, case, settings)
         side = 64
         fitting = (rule.fewest // side**2, side, side)
         assert rule.share <= 0.9, "a tenth faster at least"
@@ -213,9 +222,8 @@ def test_pairs_are_taken_as_the_table_says(direction: str, settings: Callable[..
         half = (fitting[0] // 2, side, side)
         assert (name(half), name(half, samples=2)) == (None, "pairs"), "voxels of all samples"
         wide = (2 * fitting[0], side, side)
-        other = "zero channels" if padded_rules.RULES[direction].get(case) else None
-        assert name((2 * fitting[0], side, side + 1)) == other, "odd rows"
-        assert name((2 * fitting[0], side, side + 2)) == ("pairs" if rule.group == 2 else None)
+        assert name((2 * fitting[0], side, side + 1)) is None, "odd rows"
+        assert name((2 * fitting[0], side, side + 2)) == ("pairs" if rule.form.voxels == 2 else None)
         assert name(wide, last=False) is None
         assert name(wide, stride=(2, 1, 1)) is None
         assert name(wide, groups=2) is None
@@ -229,19 +237,20 @@ def test_pairs_are_taken_as_the_table_says(direction: str, settings: Callable[..
             assert name(wide) is None
         with torch.backends.cudnn.flags(enabled=False):
             assert name(wide) is None
-    assert name_in_groups(direction, (28, 28, 3, 1), settings, (128, 128, 128)) is None
-    assert name_in_groups(direction, (64, 64, 3, 4), settings, (128, 128, 128)) is None, "24 ms instead of 1"
+    assert name_by_rule(direction, (28, 28, 3, 1), settings, (128, 128, 128)) is None
+    assert name_by_rule(direction, (64, 64, 3, 4), settings, (128, 128, 128)) is None, "24 ms instead of 1"
 
 
-@pytest.mark.parametrize("direction", padded_rules.RULES)
-def test_channels_of_zeros_are_taken_as_the_table_says(direction: str, settings: Callable[..., Settings]) -> None:
-    for case, rule in padded_rules.RULES[direction].items():
-        name = partial(name_in_groups, direction, case, settings)
+@pytest.mark.parametrize("direction", forms.RULES)
+def test_channels_of_zeros_are_taken_as_the_table_says(direction: Direction, settings: Callable[..., Settings]) -> None:
+    for case, rule in forms.RULES[direction].items():
+        if not isinstance(rule.form, ZeroChannels):
+            continue
+        name = partial(name_by_rule, direction, case, settings)
         side = 32
         fitting = (rule.fewest // side**2, side, side)
         assert rule.share <= 0.9, "a tenth faster at least"
-        assert case not in paired_rules.RULES[direction], "which are looked at first"
-        assert rule.inputs or rule.outputs
+        assert rule.form.inputs or rule.form.outputs
         assert name(fitting) == "zero channels"
         assert name((fitting[0] - 1, side, side)) is None, "too small"
         assert name(fitting, stride=(2, 1, 1)) is None
@@ -258,7 +267,7 @@ def test_pairs_are_taken_on_gpus_that_were_measured(
 ) -> None:
     for capability, expected in (((9, 0), "pairs"), ((8, 0), None), ((10, 0), None), ((7, 0), None)):
         monkeypatch.setattr(pretended, "find_capability", lambda device, told=capability: told)
-        assert name_in_groups("weight gradient", (32, 32, 3, 1), settings, (64, 64, 64)) == expected
+        assert name_by_rule("weight gradient", (32, 32, 3, 1), settings, (64, 64, 64)) == expected
 
 
 def test_torch_adds_the_bias_of_pairs_in_a_pass_of_its_own(settings: Callable[..., Settings]) -> None:

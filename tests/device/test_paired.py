@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.convolution import choice, paired, stacks
+from volseg.device.convolution.forms import Groups
 from volseg.device.convolution.settings import Settings
 from volseg.device.pretended import find_device
 
@@ -248,12 +249,12 @@ def in_groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
     def force(voxels: int) -> list[str]:
         taken: list[str] = []
 
-        def find(direction: str, call: choice.ConvolutionCall) -> int:
+        def find(direction: str, call: choice.ConvolutionCall) -> Groups:
             assert find_device(call.slab).type == "cpu"
             taken.append(direction)
-            return voxels
+            return Groups(voxels)
 
-        monkeypatch.setattr(choice, "_is_faster_in_groups", find)
+        monkeypatch.setattr(choice, "_find_form", find)
         return taken
 
     return force

@@ -15,17 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from volseg.device import fake_internals as of_fakes
+from volseg.device import module_internals as of_modules
 from volseg.device import torch_internals as internals
 
 
 def test_each_name_is_tried_here() -> None:
     tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
-    tried = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "internals"
-    }
-    assert set(internals.__all__) <= tried
+    tried = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for name, module in (("internals", internals), ("of_modules", of_modules), ("of_fakes", of_fakes)):
+        assert {f"{name}.{each}" for each in module.__all__} <= tried
 
 
 def test_versions_count_changes_in_place_of_all_that_share_memory() -> None:
@@ -119,10 +118,10 @@ def test_plain_tensors_have_no_class_of_their_own_and_are_views() -> None:
     owner = torch.zeros(2).as_subclass(Named)
     internals.as_plain(owner).add_(1)
     assert torch.equal(owner.as_subclass(Tensor), torch.ones(2))
-    with internals.FakeTensorMode():
+    with of_fakes.FakeTensorMode():
         empty = torch.empty(2)
         of_empty = internals.as_plain(empty)
-    assert type(of_empty) is internals.FakeTensor
+    assert type(of_empty) is of_fakes.FakeTensor
     assert internals.get_storage_key(of_empty.untyped_storage()) == internals.get_storage_key(empty.untyped_storage())
 
 
@@ -430,27 +429,27 @@ class Part(nn.Module):
 
 def test_modules_register_what_they_own_by_name() -> None:
     part = Part()
-    assert internals.get_parameters(part) == {"weight": part.weight}
-    assert set(internals.get_buffers(part)) == {"kept", "left"}
-    assert internals.get_modules(part) == {"child": part.child}
+    assert of_modules.get_parameters(part) == {"weight": part.weight}
+    assert set(of_modules.get_buffers(part)) == {"kept", "left"}
+    assert of_modules.get_modules(part) == {"child": part.child}
     for name, getter in (
-        (internals.PARAMETERS, internals.get_parameters),
-        (internals.BUFFERS, internals.get_buffers),
-        (internals.MODULES, internals.get_modules),
+        (of_modules.PARAMETERS, of_modules.get_parameters),
+        (of_modules.BUFFERS, of_modules.get_buffers),
+        (of_modules.MODULES, of_modules.get_modules),
     ):
         assert vars(part)[name] is getter(part)
-    assert vars(part)[internals.NOT_PERSISTENT] == {"left"}
-    internals.get_buffers(part)["kept"] = replaced = torch.ones(2)
+    assert vars(part)[of_modules.NOT_PERSISTENT] == {"left"}
+    of_modules.get_buffers(part)["kept"] = replaced = torch.ones(2)
     assert part.kept is replaced
 
 
 def test_hooks_of_modules_and_tensors() -> None:
     part, x = Part(), torch.zeros(2, requires_grad=True)
     getters = {
-        internals.FORWARD_HOOKS: (internals.get_forward_hooks, part.register_forward_hook),
-        internals.FORWARD_PRE_HOOKS: (internals.get_forward_pre_hooks, part.register_forward_pre_hook),
-        internals.BACKWARD_HOOKS: (internals.get_backward_hooks, part.register_full_backward_hook),
-        internals.BACKWARD_PRE_HOOKS: (internals.get_backward_pre_hooks, part.register_full_backward_pre_hook),
+        of_modules.FORWARD_HOOKS: (of_modules.get_forward_hooks, part.register_forward_hook),
+        of_modules.FORWARD_PRE_HOOKS: (of_modules.get_forward_pre_hooks, part.register_forward_pre_hook),
+        of_modules.BACKWARD_HOOKS: (of_modules.get_backward_hooks, part.register_full_backward_hook),
+        of_modules.BACKWARD_PRE_HOOKS: (of_modules.get_backward_pre_hooks, part.register_full_backward_pre_hook),
     }
     for name, (getter, register) in getters.items():
         assert vars(part)[name] is getter(part)
@@ -462,18 +461,18 @@ def test_hooks_of_modules_and_tensors() -> None:
     part.register_forward_hook(print, with_kwargs=True, always_call=True)
     part.register_forward_pre_hook(print, with_kwargs=True)
     flags = (
-        (internals.FORWARD_HOOKS_WITH_KWARGS, internals.get_forward_hooks),
-        (internals.FORWARD_HOOKS_ALWAYS_CALLED, internals.get_forward_hooks),
-        (internals.FORWARD_PRE_HOOKS_WITH_KWARGS, internals.get_forward_pre_hooks),
+        (of_modules.FORWARD_HOOKS_WITH_KWARGS, of_modules.get_forward_hooks),
+        (of_modules.FORWARD_HOOKS_ALWAYS_CALLED, of_modules.get_forward_hooks),
+        (of_modules.FORWARD_PRE_HOOKS_WITH_KWARGS, of_modules.get_forward_pre_hooks),
     )
     for name, getter in flags:
         assert list(vars(part)[name]) == list(getter(part))
-    assert internals.get_backward_hooks(x) is None
-    assert getattr(x, internals.POST_ACCUMULATE_GRAD_HOOKS) is None
+    assert of_modules.get_backward_hooks(x) is None
+    assert getattr(x, of_modules.POST_ACCUMULATE_GRAD_HOOKS) is None
     x.register_hook(abs)
     x.register_post_accumulate_grad_hook(abs)
-    assert list(internals.get_backward_hooks(x).values()) == [abs]
-    assert list(getattr(x, internals.POST_ACCUMULATE_GRAD_HOOKS).values()) == [abs]
+    assert list(of_modules.get_backward_hooks(x).values()) == [abs]
+    assert list(getattr(x, of_modules.POST_ACCUMULATE_GRAD_HOOKS).values()) == [abs]
 
 
 def test_hooks_of_all_modules_are_registered_in_the_same_place() -> None:
@@ -483,7 +482,7 @@ def test_hooks_of_all_modules_are_registered_in_the_same_place() -> None:
         nn.modules.module.register_module_full_backward_hook,
         nn.modules.module.register_module_full_backward_pre_hook,
     )
-    for hooks, register in zip(internals.HOOKS_OF_ALL_MODULES, registers, strict=True):
+    for hooks, register in zip(of_modules.HOOKS_OF_ALL_MODULES, registers, strict=True):
         before = list(hooks.values())
         handle = register(print)
         assert list(hooks.values()) == [*before, print]
@@ -503,7 +502,7 @@ def test_compiled_modules_are_told() -> None:
 def test_modules_apply_functions_to_what_they_own() -> None:
     part = Part()
     weight = part.weight
-    assert internals.apply_to_tensors(part, lambda tensor: tensor.double()) is part
+    assert of_modules.apply_to_tensors(part, lambda tensor: tensor.double()) is part
     assert part.weight is weight  # of a new dtype, in place: optimizers hold it
     assert {tensor.dtype for tensor in (part.weight, part.kept, part.left)} == {torch.float64}
 
@@ -511,18 +510,18 @@ def test_modules_apply_functions_to_what_they_own() -> None:
 def test_modules_load_what_they_own() -> None:
     part, missing = Part(), []
     state = OrderedDict({"at.weight": torch.ones(2), "at.child.other": torch.ones(1)})
-    internals.load_from_state_dict(part, state, "at.", {}, True, missing, [], [])
+    of_modules.load_from_state_dict(part, state, "at.", {}, True, missing, [], [])
     assert part.weight.tolist() == [1, 1]
     assert missing == ["at.kept"]
 
 
 def test_classes_of_layers() -> None:
-    assert all(issubclass(kind, internals.ConvNd) for kind in (nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d))
+    assert all(issubclass(kind, of_modules.ConvNd) for kind in (nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d))
     batch_norms = (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm3d)
-    assert all(issubclass(kind, internals.NormBase) for kind in batch_norms)
-    assert not issubclass(nn.GroupNorm, internals.NormBase)
-    assert all(issubclass(kind, internals.DropoutNd) for kind in (nn.Dropout, nn.Dropout3d, nn.AlphaDropout))
-    assert all(issubclass(kind, internals.Loss) for kind in (nn.MSELoss, nn.CrossEntropyLoss))
+    assert all(issubclass(kind, of_modules.NormBase) for kind in batch_norms)
+    assert not issubclass(nn.GroupNorm, of_modules.NormBase)
+    assert all(issubclass(kind, of_modules.DropoutNd) for kind in (nn.Dropout, nn.Dropout3d, nn.AlphaDropout))
+    assert all(issubclass(kind, of_modules.Loss) for kind in (nn.MSELoss, nn.CrossEntropyLoss))
 
 
 def test_trees_of_arguments() -> None:
@@ -623,9 +622,9 @@ def test_a_gpu_is_kept_busy() -> None:
 
 
 def test_tensors_without_values_have_a_device_with_its_number() -> None:
-    with internals.FakeTensorMode():
+    with of_fakes.FakeTensorMode():
         x = torch.empty(2, 3, device="cpu:1")
-        assert isinstance(x, internals.FakeTensor)
+        assert isinstance(x, of_fakes.FakeTensor)
         assert (x.device, x.cpu().device) == (torch.device("cpu", 1), torch.device("cpu"))
         assert x.fake_device == x.device
         with pytest.raises(RuntimeError, match=r"two (different )?devices"):
@@ -634,11 +633,11 @@ def test_tensors_without_values_have_a_device_with_its_number() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8])
 def test_tensors_without_values_are_made_like_another(dtype: torch.dtype) -> None:
-    mode = internals.FakeTensorMode(allow_fallback_kernels=False)
+    mode = of_fakes.FakeTensorMode(allow_fallback_kernels=False)
     device = torch.device("cpu", 1)
     memory = torch.empty_strided((2, 3), (1, 2), dtype=dtype, device="meta")
-    like = internals.FakeTensor(mode, torch.empty(0, device="meta"), device)
-    by_torch, made = internals.FakeTensor(mode, memory, device), internals.make_like_fake(like, memory)
+    like = of_fakes.FakeTensor(mode, torch.empty(0, device="meta"), device)
+    by_torch, made = of_fakes.FakeTensor(mode, memory, device), of_fakes.make_like_fake(like, memory)
     assert vars(made) == vars(by_torch)  # all that torch writes down of one
     keys = [torch._C._dispatch_keys(one).raw_repr() for one in (made, by_torch)]
     assert keys[0] == keys[1]
@@ -659,7 +658,7 @@ def test_a_storage_is_told_by_where_it_is() -> None:
 
 def test_modules_change_parameters_by_the_function_that_is_given() -> None:
     layer, swapped = nn.Linear(2, 3), []
-    with internals.swapping_by(lambda old, new: swapped.append((old.dtype, new.dtype))):
+    with of_modules.swapping_by(lambda old, new: swapped.append((old.dtype, new.dtype))):
         layer.double()
     assert swapped == [(torch.float32, torch.float64)] * 2
     assert layer.weight.dtype == torch.float32
@@ -667,10 +666,10 @@ def test_modules_change_parameters_by_the_function_that_is_given() -> None:
 
 
 def test_modes_are_put_aside() -> None:
-    with internals.FakeTensorMode():
+    with of_fakes.FakeTensorMode():
         with internals.without_dispatch_modes():
             assert torch.ones(2).tolist() == [1, 1]
-        assert isinstance(torch.ones(2), internals.FakeTensor)
+        assert isinstance(torch.ones(2), of_fakes.FakeTensor)
 
 
 def test_layouts_are_told_by_strides() -> None:
@@ -702,28 +701,28 @@ def test_operators_are_overridden_for_a_while() -> None:
 
 
 def test_tensors_without_values_say_what_they_cannot_do() -> None:
-    with internals.FakeTensorMode(allow_fallback_kernels=False):
+    with of_fakes.FakeTensorMode(allow_fallback_kernels=False):
         x = torch.ones(3)
         for ask in (x.sum().item, x.nonzero):
-            with pytest.raises(internals.UNFOLLOWABLE) as caught:
+            with pytest.raises(of_fakes.UNFOLLOWABLE) as caught:
                 ask()
             assert "aten." in str(caught.value.func)
 
 
 def test_a_refusal_without_values_is_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with internals.FakeTensorMode():
+    with of_fakes.FakeTensorMode():
         first, second = torch.empty(2, 3), torch.empty(4, 5)
         with pytest.raises(RuntimeError):
             first @ second
         assert "failed while attempting to run meta" in caplog.text
         caplog.clear()
-        with internals.quiet_fake_tensors(), pytest.raises(RuntimeError):
+        with of_fakes.quiet_fake_tensors(), pytest.raises(RuntimeError):
             first @ second
     assert not caplog.text
 
 
 def test_lists_of_tensors_without_values_are_taken_at_once() -> None:
-    with internals.FakeTensorMode():
+    with of_fakes.FakeTensorMode():
         layer = nn.Linear(2, 3)
         layer(torch.ones(1, 2)).sum().backward()
         optimizer = torch.optim.SGD(layer.parameters())
@@ -736,7 +735,7 @@ def test_lists_of_tensors_without_values_are_taken_at_once() -> None:
 
         with Listen():
             optimizer.step()
-            with internals.taking_lists():
+            with of_fakes.taking_lists():
                 assert not [name for name in calls if "_foreach_" in name]
                 optimizer.step()
         assert [name for name in calls if "_foreach_add_" in name]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from volseg.device.torch_internals import DropoutNd
+from volseg.device.module_internals import DropoutNd
 from volseg.models.vnet import VNet
 from volseg.parallel import DataParallel, FastKernels, ModelParallel, Pipeline, RoundSums, Spatial, join_mesh
 from volseg.parallel.fixed_order import fold

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from volseg.device.convolution import choice, padded, paired
 from volseg.device.convolution.choice import ConvolutionCall
-from volseg.device.convolution.padded_rules import Filled
+from volseg.device.convolution.forms import Form, Groups, ZeroChannels
 from volseg.parallel import ModelParallel, Spatial
 
 
@@ -76,16 +76,16 @@ def test_a_network_trains_in_groups(
     build, shape, kernels = NETWORKS[name]
     taken: dict[str, set[str]] = {}
 
-    def note(form: str, compute: Callable[..., Tensor], *given: Any) -> Tensor:
-        *_, weight, settings, group = given if form != "forward" else (*given[:2], *given[3:])
-        assert group == voxels
+    def note(form: str, compute: Callable[..., Tensor], *given: Any, **group: int) -> Tensor:
+        *_, weight, settings = given if form != "forward" else (*given[:2], *given[3:])
+        assert group == {"voxels": voxels}
         dilated = f" by {settings.dilation[2]}" if settings.dilation[2] > 1 else ""
         taken.setdefault(form, set()).add(", ".join(map(str, weight.shape[2:])) + dilated)
-        return compute(*given)
+        return compute(*given, **group)
 
     for form in ("forward", "input_gradient", "weight_gradient"):
         monkeypatch.setattr(paired, form, partial(note, form, getattr(paired, form)))
-    monkeypatch.setattr(choice, "_is_faster_in_groups", lambda direction, call: voxels)
+    monkeypatch.setattr(choice, "_find_form", lambda direction, call: Groups(voxels))
     torch.manual_seed(0)
     net, plain = (build().double() for _ in range(2))
     plain.load_state_dict(net.state_dict())
@@ -100,7 +100,9 @@ def test_a_network_trains_in_groups(
 
 FILLED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     **{name: built[:2] for name, built in NETWORKS.items()},
-    "VNet": (build_vnet, (1, 1, 16, 32, 16)),
+    # On two devices a volume of fewer than 32 planes is cut along its longest side, and the convolutions of slabs that
+    # are cut along another dim than D come to no table of ours: they take the general exchange, and are torch's.
+    "VNet": (build_vnet, (1, 1, 32, 16, 16)),
 }
 
 
@@ -113,12 +115,12 @@ def test_a_network_trains_with_channels_of_zeros(
 ) -> None:
     """Its volumes are slices of others' channels: whatever reads them must go by their strides."""
     build, shape = FILLED[name]
-    if name == "VNet" and (options or shards > 1 or filled != (True, True)):
-        pytest.skip("of a wide network one way, on one device, is enough")
+    if name == "VNet" and (options or filled != (True, True)):
+        pytest.skip("of a wide network one way is enough")
 
-    def find_filled(direction: str, call: ConvolutionCall) -> Filled | None:
+    def find_form(direction: str, call: ConvolutionCall) -> Form | None:
         plain = call.settings.stride == (1, 1, 1) and call.settings.groups == 1 and not call.settings.transposed
-        return Filled(*filled, 0, 1.0) if plain and call.weight.shape[2:].numel() > 1 else None
+        return ZeroChannels(*filled) if plain and call.weight.shape[2:].numel() > 1 else None
 
     taken = set()
 
@@ -128,7 +130,7 @@ def test_a_network_trains_with_channels_of_zeros(
 
     for form in ("forward", "input_gradient", "weight_gradient"):
         monkeypatch.setattr(padded, form, partial(note, form, getattr(padded, form)))
-    monkeypatch.setattr(choice, "_find_filled", find_filled)
+    monkeypatch.setattr(choice, "_find_form", find_form)
     torch.manual_seed(0)
     net, plain = (build().double() for _ in range(2))
     plain.load_state_dict(net.state_dict())

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from volseg.device.fake_internals import FakeTensorMode
 from volseg.device.streams import make_stream, on_stream
-from volseg.device.torch_internals import FakeTensorMode, TorchDispatchMode, get_storage_key
+from volseg.device.torch_internals import TorchDispatchMode, get_storage_key
 from volseg.forecast import known_results
 from volseg.forecast.following import follow, following
 from volseg.forecast.gpu_kinds import find_kind

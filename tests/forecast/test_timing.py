@@ -9,7 +9,7 @@ import torch
 from volseg.forecast.gpu_kinds import KINDS, GpuKind, HostRates
 from volseg.forecast.links import Links, read_links
 from volseg.forecast.rates import Peaks, RateTable
-from volseg.forecast.timing import find_pipeline_seconds, find_seconds, find_times
+from volseg.forecast.timing import find_pipeline_seconds, find_times
 from volseg.forecast.trace import Event, KernelRun, Mark, Sent, StepTrace
 
 MS, US = 1e-3, 1e-6
@@ -97,13 +97,13 @@ def test_a_recording_does_without_python() -> None:
 
 def test_a_step_that_is_recorded_later_is_said_to_be() -> None:
     trace = step([run(0)] * 100, [run(0)] * 100)
-    assert find_seconds([trace], GPU, LINKS, recorded=True) == pytest.approx(200 * 2 * US)
-    assert find_seconds([trace], GPU, LINKS) > 2e-3
+    assert find_times([trace], GPU, LINKS, recorded=True).seconds == pytest.approx(200 * 2 * US)
+    assert find_times([trace], GPU, LINKS).seconds > 2e-3
 
 
 def test_only_the_last_step_counts() -> None:
     twice = StepTrace((Mark("placed"), run(8), Mark("step"), run(20), Mark("step"), run(3), Mark("end"), run(99)))
-    assert find_seconds([twice], GPU, LINKS) == pytest.approx(3 * MS)
+    assert find_times([twice], GPU, LINKS).seconds == pytest.approx(3 * MS)
 
 
 def test_what_travels_on_a_stream_of_its_own_hides_behind_work() -> None:
@@ -119,7 +119,7 @@ def test_what_travels_on_a_stream_of_its_own_hides_behind_work() -> None:
 
 def test_of_several_devices_the_slowest_counts() -> None:
     traces = [step([run(3)], [run(3)]), step([run(2)], [run(9)])]
-    assert find_seconds(traces, GPU, LINKS) == pytest.approx(11 * MS, rel=0.01)
+    assert find_times(traces, GPU, LINKS).seconds == pytest.approx(11 * MS, rel=0.01)
 
 
 @pytest.mark.parametrize(("stages", "pieces"), list(product((1, 2, 3, 4, 8), (1, 2, 4, 16))))
@@ -134,14 +134,16 @@ def test_unequal_stages_wait_for_the_slowest() -> None:
 
 def test_a_pipeline_fills_and_empties() -> None:
     traces = [step([run(4)] * 2, [run(8)] * 2), step([run(4)] * 2, [run(8)] * 2, [run(1)])]
-    assert find_seconds(traces, GPU, LINKS, stages=True, micro_batches=2) == pytest.approx((12 * 3 + 1) * MS)
-    assert find_seconds(traces, GPU, LINKS) == pytest.approx(25 * MS)
+    assert find_times(traces, GPU, LINKS, stages=True, micro_batches=2).seconds == pytest.approx((12 * 3 + 1) * MS)
+    assert find_times(traces, GPU, LINKS).seconds == pytest.approx(25 * MS)
 
 
 def test_one_process_starts_the_kernels_of_all_stages() -> None:
     traces = [step([run(0)] * 100, [run(0)] * 100)] * 4
     # It looks at each function of forward besides.
-    assert find_seconds(traces, GPU, LINKS, stages=True) == pytest.approx(4 * 100 * (2.4 * 10 + 15) * US, rel=0.01)
+    assert find_times(traces, GPU, LINKS, stages=True).seconds == pytest.approx(
+        4 * 100 * (2.4 * 10 + 15) * US, rel=0.01
+    )
 
 
 def test_a_network_on_slabs_takes_python_longer() -> None:
@@ -153,7 +155,7 @@ def test_a_network_on_slabs_takes_python_longer() -> None:
 
 
 def test_kernels_that_take_longer_never_make_a_step_shorter() -> None:
-    found = [find_seconds([step([run(ms / 10)] * 20, [run(0.3)] * 20)], GPU, LINKS) for ms in range(20)]
+    found = [find_times([step([run(ms / 10)] * 20, [run(0.3)] * 20)], GPU, LINKS).seconds for ms in range(20)]
     assert found == sorted(found)
 
 

@@ -56,7 +56,7 @@ def test_a_form_that_fails_is_named_and_the_others_are_timed(monkeypatch):
     def fail(*_: object) -> torch.Tensor:
         raise RuntimeError("no kernel\nfor it")
 
-    monkeypatch.setattr(benchmark, "compute_paired", fail)
+    monkeypatch.setattr(benchmark.choice, "compute_in_form", fail)
     row = benchmark.measure(Shape(32, 32, 3, 1, 4), torch.device("cpu"))
     assert row["failed"] == {f"{one}, {form}": "no kernel" for one in DIRECTIONS for form in ("pairs", "fours")}
     assert [list(times) for times in row["us"].values()] == [["torch"], ["torch", "turned round"], ["torch"]]

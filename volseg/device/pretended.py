@@ -19,7 +19,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import FakeTensor, without_dispatch_modes
+from volseg.device.fake_internals import FakeTensor
+from volseg.device.torch_internals import without_dispatch_modes
 from volseg.errors import ParallelError
 
 __all__ = [

@@ -1,11 +1,12 @@
 """Every private name of torch that this package relies on, under a public one of its own; no other module names one.
 
-All are in torch 2.8, the oldest that is supported, but for what a line says. Each has a test of the behaviour that is
-relied on, so a torch in which one has moved, or does something else, is found by the tests and mended here. Names that
-are used on every call of an operator are the objects themselves, or C functions: they cost nothing.
+Those of its modules, its fake tensors and its compiler stand beside it: ``module_internals``, ``fake_internals``,
+``compiler_internals``. All are in torch 2.8, the oldest that is supported, but for what a line says. Each has a test of
+the behaviour that is relied on, so a torch in which one has moved, or does something else, is found by the tests and
+mended here. Names that are used on every call of an operator are the objects themselves, or C functions: they cost
+nothing.
 """
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,54 +19,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch import _compile as _of_compile
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
-from torch.nn.modules import module as _of_all_modules
-from torch.nn.modules.batchnorm import _NormBase as NormBase
-from torch.nn.modules.conv import _ConvNd as ConvNd
-from torch.nn.modules.dropout import _DropoutNd as DropoutNd
-from torch.nn.modules.loss import _Loss as Loss
-from torch.optim import optimizer as _of_optimizers
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.torch_version import TorchVersion
-from torch.utils import _foreach_utils as _of_lists
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "BACKWARD_HOOKS",
-    "BACKWARD_PRE_HOOKS",
-    "BUFFERS",
-    "FORWARD_HOOKS",
-    "FORWARD_HOOKS_ALWAYS_CALLED",
-    "FORWARD_HOOKS_WITH_KWARGS",
-    "FORWARD_PRE_HOOKS",
-    "FORWARD_PRE_HOOKS_WITH_KWARGS",
-    "HOOKS_OF_ALL_MODULES",
-    "MODULES",
-    "NOT_PERSISTENT",
-    "PARAMETERS",
-    "POST_ACCUMULATE_GRAD_HOOKS",
     "SUPPORTED_NODES",
-    "UNFOLLOWABLE",
-    "ConvNd",
-    "DropoutNd",
-    "FakeTensor",
-    "FakeTensorMode",
-    "Loss",
-    "NormBase",
     "ScriptMethod",
     "TorchDispatchMode",
     "accept_gradients_of_other_streams",
     "add_each",
     "add_each_",
-    "apply_to_tensors",
     "as_plain",
     "as_savable",
     "check_gradients",
@@ -82,14 +49,7 @@ __all__ = [
     "find_schemas",
     "find_transform",
     "gather_into",
-    "get_backward_hooks",
-    "get_backward_pre_hooks",
     "get_base",
-    "get_buffers",
-    "get_forward_hooks",
-    "get_forward_pre_hooks",
-    "get_modules",
-    "get_parameters",
     "get_schema",
     "get_storage_key",
     "get_version",
@@ -103,9 +63,7 @@ __all__ = [
     "keep_gpu_busy",
     "left_out_of_compilation",
     "lerp_each_",
-    "load_from_state_dict",
     "log_softmax",
-    "make_like_fake",
     "make_wrapper_subclass",
     "multiply_each",
     "multiply_each_",
@@ -115,7 +73,6 @@ __all__ = [
     "norm_each",
     "overriding_operators",
     "pytree",
-    "quiet_fake_tensors",
     "read_global_flags",
     "read_value",
     "softmax",
@@ -123,8 +80,6 @@ __all__ = [
     "step_adamw",
     "step_sgd",
     "suggest_memory_format",
-    "swapping_by",
-    "taking_lists",
     "to_copy",
     "tree_flatten",
     "tree_leaves",
@@ -150,10 +105,6 @@ get_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
 """Say whether autograd knows the tensor as a view of another."""
 
-UNFOLLOWABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""What a tensor without values raises where a value is asked for, a size that follows from values, or an operator that
-nobody has described; ``func`` is the operator."""
-
 get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Return where a storage is, which is the same for all tensors in it."""
 
@@ -173,22 +124,6 @@ to_copy = torch.ops.aten._to_copy.default
 """The operator into which ``Tensor.to`` turns where it copies."""
 
 # What is called instead of a function of torch.
-
-
-def make_like_fake(like: FakeTensor, memory: Tensor) -> FakeTensor:
-    """Return a tensor without values over a tensor of the meta device, of the mode and the device of another one.
-
-    As ``FakeTensor(mode, memory, device)``, which takes four times as long, mostly to write down that nothing is known.
-    """
-    made: FakeTensor = Tensor._make_subclass(  # type: ignore[attr-defined]
-        FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=like.fake_device
-    )
-    if like.fake_mode._allow_unsafe_data_ptr_access:
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
-    else:
-        torch._C._set_throw_on_mutable_data_ptr(made)
-    made.__dict__.update(like.__dict__)
-    return made
 
 
 without_overrides = torch._C.DisableTorchFunction
@@ -369,38 +304,7 @@ def is_forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
-# Modules.
-
-PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
-"""Attributes of a module: its own parameters, buffers and children by name, and the buffers that are not saved."""
-
-FORWARD_HOOKS, FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
-BACKWARD_HOOKS, BACKWARD_PRE_HOOKS = "_backward_hooks", "_backward_pre_hooks"
-"""Attributes of a module: its hooks by number; the backward ones None on a tensor without any."""
-
-FORWARD_HOOKS_WITH_KWARGS = "_forward_hooks_with_kwargs"
-FORWARD_PRE_HOOKS_WITH_KWARGS = "_forward_pre_hooks_with_kwargs"
-FORWARD_HOOKS_ALWAYS_CALLED = "_forward_hooks_always_called"
-"""Attributes of a module: which of its hooks want keywords, and which are called after a failure too."""
-
-POST_ACCUMULATE_GRAD_HOOKS = "_post_accumulate_grad_hooks"
-"""Attribute of a parameter: its hooks behind the sum of its gradient, by number, or None."""
-
-get_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
-get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
-get_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(MODULES)
-get_forward_hooks: Callable[[nn.Module], dict[int, Callable]] = attrgetter(FORWARD_HOOKS)
-get_forward_pre_hooks: Callable[[nn.Module], dict[int, Callable]] = attrgetter(FORWARD_PRE_HOOKS)
-get_backward_hooks: Callable[[Any], dict[int, Callable] | None] = attrgetter(BACKWARD_HOOKS)
-get_backward_pre_hooks: Callable[[Any], dict[int, Callable] | None] = attrgetter(BACKWARD_PRE_HOOKS)
-
-HOOKS_OF_ALL_MODULES: tuple[dict[int, Callable], ...] = (
-    _of_all_modules._global_forward_hooks,
-    _of_all_modules._global_forward_pre_hooks,
-    _of_all_modules._global_backward_hooks,
-    _of_all_modules._global_backward_pre_hooks,
-)
-"""Hooks that every module calls, as ``torch.nn.modules.module`` registers them."""
+# Compilation.
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -420,60 +324,6 @@ def left_out_of_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
         return left_out(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
 
     return run
-
-
-def apply_to_tensors(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Replace parameters and buffers by what a function returns for them, as ``nn.Module.to`` and ``cuda`` do."""
-    return module._apply(*args, **kwargs)
-
-
-def load_from_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Load what a module itself owns, as ``nn.Module.load_state_dict`` asks of each of its modules."""
-    module._load_from_state_dict(*args, **kwargs)
-
-
-@contextmanager
-def swapping_by(swap: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Let ``nn.Module.to`` and its like change a parameter by ``swap(parameter, what it becomes)``."""
-    before, always = torch.utils.swap_tensors, torch.__future__.get_swap_module_params_on_conversion()
-    torch.utils.swap_tensors = swap
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = before
-        torch.__future__.set_swap_module_params_on_conversion(always)
-
-
-@contextmanager
-def taking_lists() -> Iterator[None]:
-    """Let optimizers and the norm of gradients take lists of tensors without values at once, as of a GPU's tensors."""
-    modules: tuple[Any, ...] = (_of_lists, _of_optimizers)
-    before = modules[0]._get_foreach_kernels_supported_devices
-    for module in modules:
-        module._foreach_supported_types.append(FakeTensor)
-        module._get_foreach_kernels_supported_devices = lambda: [*before(), "cpu"]
-    try:
-        yield
-    finally:
-        for module in modules:
-            module._foreach_supported_types.remove(FakeTensor)
-            module._get_foreach_kernels_supported_devices = before
-
-
-@contextmanager
-def quiet_fake_tensors() -> Iterator[None]:
-    """Let torch not log the traceback of an operator that refuses tensors without values: it is raised besides."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    logger.addFilter(_is_no_refusal)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_is_no_refusal)
-
-
-def _is_no_refusal(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("failed while attempting to run meta")
 
 
 # Devices and processes.

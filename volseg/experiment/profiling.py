@@ -32,7 +32,7 @@ from volseg.experiment.settling import join_processes
 from volseg.files import replacing
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.gpu_kinds import GpuKind
-from volseg.forecast.timing import find_seconds
+from volseg.forecast.timing import find_times
 from volseg.forecast.trace import KernelRun, StepTrace
 from volseg.models.networks import complete_spec
 from volseg.parallel.candidates.forecasting import Machine
@@ -179,7 +179,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
     # What messages add to a step is what it would lose if they took no time: streams run beside each other.
     free = replace(machine.links, points={}, latency_s=0.0, bandwidth=math.inf)
     step, without = (
-        find_seconds(followed.traces, gpu, links, recorded=followed.recorded, stages=stages, micro_batches=pieces)
+        find_times(followed.traces, gpu, links, recorded=followed.recorded, stages=stages, micro_batches=pieces).seconds
         for links in (machine.links, free)
     )
     kernels, peaks = as_kernels(followed.work), find_peaks(gpu, dtype)

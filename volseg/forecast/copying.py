@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from volseg.device.torch_internals import FakeTensor, FakeTensorMode, without_dispatch_modes
+from volseg.device.fake_internals import FakeTensor, FakeTensorMode
+from volseg.device.torch_internals import without_dispatch_modes
 from volseg.errors import FollowError
 
 __all__ = ["copy_without_values", "copying_by_clones"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.fake_internals import FakeTensorMode
 from volseg.device.pretended import (
     NotedKernel,
     find_capability,
@@ -19,11 +20,7 @@ from volseg.device.pretended import (
     pretend_recording,
 )
 from volseg.device.streams import find_current_stream
-from volseg.device.torch_internals import (
-    FakeTensorMode,
-    find_backward_pass,
-    get_storage_key,
-)
+from volseg.device.torch_internals import find_backward_pass, get_storage_key
 from volseg.errors import OutOfMemoryError
 from volseg.forecast.accumulation import InPlace
 from volseg.forecast.copying import copy_without_values

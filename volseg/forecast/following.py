@@ -21,21 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.fake_internals import FakeTensor, quiet_fake_tensors, taking_lists
+from volseg.device.module_internals import swapping_by
 from volseg.device.pretended import (
     GpuLike,
     find_device,
     is_gpu,
     pretending,
 )
-from volseg.device.torch_internals import (
-    FakeTensor,
-    TorchDispatchMode,
-    check_gradients,
-    quiet_fake_tensors,
-    read_value,
-    swapping_by,
-    taking_lists,
-)
+from volseg.device.torch_internals import TorchDispatchMode, check_gradients, read_value
 from volseg.forecast.accumulation import IN_PLACE, NEW_STRIDED
 from volseg.forecast.autocast import casting_like_gpus
 from volseg.forecast.followed_step import FollowedStep, find_gpu

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from volseg.device.fake_internals import FakeTensor
 from volseg.device.layout import layout_of
 from volseg.device.pretended import NotedKernel
-from volseg.device.torch_internals import FakeTensor, get_schema
+from volseg.device.torch_internals import get_schema
 from volseg.forecast.kernel_class import LAID_OUT_ANEW, TURNED_ROUND
 from volseg.forecast.trace import KernelRun
 

@@ -19,12 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.fake_internals import FakeTensor, FakeTensorMode, make_like_fake
 from volseg.device.torch_internals import (
-    FakeTensor,
-    FakeTensorMode,
     get_schema,
     get_storage_key,
-    make_like_fake,
     read_global_flags,
     without_dispatch,
     without_overrides,

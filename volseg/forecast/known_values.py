@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from volseg.device.torch_internals import FakeTensor, get_schema, get_storage_key, without_dispatch
+from volseg.device.fake_internals import FakeTensor
+from volseg.device.torch_internals import get_schema, get_storage_key, without_dispatch
 from volseg.forecast.kernel_work import list_tensors
 
 __all__ = ["KnownValues"]

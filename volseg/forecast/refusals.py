@@ -7,7 +7,8 @@ from types import TracebackType
 
 from torch import nn
 
-from volseg.device.torch_internals import UNFOLLOWABLE, Loss
+from volseg.device.fake_internals import UNFOLLOWABLE
+from volseg.device.module_internals import Loss
 from volseg.errors import FollowError, VolsegError
 
 __all__ = ["explaining_refusals"]

@@ -23,7 +23,6 @@ __all__ = [
     "StepTimes",
     "find_host_seconds",
     "find_pipeline_seconds",
-    "find_seconds",
     "find_times",
 ]
 
@@ -72,25 +71,6 @@ class _DeviceTimes:
     communication: float
     host: float
     host_forward: float
-
-
-def find_seconds(
-    traces: Sequence[StepTrace],
-    gpu: GpuKind,
-    links: Links,
-    *,
-    recorded: bool | None = None,
-    stages: bool = False,
-    micro_batches: int = 1,
-) -> float:
-    """Return the seconds of a step; see ``find_times``.
-
-    Parameters
-    ----------
-    traces, gpu, links, recorded, stages, micro_batches
-        See ``find_times``.
-    """
-    return find_times(traces, gpu, links, recorded=recorded, stages=stages, micro_batches=micro_batches).seconds
 
 
 def find_times(

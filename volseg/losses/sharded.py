@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volseg.losses.dice_cross_entropy import check_shapes, compute_loss, dice_cross_entropy, read_at_grid, sum_classes
 from volseg.losses.known_voxels import check_outputs, compute_known_loss, known_dice_cross_entropy, sum_known
-from volseg.parallel.spatial.operators.pointwise import cut_like
+from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.operators.resize import interpolate
 from volseg.parallel.spatial.plan.shards import bounds
 from volseg.parallel.spatial.table import sharded_form

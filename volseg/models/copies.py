@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from volseg.device.torch_internals import get_buffers, get_parameters
+from volseg.device.module_internals import get_buffers, get_parameters
 
 __all__ = ["run_on_copies"]
 

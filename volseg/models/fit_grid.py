@@ -7,7 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
-from volseg.device.torch_internals import BUFFERS, MODULES, NOT_PERSISTENT, PARAMETERS
+from volseg.device.module_internals import (
+    BUFFERS,
+    MODULES,
+    NOT_PERSISTENT,
+    PARAMETERS,
+)
 from volseg.models.grids import GridRule, grid_rule
 
 __all__ = ["FitGrid"]

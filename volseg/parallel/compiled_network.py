@@ -26,19 +26,21 @@ from torch.overrides import handle_torch_function, has_torch_function
 from volseg.device import compiler_internals
 from volseg.device.first_order import refuse_forward_mode
 from volseg.device.graph import without_cached_casts
-from volseg.device.pretended import is_pretended
-from volseg.device.torch_internals import (
+from volseg.device.module_internals import (
     BUFFERS,
     HOOKS_OF_ALL_MODULES,
     MODULES,
     NOT_PERSISTENT,
     PARAMETERS,
-    count_dispatch_modes,
-    find_transform,
     get_backward_hooks,
     get_backward_pre_hooks,
     get_forward_hooks,
     get_forward_pre_hooks,
+)
+from volseg.device.pretended import is_pretended
+from volseg.device.torch_internals import (
+    count_dispatch_modes,
+    find_transform,
     left_out_of_compilation,
     tree_flatten,
     tree_leaves,

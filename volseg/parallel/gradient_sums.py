@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from volseg.device.first_order import first_order
 from volseg.device.graph import describe_plain
+from volseg.device.module_internals import get_parameters
 from volseg.device.pretended import find_address, is_gpu
 from volseg.device.streams import find_current_stream, make_stream, on_stream
-from volseg.device.torch_internals import accept_gradients_of_other_streams, get_parameters
+from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets, flatten, split_like
 from volseg.parallel.fixed_order import sum_in_order

@@ -25,15 +25,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from volseg.device.first_order import refuse_forward_mode
-from volseg.device.torch_internals import (
+from volseg.device.module_internals import (
     BUFFERS,
     MODULES,
     NOT_PERSISTENT,
     PARAMETERS,
     apply_to_tensors,
-    left_out_of_compilation,
     load_from_state_dict,
 )
+from volseg.device.torch_internals import left_out_of_compilation
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
 from volseg.parallel.devices import list_gpus, name_devices, require_visible
 from volseg.parallel.pipeline import Pipeline

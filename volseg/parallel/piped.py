@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from volseg.device.module_internals import NormBase
 from volseg.device.pretended import find_pretended
-from volseg.device.torch_internals import NormBase
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.followed_replicas import FollowedReplicas

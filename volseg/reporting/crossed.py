@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +10,15 @@ from typing import Any
 
 import yaml
 
-from volseg.commands import spell
 from volseg.reporting.composing import Composer
 from volseg.reporting.content import (
     Block,
     Chart,
     Charts,
     Code,
-    Commands,
     Items,
     Line,
     ReportContent,
-    Section,
     Shares,
     Text,
     TextTable,
@@ -32,8 +28,7 @@ from volseg.reporting.needed import add_spans
 from volseg.reporting.published import tabulate_published
 from volseg.reporting.reading import RunRecord, Scores, read_json, read_run, read_scores
 from volseg.reporting.run import find_state, name_components, show_cases, tell_environment
-from volseg.reporting.words import format_duration, format_value, list_sections, tell_when
-from volseg.version import __version__
+from volseg.reporting.words import format_duration, format_value
 
 __all__ = ["RESULTS", "CrossedRecord", "describe_crossed", "find_fold_folders", "read_crossed"]
 
@@ -94,24 +89,18 @@ def describe_crossed(record: CrossedRecord) -> ReportContent:
             lambda: tell_environment(record.results.get("environment") or (first.environment if first else {})),
         ),
     ]
-    commands = [(what, spell(line)) for what, line in _list_commands(record)]
     subtitle = compose.attempt("What was trained", lambda: _name_training(record, config, first), "Cross-validation")
     state = compose.attempt("How many folds are done", lambda: _find_state(record, whole), "state unknown")
     headline = compose.attempt("The headline", lambda: _make_headline(record, whole), list[tuple[str, str]]())
     name = compose.attempt("The name", lambda: config.get("name"), None)
-    return ReportContent(
+    return compose.finish(
+        record.folder,
         title=str(record.folder.name if name is None else name),
         subtitle=subtitle,
         state=state,
         headline=headline,
-        sections=list_sections(
-            [
-                *sections,
-                Section(title="Not shown", blocks=[Items(record.missing)] if record.missing else []),
-                Section(title="Next", blocks=[Commands(commands)]),
-            ]
-        ),
-        written=f"Written {tell_when(time.time())} by volseg {__version__} from {record.folder}",
+        sections=sections,
+        commands=_list_commands(record),
     )
 
 

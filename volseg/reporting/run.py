@@ -1,36 +1,31 @@
 """What is said of one run."""
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from volseg.commands import spell
 from volseg.reporting.composing import Composer
 from volseg.reporting.content import (
     Block,
     Chart,
     Charts,
     Code,
-    Commands,
     Items,
     Line,
     NamedValues,
     Picture,
     Pictures,
     ReportContent,
-    Section,
     Text,
 )
 from volseg.reporting.judged import choose_extremes, name_metric, tell_scores
 from volseg.reporting.needed import tell_kernels, tell_memory, tell_time
 from volseg.reporting.published import tabulate_published
 from volseg.reporting.reading import RunRecord, Scores
-from volseg.reporting.words import format_duration, format_value, list_sections, tell_when
-from volseg.version import __version__
+from volseg.reporting.words import format_duration, format_value, tell_when
 
 __all__ = ["describe_run", "find_state", "name_components", "show_cases", "tell_environment"]
 
@@ -82,20 +77,14 @@ def describe_run(record: RunRecord, state: str | None = None) -> ReportContent:
     ]
     subtitle = compose.attempt("What was trained", lambda: _name_training(record), "A training")
     headline = compose.attempt("The headline", lambda: _make_headline(record), list[tuple[str, str]]())
-    commands = [(what, spell(line)) for what, line in _list_commands(record, state)]
-    return ReportContent(
+    return compose.finish(
+        record.folder,
         title=str(record.config.get("name", record.folder.name)),
         subtitle=subtitle,
         state=state,
         headline=headline,
-        sections=list_sections(
-            [
-                *sections,
-                Section(title="Not shown", blocks=[Items(record.missing)] if record.missing else []),
-                Section(title="Next", blocks=[Commands(commands)]),
-            ]
-        ),
-        written=f"Written {tell_when(time.time())} by volseg {__version__} from {record.folder}",
+        sections=sections,
+        commands=_list_commands(record, state),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.config.registry import Registry
-from volseg.device.torch_internals import Loss
+from volseg.device.module_internals import Loss
 from volseg.errors import BatchFieldError, ConfigError
 from volseg.losses.monai import DiceCELoss
 from volseg.losses.targets import Targets

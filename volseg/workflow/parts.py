@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from volseg.config.nearest import did_you_mean
-from volseg.device.torch_internals import NormBase
+from volseg.device.module_internals import NormBase
 from volseg.errors import ConfigError
 
 __all__ = ["find_frozen_norms", "freeze_parts", "group_parameters", "match_parameters"]

@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 
 from volseg.data.augmented import EpochBatches, remaining_batches
 from volseg.data.cases import Batch
-from volseg.errors import BatchFieldError, ConfigError
+from volseg.errors import ConfigError
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
+from volseg.workflow.epoch_clock import EpochClock
 from volseg.workflow.epoch_losses import CHECK_EVERY, EpochLosses
+from volseg.workflow.given_batches import count_batches, count_voxels, to_device
 from volseg.workflow.glimpse import Glimpse
 from volseg.workflow.hooks import Hook
 from volseg.workflow.interrupts import StopRequested
@@ -173,7 +175,7 @@ class Training:
             look=lambda losses: self._losses.require_finite(losses),
         )
         self.average = WeightAverage(self.network, average_decay) if average_decay else None
-        self.num_batches = _count(batches)
+        self.num_batches = count_batches(batches)
         steps_per_epoch = -(-self.num_batches // accumulate)
         self.schedule = Schedule(optimizer, schedule, steps=epochs * steps_per_epoch, warmup=warmup)
 
@@ -185,8 +187,7 @@ class Training:
         self._stop_reason: str | None = None
         self._losses = self._new_losses()
         self._glimpse = Glimpse()
-        self._seconds = self._seconds_waited = 0.0  # of this epoch, over all interruptions
-        self._turned = time.perf_counter()  # when they were counted last
+        self._clock = EpochClock()
         self._stopping = Stopping(self.device)
 
     @property
@@ -202,7 +203,7 @@ class Training:
     @property
     def seconds_of_epoch(self) -> tuple[float, float]:
         """Seconds of the epoch that is not ended yet, over all interruptions, and those of them spent waiting."""
-        return self._seconds, self._seconds_waited
+        return self._clock.seconds, self._clock.waited
 
     @property
     def is_between_steps(self) -> bool:
@@ -252,37 +253,26 @@ class Training:
         self.model.train()
         self.step.check_replicas()
         self._stopping.interval.begin()
-        self._turned = time.perf_counter()
+        self._clock.begin()
         try:
             batches = remaining_batches(self.batches, self.epoch, self.position)
             while True:
                 self._report_batch()  # a batch augmented on a GPU is part of a step
-                asked = self._count_seconds()
-                batch = next(batches, None)
-                self._seconds_waited += self._count_seconds() - asked
+                with self._clock.waiting():
+                    batch = next(batches, None)
                 if batch is None:
                     break
-                self._train_batch(self._on_device(batch))
+                self._train_batch(to_device(batch, self.device))
                 self._stopping.interval.count()
                 if self._stopping.interval.is_due and self.is_between_steps and self._look():
                     break
             self._look_at_losses()
         finally:
-            self._count_seconds()
+            self._clock.count()
 
     def _report_batch(self) -> None:
         """Say which batch is next; of an epoch whose batches are done, its last one."""
         report_progress("train", self.epoch + 1, min(self.position + 1, self.num_batches))
-
-    def _count_seconds(self) -> float:
-        """Add to the epoch's seconds what went by since they were counted last; return the time of now.
-
-        Whoever asks in the middle of an epoch, a checkpoint or the end by an error, must not find the seconds spent
-        waiting there without those in which they lie.
-        """
-        before, self._turned = self._turned, time.perf_counter()
-        self._seconds += self._turned - before
-        return self._turned
 
     def _train_batch(self, batch: Batch) -> None:
         """Forward, loss, backward; an optimizer step when enough batches are gathered."""
@@ -294,7 +284,8 @@ class Training:
         losses = self.step(tensors, gathered=self._group_size(), completes=completes)
         self._losses.add(losses, self.step.gradient_norm if completes else None)
         self.latest_losses = self._glimpse.exchange(losses) or self.latest_losses
-        self.voxels_per_batch = self._count_voxels(tensors.get("image"))
+        samples = self.step.batch_size if self.step.replicated is not None else None
+        self.voxels_per_batch = count_voxels(tensors.get("image"), samples)
         self.position += 1
         if completes:
             self.schedule.step()
@@ -302,20 +293,13 @@ class Training:
                 self.average.update()
         if self._losses.is_due:
             self._look_at_losses()
-        self._count_seconds()
+        self._clock.count()
         self._emit("on_batch_end", {**batch, **losses})
 
     def _group_size(self) -> int:
         """Return how many batches share the current optimizer step; the last group of an epoch may be a short one."""
         left = self.num_batches - self.position + self.position % self.accumulate
         return min(self.accumulate, left) if left > 0 else self.accumulate  # an iterable may exceed its length
-
-    def _count_voxels(self, image: Tensor | None) -> int | None:
-        """Return the voxels of a batch, of which this process may have some of the samples only."""
-        if image is None or image.ndim < 3:
-            return None
-        samples = self.step.batch_size if self.step.replicated is not None else None
-        return (samples or image.shape[0]) * math.prod(image.shape[2:])
 
     def _close_epoch(self) -> bool:
         """Validate where it is due, write the record, tell the hooks; return False if a signal stopped the validation.
@@ -337,20 +321,20 @@ class Training:
             epoch=self.epoch,
             losses=self._losses.compute_means(),
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-            seconds=self._seconds,
-            seconds_waited=self._seconds_waited,
+            seconds=self._clock.seconds,
+            seconds_waited=self._clock.waited,
             score=outcome.score if outcome else None,
             scores=dict(outcome.scores) if outcome else {},
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
             batches=self.position,
             seconds_validating=time.perf_counter() - begin if outcome else 0.0,
-            voxels_per_second=_find_speed(self.voxels_per_batch, self.position, self._seconds),
+            voxels_per_second=_find_speed(self.voxels_per_batch, self.position, self._clock.seconds),
             gradient_norm=self._losses.compute_mean_norm(),
         )
         self.history.append(record)
         self.epoch, self.position = self.epoch + 1, 0
         self._losses = self._new_losses()
-        self._seconds = self._seconds_waited = 0.0
+        self._clock = EpochClock()
         best = -math.inf if self.best is None or self.best.score is None else self.best.score
         if record.score is not None and record.score > best:  # a score of NaN is never the best
             self.best = record
@@ -373,17 +357,6 @@ class Training:
             return validation()
         with self.average.applied():
             return validation()
-
-    def _on_device(self, batch: Batch) -> Batch:
-        if not isinstance(batch, Mapping):
-            raise BatchFieldError(
-                'a batch is a dict of fields such as {"image": (B, C, D, H, W), "label": (B, 1, D, H, W)}, got a '
-                f"{type(batch).__name__}; have the data set return a dict for each sample"
-            )
-        return {
-            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
-        }
 
     def _look(self) -> bool:
         """Look at what the device has done so far; tell whether a signal came, and choose when to look next."""
@@ -422,7 +395,7 @@ class Training:
             position=self.position,
             losses=tuple(self._losses.losses),
             cases=tuple(self._losses.cases),
-            seconds=(self._seconds, self._seconds_waited),
+            seconds=self.seconds_of_epoch,
             history=tuple(self.history),
             best=self.best,
         )
@@ -456,7 +429,7 @@ class Training:
         self.epoch, self.position = state.progress
         losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
         self._losses = self._new_losses(losses, state.cases)
-        self._seconds, self._seconds_waited = state.seconds
+        self._clock = EpochClock(*state.seconds)
         self.history, self.best = [*state.history], state.best
         with taking_over("random"):
             restore_random_state(state.random, self.network)
@@ -464,17 +437,3 @@ class Training:
 
 def _find_speed(voxels_per_batch: int | None, batches: int, seconds: float) -> float | None:
     return None if voxels_per_batch is None else voxels_per_batch * batches / max(seconds, 1e-9)
-
-
-def _count(batches: Any) -> int:
-    """Return how many batches an epoch has: the schedule, and where an epoch ends, follow from it."""
-    try:
-        count = len(batches)
-    except TypeError:
-        raise ConfigError(
-            f"batches need a length, the number of batches in an epoch, got a {type(batches).__name__}; pass a "
-            "DataLoader, a list, or an object with __len__ and __iter__"
-        ) from None
-    if count < 1:
-        raise ConfigError("batches are empty; an epoch needs one at least (a DataLoader may drop the last, short one)")
-    return count

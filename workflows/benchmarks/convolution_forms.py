@@ -25,16 +25,13 @@ from torch import Tensor
 
 from volseg.device import fusions
 from volseg.device.convolution import choice, padded, paired, stacks
+from volseg.device.convolution.forms import Direction, Groups, ZeroChannels
 from volseg.device.convolution.settings import Settings
 from volseg.forecast.calibration.cases import draw
 from volseg.forecast.calibration.kernels import time_calls, time_once
 from volseg.monitoring.environment import environment
 
-TABLES = {
-    "forward": choice.FORWARD,
-    "input gradient": choice.INPUT_GRADIENT,
-    "weight gradient": choice.WEIGHT_GRADIENT,
-}
+DIRECTIONS: tuple[Direction, ...] = ("forward", "input gradient", "weight gradient")
 
 HOPELESS = 3.0
 """A form that takes so many times torch's is timed once, and not recorded."""
@@ -139,7 +136,7 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Any]:
     """Return the microseconds of each form by direction, how far results are apart, and which forms failed."""
     found: dict[str, Any] = {"name": str(shape), "shape": shape, "us": {}, "difference": {}, "failed": {}}
     call = prepare(shape, device)
-    for direction in TABLES:
+    for direction in DIRECTIONS:
         times: dict[str, float] = {}
         apart: dict[str, float] = {}
         found["us"][direction], found["difference"][direction] = times, apart
@@ -169,12 +166,12 @@ def prepare(shape: Shape, device: torch.device) -> choice.ConvolutionCall:
     return choice.ConvolutionCall(slab, weight, None, settings, gradient)
 
 
-def list_forms(direction: str, call: choice.ConvolutionCall) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def list_forms(direction: Direction, call: choice.ConvolutionCall) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield the forms of a direction, torch's first."""
     slab, weight, _, settings, gradient = call
     assert gradient is not None
-    place = list(TABLES).index(direction)
-    yield "torch", partial(compute, call, place)
+    given = call if direction != "forward" else call._replace(gradient=None)
+    yield "torch", partial(compute, call, DIRECTIONS.index(direction))
     taps = weight.shape[2:]
     reach = tuple((side - 1) // 2 * step for side, step in zip(taps, settings.dilation, strict=True))
     if direction == "input gradient" and taps.numel() > 1 and settings.padding == reach:
@@ -182,16 +179,16 @@ def list_forms(direction: str, call: choice.ConvolutionCall) -> Iterator[tuple[s
     for name, voxels in (("pairs", 2), ("fours", 4)):
         fits = voxels * max(weight.shape[:2]) <= MOST_CHANNELS and taps.numel() > 1
         if fits and all(paired.can_group(volume, weight, settings, voxels) for volume in (slab, gradient)):
-            yield name, partial(compute_paired, call, place, voxels)
+            yield name, partial(choice.compute_in_form, Groups(voxels), direction, given)
     odd = [channels != padded.fill_up(channels) for channels in (weight.shape[1], weight.shape[0])]
     for name, inputs, outputs in (("padded in", 1, 0), ("padded out", 0, 1), ("padded both", 1, 1)):
         if (odd[0] or not inputs) and (odd[1] or not outputs):
-            yield name, partial(compute_padded, call, place, bool(inputs), bool(outputs))
-    given = call if place else call._replace(gradient=None)
+            form = ZeroChannels(bool(inputs), bool(outputs))
+            yield name, partial(choice.compute_in_form, form, direction, given)
     with fusions.without("pairs"):
-        kernel = choice.choose(TABLES[direction], given)
-    if kernel is not None:
-        yield kernel.name, partial(kernel.compute, given)
+        chosen = choice.choose(direction, given)
+    if chosen is not None:
+        yield chosen.name, chosen.compute
 
 
 def compute(call: choice.ConvolutionCall, place: int) -> Tensor:
@@ -210,26 +207,6 @@ def turn_round(gradient: Tensor, weight: Tensor, settings: Settings) -> Tensor:
     """Return the input's gradient as a forward convolution, of a kernel with odd sides that is padded by its reach."""
     turned = weight.flip(2, 3, 4).transpose(0, 1).contiguous(memory_format=torch.channels_last_3d)
     return stacks.convolve(gradient, turned, None, settings.arguments)
-
-
-def compute_paired(call: choice.ConvolutionCall, place: int, voxels: int) -> Tensor:
-    """Return the same over groups of voxels."""
-    slab, weight, _, settings, gradient = call
-    assert gradient is not None
-    if place == 0:
-        return paired.forward(slab, weight, None, settings, voxels)
-    form = paired.input_gradient if place == 1 else paired.weight_gradient
-    return form(gradient, slab, weight, settings, voxels)
-
-
-def compute_padded(call: choice.ConvolutionCall, place: int, inputs: bool, outputs: bool) -> Tensor:
-    """Return the same with channels of zeros."""
-    slab, weight, _, settings, gradient = call
-    assert gradient is not None
-    if place == 0:
-        return padded.forward(slab, weight, None, settings, inputs=inputs, outputs=outputs)
-    form = padded.input_gradient if place == 1 else padded.weight_gradient
-    return form(gradient, slab, weight, settings, inputs=inputs, outputs=outputs)
 
 
 def time_form(form: Callable[[], object], device: torch.device, hopeless: float | None) -> float:

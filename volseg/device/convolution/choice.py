@@ -1,10 +1,12 @@
 """Who computes which convolution, forward and backward: kernels of our own where they are the faster ones, else torch.
 
-Every rule stands here, in tables that are searched from the top; a kernel's own module knows how it computes, and its
-limits. Kernels of our own read channels that are last in memory and are asked for there only.
+Every rule stands here, in tables that are searched from the top, and behind them in that of ``forms``; a kernel's own
+module knows how it computes, and its limits. Kernels of our own read channels that are last in memory and are asked for
+there only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -13,18 +15,16 @@ from torch import Tensor
 
 from volseg.device import fusions, pretended, triton_tiles
 from volseg.device.convolution import depthwise, few_channels, few_taps, many_taps, one_voxel, padded, paired, stacks
-from volseg.device.convolution.padded_rules import Filled, find_filled
-from volseg.device.convolution.paired_rules import Direction, find_group
+from volseg.device.convolution.forms import Direction, Form, Groups, find_form
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 
 __all__ = [
-    "FORWARD",
-    "INPUT_GRADIENT",
-    "WEIGHT_GRADIENT",
+    "TABLES",
     "ConvolutionCall",
     "adds_bias",
     "choose",
+    "compute_in_form",
     "convolve",
     "differentiate",
     "is_depthwise",
@@ -44,12 +44,19 @@ class ConvolutionCall(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel of ours for the convolutions that ``suits`` says, or a form of our own that torch computes."""
+    """A kernel of ours, for the convolutions that ``suits`` says."""
 
     name: str
     suits: Callable[[ConvolutionCall], bool]
     compute: Callable[[ConvolutionCall], Tensor]
-    adds_bias: bool = True
+
+
+class Chosen(NamedTuple):
+    """What computes one convolution: a kernel of ours, or torch in another form than its own."""
+
+    name: str
+    compute: Callable[[], Tensor]
+    adds_bias: bool
     """In its own pass."""
 
 
@@ -158,146 +165,109 @@ def _differentiates_depthwise(call: ConvolutionCall) -> bool:
     return all(is_depthwise(volume, call.weight, call.settings) for volume in (call.slab, _given(call)))
 
 
-def _is_faster_in_groups(direction: Direction, call: ConvolutionCall) -> int:
-    """Return the voxels of the groups that were measured to be faster, 0 where there are none."""
+def _find_form(direction: Direction, call: ConvolutionCall) -> Form | None:
+    """Return the form of torch's convolution that was measured to be faster than torch's own, None where none was."""
     volume = call.slab if direction == "forward" else _given(call)
-    if not fusions.is_on("pairs") or not _is_plain(volume, call.weight, call.settings):
-        return 0
-    device = pretended.find_device(volume)
-    return find_group(direction, call.weight.shape, call.settings.dilation, _count_voxels(volume), device)
-
-
-def _find_group(direction: Direction, call: ConvolutionCall) -> int:
-    """Return the voxels of a group where ``paired`` computes a direction, else 0."""
-    group = _is_faster_in_groups(direction, call)
-    volumes = (call.slab,) if direction == "forward" else (call.slab, _given(call))
-    fits = group and all(paired.can_group(volume, call.weight, call.settings, group) for volume in volumes)
-    return group if fits else 0
-
-
-def _find_filled(direction: Direction, call: ConvolutionCall) -> Filled | None:
-    """Return which channels ``padded`` fills up with zeros, None where that was not measured to be faster."""
-    volume = call.slab if direction == "forward" else _given(call)
-    if not fusions.is_on("zero channels") or not _is_plain(volume, call.weight, call.settings):
+    if not _is_plain(volume, call.weight, call.settings):
         return None
-    device = pretended.find_device(volume)
-    return find_filled(direction, call.weight.shape, call.settings.dilation, _count_voxels(volume), device)
+    voxels, device = _count_voxels(volume), pretended.find_device(volume)
+    form = find_form(direction, call.weight.shape, call.settings.dilation, voxels, device)
+    return form if form is not None and fusions.is_on(_name(form)) else None
 
 
-def _fill(direction: Direction, call: ConvolutionCall) -> dict[str, bool]:
-    found = _find_filled(direction, call)
-    assert found is not None
-    return {"inputs": found.inputs, "outputs": found.outputs}
+def _can_take(form: Form, direction: Direction, call: ConvolutionCall) -> bool:
+    """Say whether the volumes lie in memory as a form reads them."""
+    if not isinstance(form, Groups):
+        return True
+    volumes = (call.slab,) if direction == "forward" else (call.slab, _given(call))
+    return all(paired.can_group(volume, call.weight, call.settings, form.voxels) for volume in volumes)
 
 
-FORWARD = (
-    Kernel(
-        "depthwise",
-        lambda call: is_depthwise(call.slab, call.weight, call.settings),
-        lambda call: depthwise.forward(call.slab, call.weight, call.bias, call.settings),
-    ),
-    Kernel(
-        "few channels",
-        _is_few_channels,
-        lambda call: few_channels.forward(call.slab, call.weight, call.bias, call.settings.padding),
-    ),
-    Kernel(
-        "few taps",
-        lambda call: _is_few_taps(call) and (call.bias is None or _has_own_taps(call.weight)),
-        lambda call: few_taps.forward(call.slab, call.weight, call.settings.padding, call.settings.stride, call.bias),
-    ),
-    Kernel(
-        "one voxel",
-        lambda call: is_one_voxel(call.slab, call.weight, call.settings) or _is_uneven_head(call),
-        lambda call: one_voxel.forward(call.slab, call.weight, call.bias),
-    ),
-    Kernel(
-        "many taps",
-        lambda call: _is_many_taps(call) and _count_voxels(call.slab) >= many_taps.FEWEST_VOXELS,
-        lambda call: many_taps.forward(call.slab, call.weight, call.bias, call.settings.padding),
-    ),
-    Kernel(
-        "pairs",
-        lambda call: _find_group("forward", call) > 0,
-        lambda call: paired.forward(call.slab, call.weight, call.bias, call.settings, _find_group("forward", call)),
-        adds_bias=False,
-    ),
-    Kernel(
-        "zero channels",
-        lambda call: _find_filled("forward", call) is not None,
-        lambda call: padded.forward(call.slab, call.weight, call.bias, call.settings, **_fill("forward", call)),
-        adds_bias=False,
-    ),
-)
-"""Of the output."""
+def _name(form: Form) -> str:
+    """Return a form's name among the fusions."""
+    return "pairs" if isinstance(form, Groups) else "zero channels"
 
-INPUT_GRADIENT = (
-    Kernel(
-        "depthwise",
-        _differentiates_depthwise,
-        lambda call: depthwise.input_gradient(_given(call), call.slab, call.weight, call.settings),
-    ),
-    Kernel(
-        "few channels",
-        lambda call: _is_few_channels(call) and _pads_less_than_kernel(call.weight, call.settings),
-        lambda call: few_channels.input_gradient(_given(call), call.weight, call.settings.padding),
-    ),
-    Kernel(
-        "pairs",
-        lambda call: _find_group("input gradient", call) > 0,
-        lambda call: paired.input_gradient(
-            _given(call), call.slab, call.weight, call.settings, _find_group("input gradient", call)
+
+def compute_in_form(form: Form, direction: Direction, call: ConvolutionCall) -> Tensor:
+    """Compute the output, or a gradient, in a form that may take it."""
+    module, arguments = paired if isinstance(form, Groups) else padded, form._asdict()
+    if direction == "forward":
+        return module.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
+    compute = module.input_gradient if direction == "input gradient" else module.weight_gradient
+    return compute(_given(call), call.slab, call.weight, call.settings, **arguments)
+
+
+TABLES: Mapping[Direction, Sequence[Kernel]] = {
+    "forward": (
+        Kernel(
+            "depthwise",
+            lambda call: is_depthwise(call.slab, call.weight, call.settings),
+            lambda call: depthwise.forward(call.slab, call.weight, call.bias, call.settings),
+        ),
+        Kernel(
+            "few channels",
+            _is_few_channels,
+            lambda call: few_channels.forward(call.slab, call.weight, call.bias, call.settings.padding),
+        ),
+        Kernel(
+            "few taps",
+            lambda call: _is_few_taps(call) and (call.bias is None or _has_own_taps(call.weight)),
+            lambda call: few_taps.forward(
+                call.slab, call.weight, call.settings.padding, call.settings.stride, call.bias
+            ),
+        ),
+        Kernel(
+            "one voxel",
+            lambda call: is_one_voxel(call.slab, call.weight, call.settings) or _is_uneven_head(call),
+            lambda call: one_voxel.forward(call.slab, call.weight, call.bias),
+        ),
+        Kernel(
+            "many taps",
+            lambda call: _is_many_taps(call) and _count_voxels(call.slab) >= many_taps.FEWEST_VOXELS,
+            lambda call: many_taps.forward(call.slab, call.weight, call.bias, call.settings.padding),
         ),
     ),
-    Kernel(
-        "zero channels",
-        lambda call: _find_filled("input gradient", call) is not None,
-        lambda call: padded.input_gradient(
-            _given(call), call.slab, call.weight, call.settings, **_fill("input gradient", call)
+    # But for ``one_voxel``, which computes both gradients in one pass: see ``differentiate``.
+    "input gradient": (
+        Kernel(
+            "depthwise",
+            _differentiates_depthwise,
+            lambda call: depthwise.input_gradient(_given(call), call.slab, call.weight, call.settings),
+        ),
+        Kernel(
+            "few channels",
+            lambda call: _is_few_channels(call) and _pads_less_than_kernel(call.weight, call.settings),
+            lambda call: few_channels.input_gradient(_given(call), call.weight, call.settings.padding),
         ),
     ),
-)
-"""Of the input's gradient, but for ``one_voxel``: see ``differentiate``."""
-
-WEIGHT_GRADIENT = (
-    Kernel(
-        "depthwise",
-        _differentiates_depthwise,
-        lambda call: depthwise.weight_gradient(_given(call), call.slab, call.weight, call.settings),
-    ),
-    Kernel(
-        "few taps",
-        _is_few_taps,
-        lambda call: few_taps.weight_gradient(
-            _given(call), call.slab, call.weight, call.settings.padding, call.settings.stride
+    "weight gradient": (
+        Kernel(
+            "depthwise",
+            _differentiates_depthwise,
+            lambda call: depthwise.weight_gradient(_given(call), call.slab, call.weight, call.settings),
+        ),
+        Kernel(
+            "few taps",
+            _is_few_taps,
+            lambda call: few_taps.weight_gradient(
+                _given(call), call.slab, call.weight, call.settings.padding, call.settings.stride
+            ),
+        ),
+        Kernel(
+            "few channels out",
+            _is_few_out,
+            lambda call: few_taps.weight_gradient_of_few_out(
+                _given(call), call.slab, call.weight, call.settings.padding
+            ),
+        ),
+        Kernel(
+            "many taps",
+            _is_many_taps,
+            lambda call: many_taps.weight_gradient(_given(call), call.slab, call.weight, call.settings.padding),
         ),
     ),
-    Kernel(
-        "few channels out",
-        _is_few_out,
-        lambda call: few_taps.weight_gradient_of_few_out(_given(call), call.slab, call.weight, call.settings.padding),
-    ),
-    Kernel(
-        "many taps",
-        _is_many_taps,
-        lambda call: many_taps.weight_gradient(_given(call), call.slab, call.weight, call.settings.padding),
-    ),
-    Kernel(
-        "pairs",
-        lambda call: _find_group("weight gradient", call) > 0,
-        lambda call: paired.weight_gradient(
-            _given(call), call.slab, call.weight, call.settings, _find_group("weight gradient", call)
-        ),
-    ),
-    Kernel(
-        "zero channels",
-        lambda call: _find_filled("weight gradient", call) is not None,
-        lambda call: padded.weight_gradient(
-            _given(call), call.slab, call.weight, call.settings, **_fill("weight gradient", call)
-        ),
-    ),
-)
-"""Of the weight's gradient. ``one_voxel`` computes that of the input in the same pass: see ``differentiate``."""
+}
+"""By what is computed, without those of ``forms``."""
 
 
 def _given(call: ConvolutionCall) -> Tensor:
@@ -305,9 +275,15 @@ def _given(call: ConvolutionCall) -> Tensor:
     return call.gradient
 
 
-def choose(kernels: Sequence[Kernel], call: ConvolutionCall) -> Kernel | None:
-    """Return the first kernel that takes the convolution, or None where torch's are the faster ones."""
-    return next((kernel for kernel in kernels if kernel.suits(call)), None)
+def choose(direction: Direction, call: ConvolutionCall) -> Chosen | None:
+    """Return who computes a convolution faster than torch does, None where nobody is known to."""
+    for kernel in TABLES[direction]:
+        if kernel.suits(call):
+            return Chosen(kernel.name, partial(kernel.compute, call), adds_bias=True)
+    form = _find_form(direction, call)
+    if form is None or not _can_take(form, direction, call):
+        return None
+    return Chosen(_name(form), partial(compute_in_form, form, direction, call), adds_bias=False)
 
 
 def adds_bias(slab: Tensor, weight: Tensor, settings: Settings, channels_last: bool) -> bool:
@@ -321,8 +297,8 @@ def adds_bias(slab: Tensor, weight: Tensor, settings: Settings, channels_last: b
     if not channels_last:
         return False
     call = ConvolutionCall(slab, weight, weight.new_empty(weight.shape[0], device="meta"), settings)
-    kernel = choose(FORWARD, call)
-    return kernel is not None and kernel.adds_bias
+    chosen = choose("forward", call)
+    return chosen is not None and chosen.adds_bias
 
 
 def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, channels_last: bool) -> Tensor:
@@ -340,9 +316,9 @@ def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settin
     if not channels_last:
         return stacks.convolve(slab, weight, bias, settings.arguments)
     call = ConvolutionCall(slab, weight, bias, settings)
-    kernel = choose(FORWARD, call)
-    if kernel is not None:
-        return kernel.compute(call)
+    chosen = choose("forward", call)
+    if chosen is not None:
+        return chosen.compute()
     result = stacks.convolve(slab, weight, bias, settings.arguments)
     # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
     return in_layout(result, channels_last=True)
@@ -386,9 +362,10 @@ def differentiate(
             each = one_voxel.backward(gradient, slab, weight, needs_input=needed[0])
             return [value if wanted else None for value, wanted in zip(each, needed, strict=True)]
         call = ConvolutionCall(slab, weight, None, settings, gradient)
-        for place, table in enumerate((INPUT_GRADIENT, WEIGHT_GRADIENT)):
-            kernel = choose(table, call) if needed[place] else None
-            found[place] = None if kernel is None else kernel.compute(call)
+        directions: tuple[Direction, ...] = ("input gradient", "weight gradient")
+        for place, direction in enumerate(directions):
+            chosen = choose(direction, call) if needed[place] else None
+            found[place] = None if chosen is None else chosen.compute()
     rest = [wanted and value is None for wanted, value in zip(needed, found, strict=True)]
     if rest == [False, False, True]:  # as torch would, whose function takes its gradients for a convolution's
         found[2] = gradient.sum([dim for dim in range(gradient.ndim) if dim != 1])

@@ -2,7 +2,7 @@
 
 cuDNN's fast kernels take channels in blocks: on an H200 a convolution of 48 channels to 48 took twice as long as one of
 64 to 64. With rows of zeros in the weight the output has more channels than were asked for, and is taken as a slice of
-them; with columns of zeros the input is copied into a volume of more channels. Which convolutions: ``padded_rules``.
+them; with columns of zeros the input is copied into a volume of more channels. Which convolutions: ``forms``.
 
 What is not finite reaches no further than in the convolution itself: zeros of the weight meet added channels, which are
 zeros, or make outputs that are dropped.

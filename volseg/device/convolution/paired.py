@@ -11,7 +11,7 @@ channels, which fill the tiles of cuDNN's kernels, with an expanded weight::
         output voxel b = 1                   .  .    w0 w1  w2 .
 
 ``T`` groups on each side hold the kernel's reach. Half of the products or more are with zeros, but cuDNN takes as long
-for 16 channels as for 32: where that was measured to win stands in ``paired_rules``.
+for 16 channels as for 32: where that was measured to win stands in ``forms``.
 
 The weight's gradient is that of ``V``, of which each tap of ``w`` has ``f`` entries, which are added up: no sum has a
 term that is not in torch's. Forward, and in the input's gradient, the zeros of ``V`` are products: an infinite voxel

@@ -1,6 +1,10 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""The passes over the voxels of a norm plus something else in Triton: see ``addition``."""
+"""The passes over the voxels of a norm plus something else in Triton: see ``addition``.
+
+Kernels apart from those of a norm alone (``passes``), with which they share what is computed of a voxel. As one, a norm
+alone would be launched with the second term's arguments as well, and its sums would load scale and shift in their loop.
+"""
 
 import torch
 from torch import Tensor

@@ -217,12 +217,8 @@ def _list_ours(slab: Tensor, weight: Tensor, settings: Settings, gradient: Tenso
     """List what ``device.convolution.choice`` computes by kernels of our own."""
     dtype = slab.dtype
     call = choice.ConvolutionCall(slab, weight, None, settings)
-    if (kernel := choice.choose(choice.FORWARD, call)) is not None:
-        forward = kernel
-        yield (
-            count_run(FORWARD[forward.name], dtype, (slab, weight, gradient), True, flops),
-            lambda: forward.compute(call),
-        )
+    if (forward := choice.choose("forward", call)) is not None:
+        yield count_run(FORWARD[forward.name], dtype, (slab, weight, gradient), True, flops), forward.compute
     if choice.is_one_voxel(gradient, weight, settings):
         gradient = gradient.contiguous()  # as a loss gives it
         yield (
@@ -233,12 +229,9 @@ def _list_ours(slab: Tensor, weight: Tensor, settings: Settings, gradient: Tenso
         )
         return
     behind = call._replace(gradient=gradient)
-    if (kernel := choice.choose(choice.WEIGHT_GRADIENT, behind)) is not None:
-        backward = kernel
-        yield (
-            count_run(WEIGHT_GRADIENT[backward.name], dtype, (gradient, slab, weight, weight), True, flops),
-            lambda: backward.compute(behind),
-        )
+    if (backward := choice.choose("weight gradient", behind)) is not None:
+        run = count_run(WEIGHT_GRADIENT[backward.name], dtype, (gradient, slab, weight, weight), True, flops)
+        yield run, backward.compute
 
 
 def list_convolutions() -> Iterator[RateCase]:

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from volseg.device.norm import passes, statistics
 from volseg.device.norm.activation import Activation
-from volseg.device.torch_internals import norm_batch, norm_batch_backward, softmax, softmax_backward
+from volseg.device.torch_internals import (
+    norm_batch,
+    norm_batch_backward,
+    softmax,
+    softmax_backward,
+)
 from volseg.forecast.calibration.cases import LAYOUTS, Layout, Prepared, RateCase, bind, count_run, draw, name_layout
 
 __all__ = ["list_passes", "prepare_passes"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from volseg.device.torch_internals import get_version, tree_leaves, without_subclass_overrides
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.gathered import volumes
-from volseg.parallel.spatial.operators.pointwise import rewrap, run_local
+from volseg.parallel.spatial.operators.operands import rewrap, run_local
 
 __all__ = ["no_script", "pointwise_function"]
 

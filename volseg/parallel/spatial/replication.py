@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from volseg.device.module_internals import get_buffers, get_parameters
 from volseg.device.pretended import find_readable, host_values, is_pretended
-from volseg.device.torch_internals import get_buffers, get_parameters
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets, read_layout
 

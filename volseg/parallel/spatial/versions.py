@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from torch import Size, Tensor
 
-from volseg.device.torch_internals import FakeTensor, get_version, without_subclass_overrides
+from volseg.device.fake_internals import FakeTensor
+from volseg.device.torch_internals import get_version, without_subclass_overrides
 from volseg.errors import UnsupportedOperatorError
 
 __all__ = ["Kept", "Unchanged", "Watched", "keep", "take"]

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from volseg.device.torch_internals import BUFFERS, PARAMETERS, get_buffers, get_parameters, get_version
+from volseg.device.module_internals import (
+    BUFFERS,
+    PARAMETERS,
+    get_buffers,
+    get_parameters,
+)
+from volseg.device.torch_internals import get_version
 from volseg.errors import ParallelError
 
 __all__ = ["Remembered", "is_scripted", "remember"]

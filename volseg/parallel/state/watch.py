@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from volseg.device.pretended import find_address
-from volseg.device.torch_internals import (
+from volseg.device.module_internals import (
     BACKWARD_HOOKS,
     BACKWARD_PRE_HOOKS,
     BUFFERS,
@@ -30,6 +29,7 @@ from volseg.device.torch_internals import (
     PARAMETERS,
     get_modules,
 )
+from volseg.device.pretended import find_address
 from volseg.parallel.state.description import (
     Description,
     Same,

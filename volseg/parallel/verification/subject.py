@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from volseg.device.torch_internals import DropoutNd, NormBase, get_buffers
+from volseg.device.module_internals import DropoutNd, NormBase, get_buffers
 from volseg.errors import GridError, ParallelError
 from volseg.parallel.devices import list_gpus
 from volseg.parallel.state.random import seeded

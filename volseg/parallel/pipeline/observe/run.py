@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from volseg.device.torch_internals import (
+from volseg.device.module_internals import (
     BACKWARD_HOOKS,
     BACKWARD_PRE_HOOKS,
     FORWARD_HOOKS,
@@ -26,11 +26,13 @@ from volseg.device.torch_internals import (
     FORWARD_HOOKS_WITH_KWARGS,
     FORWARD_PRE_HOOKS,
     FORWARD_PRE_HOOKS_WITH_KWARGS,
-    find_backward_pass,
     get_backward_hooks,
     get_backward_pre_hooks,
     get_forward_hooks,
     get_forward_pre_hooks,
+)
+from volseg.device.torch_internals import (
+    find_backward_pass,
     get_version,
     is_transformed,
     unwrap_transformed,

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device.graph import describe_inputs, describe_plain, read_modes
+from volseg.device.module_internals import get_backward_hooks
 from volseg.device.pretended import find_pretended, is_gpu, note_mark, release_cache
 from volseg.device.record_policy import Kind, Recordings
-from volseg.device.torch_internals import count_dispatch_modes, get_backward_hooks, get_storage_key, pytree
+from volseg.device.torch_internals import count_dispatch_modes, get_storage_key, pytree
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch
 from volseg.parallel.pipeline.observe import run as runs

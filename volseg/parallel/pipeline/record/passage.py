@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import TorchDispatchMode, find_saved_tensors_hooks, find_transform, get_version
+from volseg.device.torch_internals import (
+    TorchDispatchMode,
+    find_saved_tensors_hooks,
+    find_transform,
+    get_version,
+)
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.flow.placement import Location, PlacedRun, Placement
 from volseg.parallel.pipeline.flow.statistics import RunningStatistics

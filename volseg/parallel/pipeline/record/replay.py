@@ -17,7 +17,13 @@ from torch import Tensor
 
 from volseg.device.first_order import first_order
 from volseg.device.streams import find_current_stream
-from volseg.device.torch_internals import add_each, add_each_, multiply_each, pytree, zero_each_
+from volseg.device.torch_internals import (
+    add_each,
+    add_each_,
+    multiply_each,
+    pytree,
+    zero_each_,
+)
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.flow.transfer import copy_into, wait_for_departures
 from volseg.parallel.pipeline.micro_batch import Call

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from volseg.device import attention, fusions
 from volseg.device.attention import Addend
+from volseg.device.fake_internals import FakeTensor
 from volseg.device.first_order import first_order
-from volseg.device.torch_internals import FakeTensor
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.recipe import Recipe, outline_slab

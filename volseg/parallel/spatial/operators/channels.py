@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.spatial.lazy.attention import soften, waits
-from volseg.parallel.spatial.operators.pointwise import elementwise, pointwise, rewrap, run_local
+from volseg.parallel.spatial.operators.operands import elementwise, rewrap, run_local
+from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.operators.reductions import HALF, extremes, norm, over_dims
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse

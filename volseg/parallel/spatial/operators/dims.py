@@ -11,7 +11,7 @@ from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
 from volseg.parallel.spatial.lazy.attention import reshape_scores, waits
 from volseg.parallel.spatial.lazy.repeated import repeat_later
-from volseg.parallel.spatial.operators.pointwise import cut_like
+from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.plan.shards import Merged, can_split, spans
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.spatial.operators.losses import legacy_reduction, reduced
-from volseg.parallel.spatial.operators.pointwise import elementwise
+from volseg.parallel.spatial.operators.operands import elementwise
 from volseg.parallel.spatial.operators.reductions import norm, over_dims
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume

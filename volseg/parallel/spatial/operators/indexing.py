@@ -15,7 +15,7 @@ from volseg.parallel.spatial.dispatch import Copied
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.operators.dims import say_gathered
 from volseg.parallel.spatial.operators.joins import cat
-from volseg.parallel.spatial.operators.pointwise import aligned, elementwise, rewrap, run_local
+from volseg.parallel.spatial.operators.operands import aligned, elementwise, rewrap, run_local
 from volseg.parallel.spatial.operators.slices import assign, expanded, is_basic, sliced, take_planes
 from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.table import handles, refuse

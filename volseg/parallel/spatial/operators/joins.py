@@ -10,8 +10,8 @@ from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.lazy.join import join_channels
+from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.operators.planes import clip
-from volseg.parallel.spatial.operators.pointwise import cut_like
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.table import handles
 from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.parallel.spatial.gathered import volumes
-from volseg.parallel.spatial.operators.pointwise import cut_like, elementwise
+from volseg.parallel.spatial.operators.operands import cut_like, elementwise
 from volseg.parallel.spatial.operators.reductions import over_dims
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse

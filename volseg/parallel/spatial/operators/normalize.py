@@ -20,7 +20,7 @@ from volseg.parallel.spatial.lazy.bias import take_without_bias
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
 from volseg.parallel.spatial.lazy.statistics import NormStatistics, Pooled, compute_statistics, take_statistics
 from volseg.parallel.spatial.operators.arguments import spatial_only
-from volseg.parallel.spatial.operators.pointwise import elementwise
+from volseg.parallel.spatial.operators.operands import elementwise
 from volseg.parallel.spatial.operators.reductions import moments
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap

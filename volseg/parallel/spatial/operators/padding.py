@@ -11,8 +11,8 @@ from volseg.device.pretended import host_values
 from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.operators.joins import cat
+from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, select_planes, sharded_windows
-from volseg.parallel.spatial.operators.pointwise import cut_like
 from volseg.parallel.spatial.operators.slices import take_planes
 from volseg.parallel.spatial.plan.windows import Strided, Window
 from volseg.parallel.spatial.table import handles, refuse

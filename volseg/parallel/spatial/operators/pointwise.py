@@ -1,6 +1,6 @@
 """Functions that look at one voxel at a time: run on each slab, operands brought to the same cut."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,19 +8,17 @@ from torch import Tensor
 
 from volseg.device import fusions, gating
 from volseg.device.first_order import first_order
-from volseg.device.torch_internals import tree_flatten, tree_unflatten
-from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
-from volseg.parallel.spatial.gathered import nested, run_gathered, volumes
+from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.lazy import attention
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
-from volseg.parallel.spatial.plan.shards import Merged
+from volseg.parallel.spatial.operators.operands import rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["aligned", "pointwise", "run_local"]
+__all__ = ["activation", "in_place", "pointwise", "where"]
 
 UNARY = [
     "abs",
@@ -212,79 +210,6 @@ SUMS_IN_PLACE: frozenset[Any] = frozenset({Tensor.add_, Tensor.__iadd__})
 CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 
 
-def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
-    """Return an operand of a broadcast as one value per slab of ``like``."""
-    if operand is like:
-        return list(like.slabs)
-    if not isinstance(operand, Tensor):
-        return [operand] * len(like.context.communicator.devices)
-    # Cut dims counted from the end, as broadcasting does.
-    wanted = [dim - like.ndim for dim in like.dims]
-    if isinstance(operand, ShardedVolume):
-        dims = [dim - operand.ndim for dim in operand.dims]
-        if dims == wanted and operand.sizes == like.sizes:
-            return list((operand if operand.merged == like.merged else relaid(operand, like.merged)).slabs)
-        operand = operand.full_tensor()
-    return _cut_or_spread(operand, wanted, like.sizes, like.context, like.merged)
-
-
-def _cut_or_spread(
-    operand: Tensor, wanted: Sequence[int], sizes: Sequence[int], context: Context, merged: Merged | None
-) -> list[Tensor]:
-    """Cut a whole operand along the dims (from the end) that it has; spread it where it is constant along all."""
-    present = [-dim <= operand.ndim and operand.shape[dim] == size for dim, size in zip(wanted, sizes, strict=True)]
-    if not any(present) or (operand.ndim == 0):
-        return context.spread(operand)
-    if not all(present):
-        # Cut along one of two axes, constant along the other: give it its full extent.
-        shape = list(operand.shape)
-        shape = [1] * max(0, -min(wanted) - operand.ndim) + shape
-        for dim, size in zip(wanted, sizes, strict=True):
-            shape[dim] = size
-        operand = operand.expand(shape)
-    return from_whole(operand, [dim + operand.ndim for dim in wanted], context, merged).slabs
-
-
-def run_local(
-    func: Callable, args: tuple, kwargs: dict[str, Any], like: ShardedVolume | None = None
-) -> tuple[ShardedVolume, list[Any]]:
-    """Run ``func`` on each slab with operands cut like ``like``; return it and the results.
-
-    By default it is the volume of most dims: those of the result.
-    """
-    leaves = [*args, *kwargs.values()]
-    if not any(map(nested, leaves)):
-
-        def call(row: Sequence[Any]) -> Any:
-            return func(*row[: len(args)], **dict(zip(kwargs, row[len(args) :], strict=True)))
-    else:
-        leaves, structure = tree_flatten((args, kwargs))
-
-        def call(row: Sequence[Any]) -> Any:
-            local_args, local_kwargs = tree_unflatten(list(row), structure)
-            return func(*local_args, **local_kwargs)
-
-    if like is None:
-        given = [leaf for leaf in leaves if isinstance(leaf, ShardedVolume)]
-        # A volume of extent one along a dim that another one cuts cannot exist: it would be whole.
-        like = given[0] if len(given) == 1 else max(given, key=lambda volume: volume.ndim)
-    columns = [aligned(leaf, like) for leaf in leaves]
-    results = [call(row) for row in zip(*columns, strict=True)]
-    return like, results
-
-
-def rewrap(like: ShardedVolume, results: list[Any]) -> Any:
-    """Return per-slab results (tensors, or tuples of them) as volumes."""
-    if isinstance(results[0], Tensor):
-        shift = results[0].ndim - like.ndim
-        return wrap(like, results, [dim + shift for dim in like.dims])
-    if isinstance(results[0], tuple | list):
-        parts = [rewrap(like, list(column)) for column in zip(*results, strict=True)]
-        kind = type(results[0])
-        return kind(parts)
-    return results[0]
-
-
 @handles("Pointwise arithmetic", *UNARY, "Tensor.__invert__", rehearse=False)
 @handles("Copies and conversions", *CONVERSIONS, rehearse=False)
 @handles("Pointwise arithmetic", *BINARY, broadcasts=True)
@@ -387,19 +312,3 @@ def where(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if len(args) + len(kwargs) < 3:
         return run_gathered(func, args, kwargs)
     return pointwise(func, args, kwargs)
-
-
-def elementwise(function: Callable, *operands: Any, **settings: Any) -> Any:
-    """Call a pointwise function on volumes from within a handler."""
-    if not volumes((operands, settings)):
-        return function(*operands, **settings)
-    like, results = run_local(function, operands, settings)
-    return rewrap(like, results)
-
-
-def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:
-    """Cut an ordinary tensor of the same grid."""
-    dims = [dim - like.ndim + whole.ndim for dim in like.dims]
-    if any(dim < 0 or whole.shape[dim] != size for dim, size in zip(dims, like.sizes, strict=True)):
-        refuse(f"an ordinary tensor of shape {tuple(whole.shape)} has another grid")
-    return from_whole(whole, dims, like.context, like.merged)

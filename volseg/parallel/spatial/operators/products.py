@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.parallel.spatial.lazy.attention import attend, score
-from volseg.parallel.spatial.operators.pointwise import elementwise
+from volseg.parallel.spatial.operators.operands import elementwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from volseg.device.pretended import find_readable, host_values, is_recording
 from volseg.parallel.spatial.context import Context
-from volseg.parallel.spatial.operators.pointwise import aligned, in_place, pointwise
+from volseg.parallel.spatial.operators.operands import aligned
+from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume, wrap

@@ -10,7 +10,8 @@ from torch import Tensor
 from volseg.device.first_order import first_order
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.operators.arguments import dims_of
-from volseg.parallel.spatial.operators.pointwise import aligned, elementwise, pointwise, run_local
+from volseg.parallel.spatial.operators.operands import aligned, elementwise, run_local
+from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from volseg.parallel.spatial.operators import normalize
-from volseg.parallel.spatial.operators.pointwise import rewrap
+from volseg.parallel.spatial.operators.operands import rewrap
 from volseg.parallel.spatial.table import handles_samples, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.operators.dims import insert_dim
+from volseg.parallel.spatial.operators.operands import aligned
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, sharded_windows
-from volseg.parallel.spatial.operators.pointwise import aligned
 from volseg.parallel.spatial.plan.windows import Strided
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse

@@ -1,0 +1,81 @@
+"""Every private name of torch's fake tensors, those without values, that this package relies on.
+
+As ``torch_internals`` has those of torch itself.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.optim import optimizer as _of_optimizers
+from torch.utils import _foreach_utils as _of_lists
+
+__all__ = [
+    "UNFOLLOWABLE",
+    "FakeTensor",
+    "FakeTensorMode",
+    "make_like_fake",
+    "quiet_fake_tensors",
+    "taking_lists",
+]
+
+UNFOLLOWABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What a tensor without values raises where a value is asked for, a size that follows from values, or an operator that
+nobody has described; ``func`` is the operator."""
+
+
+def make_like_fake(like: FakeTensor, memory: Tensor) -> FakeTensor:
+    """Return a tensor without values over a tensor of the meta device, of the mode and the device of another one.
+
+    As ``FakeTensor(mode, memory, device)``, which takes four times as long, mostly to write down that nothing is known.
+    """
+    made: FakeTensor = Tensor._make_subclass(  # type: ignore[attr-defined]
+        FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=like.fake_device
+    )
+    if like.fake_mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
+    made.__dict__.update(like.__dict__)
+    return made
+
+
+@contextmanager
+def taking_lists() -> Iterator[None]:
+    """Let optimizers and the norm of gradients take lists of tensors without values at once, as of a GPU's tensors."""
+    modules: tuple[Any, ...] = (_of_lists, _of_optimizers)
+    before = modules[0]._get_foreach_kernels_supported_devices
+    for module in modules:
+        module._foreach_supported_types.append(FakeTensor)
+        module._get_foreach_kernels_supported_devices = lambda: [*before(), "cpu"]
+    try:
+        yield
+    finally:
+        for module in modules:
+            module._foreach_supported_types.remove(FakeTensor)
+            module._get_foreach_kernels_supported_devices = before
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Let torch not log the traceback of an operator that refuses tensors without values: it is raised besides."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    logger.addFilter(_is_no_refusal)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_refusal)
+
+
+def _is_no_refusal(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")

@@ -1,0 +1,101 @@
+"""Every private name of torch's modules that this package relies on.
+
+As ``torch_internals`` has those of torch itself.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _of_all_modules
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+from torch.nn.modules.loss import _Loss as Loss
+
+__all__ = [
+    "BACKWARD_HOOKS",
+    "BACKWARD_PRE_HOOKS",
+    "BUFFERS",
+    "FORWARD_HOOKS",
+    "FORWARD_HOOKS_ALWAYS_CALLED",
+    "FORWARD_HOOKS_WITH_KWARGS",
+    "FORWARD_PRE_HOOKS",
+    "FORWARD_PRE_HOOKS_WITH_KWARGS",
+    "HOOKS_OF_ALL_MODULES",
+    "MODULES",
+    "NOT_PERSISTENT",
+    "PARAMETERS",
+    "POST_ACCUMULATE_GRAD_HOOKS",
+    "ConvNd",
+    "DropoutNd",
+    "Loss",
+    "NormBase",
+    "apply_to_tensors",
+    "get_backward_hooks",
+    "get_backward_pre_hooks",
+    "get_buffers",
+    "get_forward_hooks",
+    "get_forward_pre_hooks",
+    "get_modules",
+    "get_parameters",
+    "load_from_state_dict",
+    "swapping_by",
+]
+
+PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
+"""Attributes of a module: its own parameters, buffers and children by name, and the buffers that are not saved."""
+
+FORWARD_HOOKS, FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
+BACKWARD_HOOKS, BACKWARD_PRE_HOOKS = "_backward_hooks", "_backward_pre_hooks"
+"""Attributes of a module: its hooks by number; the backward ones None on a tensor without any."""
+
+FORWARD_HOOKS_WITH_KWARGS = "_forward_hooks_with_kwargs"
+FORWARD_PRE_HOOKS_WITH_KWARGS = "_forward_pre_hooks_with_kwargs"
+FORWARD_HOOKS_ALWAYS_CALLED = "_forward_hooks_always_called"
+"""Attributes of a module: which of its hooks want keywords, and which are called after a failure too."""
+
+POST_ACCUMULATE_GRAD_HOOKS = "_post_accumulate_grad_hooks"
+"""Attribute of a parameter: its hooks behind the sum of its gradient, by number, or None."""
+
+get_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
+get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
+get_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(MODULES)
+get_forward_hooks: Callable[[nn.Module], dict[int, Callable]] = attrgetter(FORWARD_HOOKS)
+get_forward_pre_hooks: Callable[[nn.Module], dict[int, Callable]] = attrgetter(FORWARD_PRE_HOOKS)
+get_backward_hooks: Callable[[Any], dict[int, Callable] | None] = attrgetter(BACKWARD_HOOKS)
+get_backward_pre_hooks: Callable[[Any], dict[int, Callable] | None] = attrgetter(BACKWARD_PRE_HOOKS)
+
+HOOKS_OF_ALL_MODULES: tuple[dict[int, Callable], ...] = (
+    _of_all_modules._global_forward_hooks,
+    _of_all_modules._global_forward_pre_hooks,
+    _of_all_modules._global_backward_hooks,
+    _of_all_modules._global_backward_pre_hooks,
+)
+"""Hooks that every module calls, as ``torch.nn.modules.module`` registers them."""
+
+
+def apply_to_tensors(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Replace parameters and buffers by what a function returns for them, as ``nn.Module.to`` and ``cuda`` do."""
+    return module._apply(*args, **kwargs)
+
+
+def load_from_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Load what a module itself owns, as ``nn.Module.load_state_dict`` asks of each of its modules."""
+    module._load_from_state_dict(*args, **kwargs)
+
+
+@contextmanager
+def swapping_by(swap: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Let ``nn.Module.to`` and its like change a parameter by ``swap(parameter, what it becomes)``."""
+    before, always = torch.utils.swap_tensors, torch.__future__.get_swap_module_params_on_conversion()
+    torch.utils.swap_tensors = swap
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = before
+        torch.__future__.set_swap_module_params_on_conversion(always)
