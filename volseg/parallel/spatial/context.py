@@ -178,10 +178,17 @@ class Context:
                 "the result"
             )
         increment_version(volume)
+        for other in self._take_waiting():
+            other.pending.settle_apart(other)
+
+    def write_waiting(self) -> None:
+        """Write what waits, before a tensor that it follows from loses its history."""
+        for other in self._take_waiting():
+            other.pending.settle(other)
+
+    def _take_waiting(self) -> list[Any]:
         waiting, self._waiting = self._waiting, []
-        for other in (reference() for reference in waiting):
-            if other is not None:
-                other.pending.settle_apart(other)
+        return [volume for reference in waiting if (volume := reference()) is not None]
 
     def say_once(self, message: str) -> None:
         """Warn about something that was done instead of what was asked, the first time."""
