@@ -328,7 +328,7 @@ def _is_gated(volume: Any, gate: Any) -> bool:
     alike = cut_alike and gate.shape == (volume.shape[0], 1, *volume.shape[2:]) and volume.dtype == gate.dtype
     # Outside of the network second derivatives may be asked for.
     fits = alike and volume.shape[1] > 1 and volume.numel() > 0 and volume.dtype.is_floating_point
-    return fits and volume.context.in_pass and _has_kernel(volume)
+    return fits and volume.context.in_network and _has_kernel(volume)
 
 
 def _has_kernel(volume: ShardedVolume) -> bool:
