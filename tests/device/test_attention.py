@@ -106,7 +106,7 @@ def test_kernels_equal_float64(
     query = draw(outer[0], rows, 2, outer[1], inner, dtype=dtype)[:, :, 1].transpose(1, 2)
     key, value = draw(*outer, inner, columns, dtype=dtype).mT, draw(*outer, columns, last, dtype=dtype)
     gradient = draw(*outer, rows, last, dtype=dtype)
-    assert attention.fits(query, key, last)
+    assert attention.fits(query, key, value)
     terms = make_terms(kinds, outer, sides)
     given = gradient, query, key, value, terms, inner**-0.5
     got = run(*given)
@@ -181,12 +181,21 @@ def test_sizes_that_do_not_fit() -> None:
     def outline(*shape: int) -> Tensor:
         return torch.empty(shape, device="meta")
 
-    assert attention.fits(outline(2, 3, 5, 128), outline(2, 3, 7, 128), 128)
-    assert not attention.fits(outline(2, 3, 5, 129), outline(2, 3, 7, 129), 16)
-    assert not attention.fits(outline(2, 3, 5, 16), outline(2, 3, 7, 16), 129)
-    assert not attention.fits(outline(2, 3, 0, 16), outline(2, 3, 7, 16), 16)
-    assert not attention.fits(outline(0, 3, 5, 16), outline(0, 3, 7, 16), 16)
-    assert not attention.fits(outline(1, 1, 2**16, 16), outline(1, 1, 2**15, 16), 16)
+    def fits(batch: int, heads: int, rows: int, columns: int, inner: int, last: int) -> bool:
+        query, key = outline(batch, heads, rows, inner), outline(batch, heads, columns, inner)
+        return attention.fits(query, key, outline(batch, heads, columns, last))
+
+    assert fits(2, 3, 5, 7, 128, 128)
+    assert not fits(2, 3, 5, 7, 129, 16)
+    assert not fits(2, 3, 5, 7, 16, 129)
+    assert not fits(2, 3, 0, 7, 16, 16)
+    assert not fits(2, 3, 5, 0, 16, 16)
+    assert not fits(0, 3, 5, 7, 16, 16)
+    assert not fits(1, 1, 2**16, 2**15, 16, 16)
+    assert fits(1, 8, 2**24 - 1, 16, 16, 16)
+    assert not fits(1, 8, 2**24, 16, 16, 16)  # of the result, whose rows hold all heads
+    assert not fits(1, 1, 2**24, 16, 128, 16)
+    assert attention.fits(outline(2, 5, 16), outline(2, 7, 16))
 
 
 def test_a_cpu_has_no_kernels() -> None:
@@ -229,7 +238,7 @@ class Windows(nn.Module):
 def test_a_network_trains_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the operators that a network calls, in half precision."""
     if INTERPRETED:  # of a GPU's path, by tensors of a CPU
-        monkeypatch.setattr("volseg.parallel.spatial.lazy.attention._has_kernel", lambda slab: slab.dtype.itemsize == 2)
+        monkeypatch.setattr("volseg.parallel.spatial.lazy.scores._has_kernel", lambda slab: slab.dtype.itemsize == 2)
     calls: list[int] = []
     attend = attention.attend
     monkeypatch.setattr(attention, "attend", lambda *given: (calls.append(1), attend(*given))[1])

@@ -69,11 +69,22 @@ def takes(tensor: Tensor) -> bool:
     return on_gpu(tensor) and tensor.dtype in (torch.float16, torch.bfloat16) and available()
 
 
-def fits(query: Tensor, key: Tensor, features: int) -> bool:
-    """Say whether queries, keys, and values of so many features, are of sizes that the kernels take."""
+def fits(query: Tensor, key: Tensor, value: Tensor | None = None) -> bool:
+    """Say whether queries, keys and values are of sizes that the kernels take; without values, whether some could be.
+
+    Parameters
+    ----------
+    query, key, value
+        See ``attend``; also without heads.
+    """
     rows, columns = query.shape[-2], key.shape[-2]
-    small = 0 < query.shape[-1] <= MOST_FEATURES and 0 < features <= MOST_FEATURES
-    return small and 0 not in (query.shape[:-2].numel(), rows, columns) and rows * columns < LARGEST
+    features, last = query.shape[-1], 1 if value is None else value.shape[-1]
+    heads = query.shape[-3] if query.ndim == 4 else 1
+    if 0 in (query.shape[:-2].numel(), rows, columns) or not (
+        0 < features <= MOST_FEATURES and 0 < last <= MOST_FEATURES
+    ):
+        return False
+    return max(rows * columns, rows * features, columns * max(features, last), rows * heads * last) < LARGEST
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float) -> tuple[Tensor, Tensor]:
@@ -98,10 +109,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], s
     ValueError
         If a term does not divide the matrices among its own.
     """
-    batch, heads, rows, _ = query.shape
+    query, key, value = map(_reach, (query, key, value))
+    terms = [Addend(_reach(term.values), term.every, term.count) for term in terms]
+    (batch, heads, rows, _), last = query.shape, value.shape[3]
     for term in terms:
         term.check(batch * heads)
-    out = query.new_empty((batch, rows, heads, value.shape[-1])).transpose(1, 2)
+    # No view of another: torch would refuse to change it in place behind a function of our own.
+    out = query.new_empty_strided((batch, heads, rows, last), (rows * heads * last, last, heads * last, 1))
     logs = torch.empty((batch * heads, rows), dtype=torch.float32, device=query.device)
     with select_device(query):
         attention_kernels.attention_kernel[(batch * heads * triton.cdiv(rows, ROWS),)](
@@ -128,6 +142,8 @@ def differentiate(
     wanted
         Of which terms gradients are wanted: float32, ``(count, N, M)``.
     """
+    gradient, query, key, value = map(_reach, (gradient, query, key, value))
+    terms = [Addend(_reach(term.values), term.every, term.count) for term in terms]
     batch, heads, rows, _ = query.shape
     columns = key.shape[2]
     found = [torch.empty_like(tensor) for tensor in (query, key, value)]
@@ -168,6 +184,12 @@ def _differentiate_term(
         per_program, TERMS=len(terms), **tile,
     )  # fmt: skip
     return out[0] if parts == 1 else out.sum(0)
+
+
+def _reach(tensor: Tensor) -> Tensor:
+    """Return a tensor each of whose matrices ends within 32 bits of where it begins."""
+    far = sum((size - 1) * stride for size, stride in zip(tensor.shape[-2:], tensor.stride()[-2:], strict=True))
+    return tensor if far < LARGEST else tensor.contiguous()
 
 
 def _read(*tensors: Tensor) -> list[int]:

@@ -55,9 +55,9 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
             if not is_changed_in_place(error):
                 raise
             raise UnsupportedOperatorError(
-                "a tensor was changed in place after a norm, a sum, a join or a convolution had read it, whose "
-                "gradient is computed from it: do that out of place, or before it is read. Here some operators keep "
-                f"what they read where a plain network keeps what they return. torch says: {error}"
+                "a tensor was changed in place after a norm, a sum, a join, a convolution or attention had read it, "
+                "whose gradient is computed from it: do that out of place, or before it is read. Here some operators "
+                f"keep what they read where a plain network keeps what they return. torch says: {error}"
             ) from error
 
     return once

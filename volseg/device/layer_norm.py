@@ -22,6 +22,9 @@ LONGEST = 1024
 TILE = 2048
 """Elements of a tile."""
 
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Of lines: what has more digits would lose some, and what is no number with a fraction torch refuses."""
+
 MOST_LINES = 2**30
 """They are counted in 32 bits, some beyond the last."""
 
@@ -80,9 +83,9 @@ def _layer_norm_backward_kernel(
 
 
 def takes_lines(tensor: Tensor, channels: int) -> bool:
-    """Say whether the kernels take such lines: on a GPU, not in float64, short, one after the other in memory."""
+    """Say whether the kernels take such lines: on a GPU, of 32 or 16 bits, short, not too many."""
     fits = 0 < channels <= LONGEST and 0 < tensor.numel() <= MOST_LINES * channels
-    return fits and on_gpu(tensor) and tensor.dtype != torch.float64 and available()
+    return fits and on_gpu(tensor) and tensor.dtype in TYPES and available()
 
 
 def normalize_lines(
@@ -95,7 +98,7 @@ def normalize_lines(
     lines
         ``(R, C)``, with a step of 1 from channel to channel.
     weight, bias
-        ``(C,)``, if there are any.
+        ``(C,)``, if there are any, with a step of 1 as well.
     eps
         Added to the variance.
     dtype

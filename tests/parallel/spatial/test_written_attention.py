@@ -184,8 +184,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(attention, "attend", noted("attend", attention.attend_plainly))
     monkeypatch.setattr(attention, "differentiate", noted("differentiate", attention.differentiate_plainly))
-    monkeypatch.setattr("volseg.parallel.spatial.lazy.attention._has_kernel", lambda slab: True)
-    monkeypatch.setattr("volseg.parallel.spatial.lazy.attention.WIDTHS", {torch.float64, torch.float32, torch.bfloat16})
+    monkeypatch.setattr("volseg.parallel.spatial.lazy.scores._has_kernel", lambda slab: True)
+    monkeypatch.setattr("volseg.parallel.spatial.lazy.scores.WIDTHS", {torch.float64, torch.float32, torch.bfloat16})
     return found
 
 

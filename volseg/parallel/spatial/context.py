@@ -98,6 +98,15 @@ class Context:
         """Whether a forward pass runs, or a part of one again."""
         return self.parameters.current is not None
 
+    @property
+    def in_network(self) -> bool:
+        """Whether what is computed now has first derivatives alone, as the network has, and nobody's loss.
+
+        A block that the network itself checkpoints is computed again in the backward pass, outside of any forward pass,
+        and has to be computed as it was: in a checkpoint, a loss's too, it is the network that computes.
+        """
+        return self.in_pass or saved_tensors_hooks() is not None
+
     @contextmanager
     def forward_pass(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Run a forward pass with these parameters: each is copied, and its gradient summed, once."""
@@ -178,10 +187,17 @@ class Context:
                 "the result"
             )
         increment_version(volume)
+        for other in self._take_waiting():
+            other.pending.settle_apart(other)
+
+    def write_waiting(self) -> None:
+        """Write what waits, before a tensor that it follows from loses its history."""
+        for other in self._take_waiting():
+            other.pending.settle(other)
+
+    def _take_waiting(self) -> list[Any]:
         waiting, self._waiting = self._waiting, []
-        for other in (reference() for reference in waiting):
-            if other is not None:
-                other.pending.settle_apart(other)
+        return [volume for reference in waiting if (volume := reference()) is not None]
 
     def say_once(self, message: str) -> None:
         """Warn about something that was done instead of what was asked, the first time."""

@@ -39,6 +39,10 @@ class Moment:
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return modes == (self.grad_enabled, self.inference) and saved_tensors_hooks() == self.hooks
 
+    def trains_alike(self) -> bool:
+        """Say whether the parameters are trained, or frozen, as then."""
+        return all(parameter.requires_grad == trained for parameter, trained in self._trained)
+
     def restored(self) -> AbstractContextManager[None]:
         """Compute as if then.
 

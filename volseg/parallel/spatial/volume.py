@@ -295,7 +295,17 @@ class _SameSlabs(Waiting):
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Have the other one written."""
         del halos
-        return list(self.volume.slabs), None, None
+        slabs = list(self.volume.slabs)
+        return slabs, self.volume.pending.find_recipe(self.volume), None
+
+    def settle(self, volume: ShardedVolume, halos: Sequence[Halo] = ()) -> Wait | None:
+        """Write the slabs, whose memory is the other volume's.
+
+        Whoever reads them keeps their recipe where it would keep the other's: a checkpoint counts what is saved.
+        """
+        wait = super().settle(volume, halos)
+        volume.pending.show(volume)
+        return wait
 
 
 def share_later(volume: ShardedVolume) -> ShardedVolume:

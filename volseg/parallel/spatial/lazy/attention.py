@@ -1,299 +1,26 @@
-"""Attention that a network writes out: its scores wait until it is known that a product with values reads them.
+"""The product of attention's weights with values, with all that the weights follow from in one kernel.
 
-``q @ k.mT``, a factor, biases and masks, a ``view`` that takes samples apart, ``softmax`` and a cast are steps, each a
-volume of its own that waits. A product with values takes all of them along in one kernel (see
-``device.attention``). Whoever else reads a step gets it as torch computes it, from the step before.
+``scores`` has the steps, which wait; ``device.attention`` the kernels. A step that was taken along still waits: whoever
+reads it gets it as torch computes it, and its gradient goes another way.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from volseg.device import attention, fusions
+from volseg.device import attention
 from volseg.device.attention import Addend
-from volseg.device.fake_internals import FakeTensor
 from volseg.device.first_order import first_order
+from volseg.parallel.spatial.lazy.scores import AddendPlace, WaitingScores, is_whole, take_up, waits
 from volseg.parallel.spatial.moment import Moment
-from volseg.parallel.spatial.pending import Waiting
-from volseg.parallel.spatial.recipe import Recipe, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.pending import PLAIN, Written
 from volseg.parallel.spatial.versions import Unchanged
-from volseg.parallel.spatial.volume import ShardedVolume, defer
+from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["add_term", "attend", "cast", "reshape_scores", "scale", "score", "soften", "waits"]
-
-Compute = Callable[[Tensor], Tensor]
-
-MOST_TERMS = 2
-"""That the kernels take."""
-
-ORDINARY = (Tensor, nn.Parameter, FakeTensor)
-
-WIDTHS = frozenset({torch.float32, torch.float16, torch.bfloat16})
-
-
-@dataclass(frozen=True, slots=True)
-class AddendPlace:
-    """Which matrices of scores a term is added to (see ``device.attention``), and the shape of one of its own."""
-
-    every: int
-    count: int
-    sides: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """What a volume of scores, or of weights, follows from.
-
-    Attributes
-    ----------
-    query, key
-        ``(..., N, F)`` and ``(..., M, F)``.
-    factor
-        Of their product.
-    terms, places
-        What is added, as the network has it, and to what.
-    is_softened
-        Whether a softmax over the last dim was taken.
-    """
-
-    query: Tensor
-    key: Tensor
-    factor: float = 1.0
-    terms: tuple[Tensor, ...] = ()
-    places: tuple[AddendPlace, ...] = ()
-    is_softened: bool = False
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether it is a product times a factor."""
-        return not self.terms and not self.is_softened
-
-
-class WaitingScores(Waiting):
-    """A step of attention.
-
-    Parameters
-    ----------
-    steps
-        All so far.
-    before
-        The volume of the step before; None of the product.
-    compute
-        This step, of the one before; of the product it is given the queries.
-    stand_in
-        Of the slab.
-    unchanged
-        What all steps read.
-    """
-
-    refusal = (
-        "the queries, the keys, a bias or a mask of attention were changed in place before its scores were used; do "
-        "that out of place, or use the scores before"
-    )
-
-    def __init__(
-        self, steps: Steps, before: ShardedVolume | None, compute: Compute, stand_in: Tensor, unchanged: Unchanged
-    ) -> None:
-        self.steps, self.before, self.compute = steps, before, compute
-        self.stand_ins, self.room, self.unchanged = [stand_in], 0, unchanged
-        self.moment, self.autocast = Moment(), _find_autocast(stand_in)
-        self.is_taken = False
-
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Compute this step by torch, and those before it."""
-        del halos
-        given = self.steps.query if self.before is None else self.before.slabs[0]
-        with self.moment.restored(), self._autocast_again():
-            return [self.compute(given)], None, None
-
-    def settle_apart(self, volume: ShardedVolume) -> None:
-        """Write, unless a product has taken the step along: it is hardly read again, and refused where it cannot be."""
-        if not self.is_taken:
-            self.settle(volume)
-
-    def is_now(self) -> bool:
-        """Say whether what is computed now is computed in the same modes."""
-        return self.moment.is_now() and self.autocast == _find_autocast(self.stand_ins[0])
-
-    def _autocast_again(self) -> AbstractContextManager[Any]:
-        device = self.stand_ins[0].device.type
-        if self.autocast == _find_autocast(self.stand_ins[0]):
-            return nullcontext()
-        return torch.autocast(device, self.autocast, enabled=self.autocast is not None)
-
-
-def _find_autocast(like: Tensor) -> torch.dtype | None:
-    device = like.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def waits(volume: Any) -> bool:
-    """Say whether a value is a step of attention that waits."""
-    return isinstance(volume, ShardedVolume) and isinstance(volume.pending, WaitingScores)
-
-
-def score(compute: Callable[[Tensor, Tensor], Tensor], query: Any, key: Any, *, turned: bool) -> ShardedVolume | None:
-    """Return the scores of queries and keys, which wait; None of any other product.
-
-    Parameters
-    ----------
-    compute
-        The product of slabs.
-    query
-        ``(..., N, F)``.
-    key
-        ``(..., F, M)``; with ``turned`` ``(..., M, F)``.
-    turned
-        See above.
-    """
-    if not _is_whole(query) or not _is_whole(key) or query.context is not key.context:
-        return None
-    if query.ndim not in (3, 4) or query.shape[:-2] != key.shape[:-2] or query.dtype != key.dtype:
-        return None
-    if waits(query) or waits(key) or not fusions.is_on("attention"):
-        return None
-    rows, columns, inner = query.ndim - 2, query.ndim - 1, key.ndim - 1 if turned else key.ndim - 2
-    if query.dims[0] != query.ndim - 1:
-        dims = query.dims
-    elif key.dims[0] != inner:
-        dims = (key.dims[0] if key.dims[0] < rows else columns,)
-    else:
-        return None
-    queries, given = query.slabs[0], key.slabs[0]
-    keys = given if turned else given.transpose(-2, -1)
-    if not _has_kernel(queries) or queries.shape[-1] != keys.shape[-1] or not attention.fits(queries, keys, 1):
-        return None
-    if _find_autocast(queries) not in (None, queries.dtype):
-        return None
-    shape = (*queries.shape[:-1], keys.shape[-2])
-    stand_in = outline_slab(shape, queries.dtype, queries.device)
-    unchanged = Unchanged((queries, given))
-    waiting = WaitingScores(Steps(queries, keys), None, lambda own: compute(own, given), stand_in, unchanged)
-    return defer(waiting, dims, shape, query.context)
-
-
-def scale(func: Callable, volume: ShardedVolume, factor: Any, *, divides: bool) -> ShardedVolume | None:
-    """Return scores times, or by, a number; None where something was added before.
-
-    Parameters
-    ----------
-    func
-        Of a slab and the number.
-    volume, factor
-        What waits, and the number.
-    divides
-        Whether it is divided.
-    """
-    waiting = _take_up(volume)
-    if waiting is None or not waiting.steps.is_bare or type(factor) not in (int, float) or (divides and factor == 0):
-        return None
-    found = waiting.steps.factor / factor if divides else waiting.steps.factor * factor
-    steps = replace(waiting.steps, factor=found)
-    return _go_on(volume, waiting, steps, lambda own: func(own, factor), volume.dtype)
-
-
-def add_term(func: Callable, volume: ShardedVolume, term: Any) -> ShardedVolume | None:
-    """Return scores plus an ordinary tensor; None where the kernels do not add such a one.
-
-    Parameters
-    ----------
-    func
-        Adds the second to the first.
-    volume, term
-        The two.
-    """
-    waiting = _take_up(volume)
-    if waiting is None or type(term) not in ORDINARY or term.dtype not in WIDTHS or term.ndim == 0:
-        return None
-    place = _find_place(volume.shape, term.shape)
-    if place is None or waiting.steps.is_softened or len(waiting.steps.terms) == MOST_TERMS:
-        return None
-    if term.device != volume.device:
-        return None
-    (own_term,) = volume.context.spread(term)
-    steps = replace(waiting.steps, terms=(*waiting.steps.terms, own_term), places=(*waiting.steps.places, place))
-    dtype = torch.promote_types(volume.dtype, term.dtype)
-    return _go_on(volume, waiting, steps, lambda own: func(own, own_term), dtype, own_term)
-
-
-def _find_place(shape: Sequence[int], term: Sequence[int]) -> AddendPlace | None:
-    """Return where a term is added; None where that is no regular choice of matrices, or the sum would be larger."""
-    if len(term) > len(shape):
-        return None
-    *outer, rows, columns = shape
-    *own, height, width = [1] * (len(shape) - len(term)) + list(term)
-    if height not in (1, rows) or width not in (1, columns):
-        return None
-    if any(one not in (1, size) for one, size in zip(own, outer, strict=True)):
-        return None
-    several = [dim for dim, size in enumerate(own) if size > 1]
-    if not several:
-        return AddendPlace(1, 1, (height, width))
-    first, last = several[0], several[-1]
-    if list(own[first : last + 1]) != outer[first : last + 1]:
-        return None
-    return AddendPlace(prod(outer[last + 1 :]), prod(own), (height, width))
-
-
-def reshape_scores(
-    volume: ShardedVolume, target: Sequence[int], reshaped: Callable[[ShardedVolume], Any]
-) -> ShardedVolume | None:
-    """Return scores whose dims in front of the last two are taken apart or together; None for any other shape.
-
-    Parameters
-    ----------
-    volume
-        What waits.
-    target
-        Its new shape.
-    reshaped
-        Reshapes a volume: it says where the cut dim goes.
-    """
-    waiting = _take_up(volume)
-    if waiting is None or len(target) < 3 or list(target[-2:]) != list(volume.shape[-2:]):
-        return None
-    outline = reshaped(ShardedVolume(volume._slabs, volume.dims, volume.shape, volume.context))
-    if not _is_whole(outline):
-        return None
-    stand_in = outline._slabs[0]
-    later = WaitingScores(waiting.steps, volume, lambda own: own.reshape(stand_in.shape), stand_in, waiting.unchanged)
-    return defer(later, outline.dims, outline.shape, volume.context)
-
-
-def soften(func: Callable[[Tensor], Tensor], volume: ShardedVolume, dtype: torch.dtype | None) -> ShardedVolume | None:
-    """Return the softmax over the last dim; None of what is no scores any more.
-
-    Parameters
-    ----------
-    func
-        Computes it of a slab.
-    volume
-        What waits.
-    dtype
-        Of the result, if it was told.
-    """
-    waiting = _take_up(volume)
-    if waiting is None or waiting.steps.is_softened or dtype not in (None, *WIDTHS):
-        return None
-    if dtype is None:
-        dtype = volume.dtype if waiting.autocast is None else torch.float32
-    return _go_on(volume, waiting, replace(waiting.steps, is_softened=True), func, dtype)
-
-
-def cast(volume: ShardedVolume, dtype: torch.dtype) -> ShardedVolume | None:
-    """Return the volume in another element type; None where a kernel does not compute in it."""
-    if dtype == volume.dtype:
-        return volume
-    waiting = _take_up(volume)
-    if waiting is None or dtype not in WIDTHS:
-        return None
-    return _go_on(volume, waiting, waiting.steps, lambda own: own.to(dtype), dtype)
+__all__ = ["KeptResult", "attend"]
 
 
 def attend(weights: Any, values: Any) -> ShardedVolume | None:
@@ -306,8 +33,11 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
     values
         ``(..., M, G)``.
     """
-    waiting = _take_up(weights) if waits(weights) else None
-    if waiting is None or not waiting.steps.is_softened or not _is_whole(values) or waits(values):
+    if not waits(weights) or not is_whole(values):
+        return None
+    value = values.slabs[0]  # before anything else: it may be of the steps, which are written for it then
+    waiting = take_up(weights)
+    if waiting is None or not waiting.steps.is_softened:
         return None
     steps, context = waiting.steps, weights.context
     query, key = steps.query, steps.key
@@ -322,10 +52,11 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
         dims = values.dims
     else:
         return None
-    value = values.slabs[0]
-    if not attention.fits(query, key, value.shape[-1]):
+    if not attention.fits(query, key, value):
         return None
     waiting.check()
+    rows = [tensor if tensor.ndim == 4 else tensor.unsqueeze(1) for tensor in (query, key, value)]
+    result = _Attend.apply(*rows, steps.factor, steps.places, *steps.terms)
     step: ShardedVolume | None = weights
     while step is not None:
         own = step.pending
@@ -333,44 +64,28 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
         own.is_taken = True
         step.is_bypassed = step.is_bypassed or torch.is_grad_enabled()
         step = own.before
-    rows = [tensor if tensor.ndim == 4 else tensor.unsqueeze(1) for tensor in (query, key, value)]
-    result = _Attend.apply(*rows, steps.factor, steps.places, *steps.terms)
     result = result if query.ndim == 4 else result.squeeze(1)
-    return ShardedVolume([result], dims, result.shape, context)
+    attended = ShardedVolume([result], dims, result.shape, context)
+    if result.requires_grad:
+        attended.pending = KeptResult(None, Unchanged(()))
+        context.defer(attended)
+    return attended
 
 
-def _is_whole(volume: Any) -> bool:
-    """Say whether a value is a volume on one shard."""
-    if not isinstance(volume, ShardedVolume) or volume.merged is not None or len(volume.dims) != 1:
-        return False
-    return volume.context.communicator.num_shards == 1 and len(volume._slabs) == 1
+@dataclass(slots=True, eq=False)
+class KeptResult(Written):
+    """What was attended to, which its gradient is computed from: torch's is not, and may be changed in place.
 
+    So a copy is changed, unless somebody has seen the slabs, and may hold a view of them.
+    """
 
-def _has_kernel(slab: Tensor) -> bool:
-    return attention.takes(slab)
+    moment: Moment = field(default_factory=Moment)
 
-
-def _take_up(volume: ShardedVolume) -> WaitingScores | None:
-    """Return a step for another one behind it, unless the modes are others now, or a step before was written."""
-    waiting = volume.pending
-    if not isinstance(waiting, WaitingScores) or not waiting.is_now():
-        return None
-    step = waiting.before
-    while step is not None:
-        if not isinstance(step.pending, WaitingScores):
-            return None
-        step = step.pending.before
-    return waiting
-
-
-def _go_on(
-    volume: ShardedVolume, waiting: WaitingScores, steps: Steps, compute: Compute, dtype: torch.dtype, *read: Tensor
-) -> ShardedVolume:
-    """Return the next step, of the same shape."""
-    stand_in = outline_slab(volume.shape, dtype, waiting.stand_ins[0].device)
-    unchanged = waiting.unchanged.including(*read) if read else waiting.unchanged
-    later = WaitingScores(steps, volume, compute, stand_in, unchanged)
-    return defer(later, volume.dims, volume.shape, volume.context)
+    def settle_apart(self, volume: ShardedVolume) -> None:
+        """Leave the slabs to autograd."""
+        with self.moment.restored():
+            volume._slabs = [slab.clone() for slab in volume._slabs]
+        volume.pending = PLAIN
 
 
 class _Attend(torch.autograd.Function):

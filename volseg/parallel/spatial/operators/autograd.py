@@ -104,6 +104,8 @@ def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     volume = args[0]
     if func is Tensor.detach_ and any(is_view(slab) for slab in volume.slabs):
         refuse("its slabs are views of another tensor, which torch does not detach in place: use detach()")
+    if func is Tensor.detach_:
+        volume.context.write_waiting()
     for slab in volume.slabs:
         func(slab, *args[1:], **kwargs)
     return volume

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
-from volseg.parallel.spatial.lazy.attention import reshape_scores, waits
 from volseg.parallel.spatial.lazy.repeated import repeat_later
+from volseg.parallel.spatial.lazy.scores import reshape_scores, waits
 from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.plan.shards import Merged, can_split, spans
 from volseg.parallel.spatial.signatures import bind

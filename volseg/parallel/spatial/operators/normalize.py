@@ -240,7 +240,7 @@ def _normalize_lines(
 ) -> Tensor:
     dtype = torch.float32 if torch.is_autocast_enabled(slab.device.type) else slab.dtype
     result: Tensor = _LayerNorm.apply(slab, weight, bias, prod(sides), eps, dtype)
-    return result
+    return result.view(slab.shape)  # here: torch refuses to change a view in place that a function of our own returns
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -249,18 +249,18 @@ class _LayerNorm(torch.autograd.Function):
         ctx: Any, slab: Tensor, weight: Tensor | None, bias: Tensor | None, channels: int, eps: float,
         dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        factor, shift = (None if value is None else value.reshape(-1) for value in (weight, bias))
+        factor, shift = (None if value is None else value.reshape(-1).contiguous() for value in (weight, bias))
         out, means, rstds = lines_normed.normalize_lines(_as_lines(slab, channels), factor, shift, eps, dtype)
         ctx.channels, ctx.of_bias = channels, None if bias is None else (bias.shape, bias.dtype)
         ctx.save_for_backward(slab, weight, means, rstds)
-        return out.view(slab.shape)
+        return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         slab, weight, means, rstds = ctx.saved_tensors
         lines, slopes = (_as_lines(tensor, ctx.channels) for tensor in (slab, gradient))
-        flat = None if weight is None else weight.reshape(-1)
+        flat = None if weight is None else weight.reshape(-1).contiguous()
         of_slab, of_weight, of_bias = lines_normed.differentiate_lines(slopes, lines, flat, means, rstds)
         return (
             of_slab.view(slab.shape),

@@ -10,7 +10,7 @@ from volseg.device import fusions, gating
 from volseg.device.first_order import first_order
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.gathered import run_gathered
-from volseg.parallel.spatial.lazy import attention
+from volseg.parallel.spatial.lazy import scores
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
 from volseg.parallel.spatial.operators.operands import rewrap, run_local
@@ -216,7 +216,7 @@ CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab; a sum waits with the norms in front of it, a product with one channel has a kernel."""
-    if len(args) == 2 and not kwargs and any(map(attention.waits, args)):
+    if len(args) == 2 and not kwargs and any(map(scores.waits, args)):
         later = _go_on_waiting(func, *args)
         if later is not None:
             return later
@@ -236,11 +236,13 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _go_on_waiting(func: Callable, first: Any, second: Any) -> ShardedVolume | None:
     """Return scores of attention times a number, or plus a bias, which wait on; None where they are to be written."""
     swaps = func in SUMS or func in PRODUCTS
-    volume, operand = (second, first) if swaps and not attention.waits(first) else (first, second)
+    volume, operand = (second, first) if swaps and not scores.waits(first) else (first, second)
+    if not scores.waits(volume):  # a number by scores, or a tensor less scores
+        return None
     if func in SUMS:
-        return attention.add_term(func, volume, operand)
-    divides = func in QUOTIENTS and volume is first
-    return attention.scale(func, volume, operand, divides=divides) if divides or func in PRODUCTS else None
+        return scores.add_term(func, volume, operand)
+    divides = func in QUOTIENTS
+    return scores.scale(func, volume, operand, divides=divides) if divides or func in PRODUCTS else None
 
 
 def _is_gated(volume: Any, gate: Any) -> bool:
@@ -251,7 +253,7 @@ def _is_gated(volume: Any, gate: Any) -> bool:
     alike = cut_alike and gate.shape == (volume.shape[0], 1, *volume.shape[2:]) and volume.dtype == gate.dtype
     # Outside of the network second derivatives may be asked for.
     fits = alike and volume.shape[1] > 1 and volume.numel() > 0 and volume.dtype.is_floating_point
-    return fits and volume.context.in_pass and _has_kernel(volume)
+    return fits and volume.context.in_network and _has_kernel(volume)
 
 
 def _has_kernel(volume: ShardedVolume) -> bool:

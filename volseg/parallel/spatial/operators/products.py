@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.parallel.spatial.lazy.attention import attend, score
+from volseg.parallel.spatial.lazy.attention import attend
+from volseg.parallel.spatial.lazy.scores import score
 from volseg.parallel.spatial.operators.operands import elementwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap

@@ -101,7 +101,7 @@ def _is_doubled(volume: ShardedVolume, mode: str, sizes: list[int], scales: list
     twice = sizes == [2 * size for size in volume.shape[2:]] and all(scale in (None, 2.0) for scale in scales)
     taken = volume.ndim == 5 and volume.dims == (DIM,) and volume.merged is None and mode in ("nearest", "trilinear")
     # Outside of the network nobody but a loss reads it, in torch's element type.
-    own = volume.context.in_pass or not _is_widened(volume)
+    own = volume.context.in_network or not _is_widened(volume)
     return taken and twice and not corners and own and volume.numel() > 0 and _takes(volume)
 
 

@@ -1,0 +1,111 @@
+"""Checkpoints in a network's own code, whose blocks were computed again otherwise than they had been: torch counts.
+
+Gates and upsampled volumes have kernels of ours while the network runs, and had torch's where a block of it was
+computed again: no forward pass runs then. And within a block that ``checkpoint=`` recomputes, a norm's result that the
+network's own checkpoint saved had lost how to write it.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from volseg.device import doubling, gating
+from volseg.parallel import FastKernels, ModelParallel
+from volseg.parallel.spatial.convolution import plan
+from volseg.parallel.spatial.operators import pointwise, resize
+
+Run = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Convolutions and a norm, and what is done with them."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv3d(2, 4, 3, padding=1), nn.Conv3d(4, 4, 3, padding=1)
+        self.norm, self.psi = nn.InstanceNorm3d(4, affine=True), nn.Conv3d(4, 1, 1)
+        self.joined, self.last = nn.Conv3d(8, 4, 3, padding=1), nn.Conv3d(4, 2, 3, padding=1)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.run(self, self.first(x)))
+        return result
+
+
+def again(block: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    result: Tensor = checkpoint(block, *given, use_reentrant=False)
+    return result
+
+
+def double(x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=2, mode="trilinear")
+
+
+RUNS: dict[str, Run] = {
+    "a gate": lambda net, x: again(lambda x: net.second(x) * net.psi(x).sigmoid(), net.norm(x).relu()),
+    "a gate at the end": lambda net, x: again(lambda x: x * net.psi(x).sigmoid(), x),
+    "upsampled": lambda net, x: again(lambda x: net.second(double(x)), x),
+    "upsampled before": lambda net, x: again(net.second, double(x)),
+    "upsampled, normed": lambda net, x: again(net.second, net.norm(double(x)).relu()),
+    "upsampled, gated": lambda net, x: again(lambda x: double(x) * net.psi(double(x)).sigmoid(), x),
+    "normed": lambda net, x: again(net.second, net.norm(x).relu()),
+    "joined": lambda net, x: again(net.joined, torch.cat([net.norm(x), x], 1)),
+    "upsampled, joined": lambda net, x: again(net.joined, torch.cat([double(net.norm(x)), double(x)], 1)),
+}
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fast": lambda net: FastKernels(net, "cpu"),
+    "two": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]),
+    "recomputed": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu"], checkpoint="all"),
+    "tiled": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu"], checkpoint="tiled"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a CPU take the kernels' way by their plain forms, with tiles of a few voxels."""
+
+    def gather_gradient(gradient: Tensor, shape: Any, part: Any, linear: bool) -> Tensor:
+        with torch.enable_grad():
+            slab = torch.zeros(shape, dtype=gradient.dtype, requires_grad=True)
+            doubled = doubling.double_plainly(slab, part, linear)
+        return torch.autograd.grad(doubled, slab, gradient)[0]
+
+    monkeypatch.setattr(gating, "multiply", torch.mul)
+    monkeypatch.setattr(gating, "differentiate", gating.differentiate_plainly)
+    monkeypatch.setattr(pointwise, "_has_kernel", lambda volume: True)
+    monkeypatch.setattr(doubling, "double", doubling.double_plainly)
+    monkeypatch.setattr(doubling, "gather_gradient", gather_gradient)
+    monkeypatch.setattr(resize, "_takes", lambda volume: True)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", 64)
+
+
+def observe(net: nn.Module, call: nn.Module, x: Tensor, *, half: bool = False) -> dict[str, Tensor]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        output = call(x)
+    output = output.full_tensor() if hasattr(output, "full_tensor") else output
+    output.double().square().mean().backward()
+    found = {name: p.grad.double() for name, p in net.named_parameters() if p.grad is not None}
+    return found | {"output": output.detach().double()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", RUNS)
+def test_blocks_were_computed_again_otherwise(name: str, way: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Net(RUNS[name]).double(), torch.rand(1, 2, 8, 4, 4, dtype=torch.float64)
+    ours, narrow = copy.deepcopy(plain), copy.deepcopy(plain).float()
+    wanted, got = observe(plain, plain, x), observe(ours, WAYS[way](ours), x)
+    assert got.keys() == wanted.keys()
+    for each, value in wanted.items():
+        torch.testing.assert_close(got[each], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=each: f"{n}: {text}")
+    # The type of what is upsampled is autocast's. What is computed in bfloat16 has two or three digits.
+    rounded = observe(narrow, WAYS[way](narrow), x.float(), half=True)
+    for each, value in wanted.items():
+        assert float((rounded[each] - value).norm()) <= 0.05 * float(value.norm()) + 0.01, each
