@@ -1,7 +1,7 @@
 """What an attack on written attention and layer norms found: wrong numbers without a word, and networks that broke."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,18 +11,11 @@ from kernels import DEVICE, INTERPRETED, with_kernels
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from volseg.device import attention, fusions, layer_norm
+from volseg.device import attention, layer_norm
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import FastKernels
 
 Heads = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def untried() -> Iterator[None]:
-    """What is off until it has run on a GPU is on here."""
-    with fusions.with_untried():
-        yield
 
 
 class Net(nn.Module):
