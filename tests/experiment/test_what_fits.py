@@ -53,6 +53,22 @@ def test_the_verb_prints_a_table_and_how_to_train(vnet, tmp_path):
     assert "channels and classes by what is published of Task04_Hippocampus" in told.output
 
 
+@pytest.mark.parametrize("more", [[], ["--max-volume"]])
+def test_weights_to_begin_with_that_are_not_there_are_told_of_as_a_training_does(vnet, tmp_path, more):
+    """Planned without a word, and refused by the training on the machine that was rented by then."""
+    told = run(vnet, *SMALL, "--set", f"training.start_from={tmp_path / 'gone.pt'}", "--gpu", "h200", *more)
+    assert isinstance(told.exception, ConfigError)
+    assert f"training.start_from: {tmp_path / 'gone.pt'} does not exist" in str(told.exception)
+
+
+def test_weights_to_begin_with_that_are_there_are_planned_with(vnet, tmp_path):
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "some.pt")
+    start = ["--set", f"training.start_from={tmp_path / 'some.pt'}"]
+    told = run(vnet, *SMALL, *start, "--gpu", "h200")
+    assert told.exit_code == 0, told.output
+    assert shlex.join(start) in told.output
+
+
 def test_json_is_a_plan_report(vnet):
     told = run(vnet, *SMALL, "--gpus", "2", "--gpu", "h200", "--json")
     assert told.exit_code == 0, told.output

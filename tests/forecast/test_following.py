@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from monai.networks.nets import DynUNet
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from volseg.device import fusions
 from volseg.device.pretended import host_values
@@ -466,3 +468,34 @@ def test_a_step_that_says_its_end_in_other_words_is_given_up_as_what_it_was() ->
 
     with pytest.raises(OutOfMemoryError, match="smaller patches"):
         step()
+
+
+class Overrides(Tensor):
+    """Makes a tensor of numbers where it is added to something, as losses and slabs do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.tensor(1.0, device="cpu:1")
+
+
+def test_no_mode_of_torch_can_tell_where_a_tensor_of_numbers_is_asked_for() -> None:
+    """Why ``torch.tensor`` is replaced by name; where this fails, one of the two modes would do."""
+    devices, functions = [], []
+
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            devices.append([args[0].device, kwargs])
+            return func(*args, **(kwargs or {}))
+
+    class Called(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            functions.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Dispatched():
+        torch.tensor([1.0], device="cpu:1")
+    assert devices == [[torch.device("cpu"), {}]], "the number of the device is gone"
+    given = torch.zeros(1).as_subclass(Overrides)
+    with Called():
+        torch.add(given, 1)
+    assert functions == [torch.add], "the mode is off within what its own handler calls"

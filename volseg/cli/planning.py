@@ -63,6 +63,7 @@ def plan(
         raise typer.BadParameter("which CONFIG is to be planned for? (without one there is --calibrate only)")
     experiment.load_components(components or ())
     loaded = experiment.load_config(config, overrides or ())
+    experiment.require_weights(loaded)  # what no training begins with is no use to plan for
     machine = experiment.find_machine(num_gpus=gpus, gpu_memory=gpu_memory, kind=gpu, instance=instance, here=here)
     if max_volume:
         volumes = experiment.plan_volumes(loaded, machine, channels=channels, classes=classes, beside=True)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from volseg.experiment.report import Outcome, closing_words, dice_table
     from volseg.experiment.run_folder import RunFolder
     from volseg.experiment.same_run import find_finished_report
+    from volseg.experiment.starting import require_weights
     from volseg.experiment.training import train
     from volseg.experiment.validating import validate, validate_words
     from volseg.experiment.verifying import verify
@@ -64,6 +65,7 @@ __all__ = [
     "profile_training",
     "quickstart",
     "register",
+    "require_weights",
     "serve_predictions",
     "train",
     "train_on",
@@ -106,6 +108,7 @@ _HOMES = {
     "quickstart": "volseg.experiment.quickstarting",
     "register": "volseg.experiment.own_components",
     "serve_predictions": "volseg.experiment.predicting",
+    "require_weights": "volseg.experiment.starting",
     "train": "volseg.experiment.training",
     "train_on": "volseg.experiment.launching",
     "validate": "volseg.experiment.validating",

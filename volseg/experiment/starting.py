@@ -23,7 +23,7 @@ from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.checkpoints import LATEST, load_checkpoint
 from volseg.workflow.state import TrainingState
 
-__all__ = ["START", "Start"]
+__all__ = ["START", "Start", "require_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +141,12 @@ class Start:
         parts = {"adapted": transfer.adapted, "new": transfer.new, "left out": transfer.left}
         more = [f"{len(names)} {what} ({_list_first(names)})" for what, names in parts.items() if names]
         return "; ".join([told, *more])
+
+
+def require_weights(config: ExperimentConfig) -> None:
+    """Raise where a training that begins would not get the weights that it is to begin with; see `find_weights`."""
+    if config.training.start_from is not None:
+        find_weights(config.training.start_from)
 
 
 def find_weights(path: Path) -> Weights:

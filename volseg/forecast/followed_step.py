@@ -71,6 +71,7 @@ class FollowedStep:
         # Of several devices the order of requests is settled at the end only.
         self._early_end = None if fits is None or not reserved or num_gpus > 1 else EarlyEnd(fits)
         self._is_recorded = False
+        self._listener: Callable[[str], None] | None = None
         self.fault: OutOfMemoryError | None = None
         """By which it was given up; whoever catches it on the way cannot make the step whole again."""
         self._sizes = [0] * num_gpus
@@ -102,6 +103,12 @@ class FollowedStep:
         self._is_recorded = self._is_recorded or name == "record"
         for number in range(len(self._events)):
             self._put(number, Mark(name))
+        if self._listener is not None:
+            self._listener(name)
+
+    def listen(self, listener: Callable[[str], None] | None) -> None:
+        """Tell a function of each mark from now on, or nobody: what it raises ends the step there."""
+        self._listener = listener
 
     @contextmanager
     def recording(self, pool: str) -> Iterator[None]:

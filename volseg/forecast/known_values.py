@@ -75,12 +75,15 @@ class KnownValues:
             return
         if not self._known:
             return
-        changes = meaning is Meaning.CHANGING
-        tensors = list_tensors((args, kwargs))
-        if changes:
-            self._forget(tensors)
-        elif tensors and all(tensor in self._known for tensor in tensors):
+        if meaning is Meaning.CHANGING:
+            self._forget(list_tensors((args, kwargs)))
+        elif self._are_known(list_tensors((args, kwargs))):
             self._compute(function, args, kwargs, out)
+
+    def _are_known(self, tensors: Sequence[Tensor]) -> bool:
+        # Few are as small as what is known; to ask the table makes a reference of torch's, which takes as long as all
+        # else here.
+        return bool(tensors) and all(tensor.numel() <= MOST and tensor in self._known for tensor in tensors)
 
     def _forget(self, tensors: Sequence[Tensor]) -> None:
         """Know nothing any more of tensors that may have been changed, nor of what shares their memory."""

@@ -114,6 +114,15 @@ class RecordedStep:
         """Why nothing is recorded any more, or None."""
         return self._recorder.refused
 
+    def foresee_refusal(self) -> str | None:
+        """Say why an attempt to record will fail, as the calls so far have shown; None where they show nothing."""
+        model = self.model.model if isinstance(self.model, DataParallel) else self.model
+        if not isinstance(model, ModelParallel) or not isinstance(model.strategy, SpatialStrategy):
+            return None
+        block = model.strategy.recomputation.find_drawing()
+        name = "" if block is None else model.strategy.context.name_of(block)
+        return f"the recomputed block {name} draws random numbers" if block is not None else None
+
     def release(self) -> None:
         """Free all recordings; later calls run as they are first, as in the beginning."""
         self._first = None

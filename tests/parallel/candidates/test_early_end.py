@@ -15,6 +15,7 @@ from volseg.parallel.candidates import Freedom, Machine, Planned, describe_netwo
 from volseg.parallel.candidates.forecasting import forecast_work
 from volseg.parallel.candidates.listing import name_candidate
 from volseg.parallel.candidates.planning import list_largest, plan_work
+from volseg.parallel.recorded_step import RecordedStep
 
 MIB = 2**20
 
@@ -108,6 +109,21 @@ def test_the_largest_volumes_are_those_of_whole_follows(monkeypatch):
     monkeypatch.setattr(remedies, "forecast_work", follow_whole)
     assert early == list_largest(planned)
     assert set(followed) == {True, False}
+
+
+@pytest.mark.parametrize("mib", [1300, 1650])
+def test_answers_are_the_same_whether_a_refusal_to_record_is_foreseen_or_met(mib, monkeypatch):
+    dropping = UNet(3, 1, 2, channels=(8, 16), strides=(2,), num_res_units=1, dropout=0.2)
+    answers = []
+    for foresees in (True, False):
+        if not foresees:
+            monkeypatch.setattr(RecordedStep, "foresee_refusal", lambda _: None)
+        plan = plan_work(make_planned(mib, net=dropping), numbers=True)
+        answers.append((plan.found, plan.remedies))
+    assert answers[0] == answers[1]
+    recomputed = [each.candidate for each in answers[0][0].forecasts if each.candidate.checkpoint is not None]
+    assert recomputed
+    assert not any(candidate.recorded for candidate in recomputed)
 
 
 class CatchesAll(nn.Module):

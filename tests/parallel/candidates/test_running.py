@@ -1,5 +1,6 @@
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.in_group import in_group
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, tree_leaves
-from volseg.errors import NotRecordedError, ParallelError, UnsupportedOperatorError
+from volseg.errors import NotRecordedError, OutOfMemoryError, ParallelError, UnsupportedOperatorError
 from volseg.forecast.candidate import Candidate
+from volseg.forecast.followed_step import FollowedStep
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.forecast.threads import Pace
 from volseg.forecast.timing import select_step
@@ -23,6 +25,7 @@ from volseg.parallel.candidates import running
 from volseg.parallel.candidates.lone_process import be_process
 from volseg.parallel.candidates.work import Work
 from volseg.parallel.followed_replicas import _fill_buckets
+from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.spatial.transport import halo
 
 GPU = find_kind("h200")
@@ -323,6 +326,46 @@ def test_a_step_that_would_not_be_recorded_is_refused() -> None:
 
     with pytest.raises(ParallelError, match=r"would not be recorded: .*calls from 2 to 3 in Python"):
         follow_candidate(make_work(Counts), Candidate(kernels="torch", recorded=True))
+
+
+class Drops(nn.Module):
+    """A block that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.drop = nn.Conv3d(1, 6, 3, padding=1), nn.Dropout3d(0.3)
+        self.again, self.head = nn.Conv3d(6, 6, 3, padding=1), nn.Conv3d(6, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.again(self.drop(self.wide(x))).relu())
+
+
+@pytest.mark.parametrize("candidate", [Candidate(checkpoint="all"), Candidate(data=2, checkpoint="all")])
+def test_what_a_recording_would_refuse_is_foreseen_by_the_first_forward_pass(
+    candidate: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = make_work(lambda: nn.Sequential(Drops()))
+    candidate = replace(candidate, kernels="fast", recorded=True)
+    marks: list[str] = []
+    mark = FollowedStep.mark
+    monkeypatch.setattr(FollowedStep, "mark", lambda self, name: (marks.append(name), mark(self, name))[1])
+    told, begun = [], []
+    for foreseen in (True, False):
+        if not foreseen:
+            monkeypatch.setattr(RecordedStep, "foresee_refusal", lambda _: None)
+        marks.clear()
+        with pytest.raises(NotRecordedError, match=r"the recomputed block .* draws random numbers") as raised:
+            follow_candidate(work, candidate)
+        told.append(str(raised.value))
+        begun.append(marks.count("forward"))
+    # The attempt itself begins with one, and the step runs as it is then.
+    assert begun == [1, running.NUM_STEPS + 2]
+    assert told[1].startswith(told[0])
+    # Given up at its tensors it is told as it was asked for.
+    marks.clear()
+    monkeypatch.undo()
+    with pytest.raises(OutOfMemoryError):
+        follow_candidate(work, candidate, fits=1 << 12)
 
 
 def test_nothing_is_really_allocated() -> None:

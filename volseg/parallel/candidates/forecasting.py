@@ -251,7 +251,8 @@ def _find_memory_use(trace: StepTrace, capacity: int, outside: int) -> MemoryUse
     """Return the peaks of a trace; near the end of the memory torch gives back what is cached, and may still fit."""
     settings = AllocatorSettings.find()
     free = find_memory_use(trace, settings, outside=outside)
-    if free.total <= capacity:
+    # What tensors hold at a time fits into no less, whatever is given back.
+    if free.total <= capacity or free.used + outside > capacity:
         return free
     try:
         # It may do so again in every step, and find other pieces: what trained once need not go on.

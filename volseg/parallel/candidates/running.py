@@ -87,13 +87,15 @@ def follow_candidate(
     """
     _check(work, candidate)
     follow = partial(following, gpu, limit=limit, fits=fits, reserved=reserved)
+    # Of what is given up at its tensors alone it is told whether it was to be recorded: that is followed as it was.
+    foreseen = fits is None or reserved
     time_kernel = time_kernel or (gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly)
     if candidate.num_gpus == 1 or candidate.pipeline > 1 or one_process:
-        return _follow_in_one_process(work, candidate, follow, time_kernel, pace)
+        return _follow_in_one_process(work, candidate, follow, time_kernel, pace, foreseen)
     # The last replica has the most rows, where they differ.
     first = (candidate.data - 1) * candidate.spatial
     ranks = [first + shard for shard in _list_shards(candidate, max(work.sides))]
-    return tuple(_follow_process(work, candidate, follow, rank, time_kernel) for rank in ranks)
+    return tuple(_follow_process(work, candidate, follow, rank, time_kernel, foreseen) for rank in ranks)
 
 
 def _check(work: Work, candidate: Candidate) -> None:
@@ -131,6 +133,7 @@ def _follow_in_one_process(
     follow: Follow,
     time_kernel: TimeKernel,
     pace: Pace | None,
+    foreseen: bool,
 ) -> tuple[StepTrace, ...]:
     num_devices = candidate.num_gpus // candidate.data
     if candidate.data > 1 and candidate.recorded:
@@ -152,6 +155,7 @@ def _follow_in_one_process(
             followed,
             recorded=recorded and candidate.num_gpus == 1,
             records_itself=recorded and is_pipeline,
+            foreseen=foreseen,
         )
     if pace is None or candidate.pipeline == 1:
         return followed.traces()
@@ -164,6 +168,7 @@ def _follow_process(
     follow: Follow,
     rank: int,
     time_kernel: TimeKernel,
+    foreseen: bool,
 ) -> StepTrace:
     """Follow one process of a mesh of replicas and shards."""
     with follow(1, time_kernel) as followed:
@@ -174,7 +179,7 @@ def _follow_process(
             model = _place(_build(work, followed), candidate, [device], mesh)
             rows = _count_rows(work, mesh.replicas() if candidate.data > 1 else None)
             make_batch = partial(_make_batch, work, model, rows, device, candidate)
-            _run(work, model, make_batch, followed, recorded=candidate.recorded)
+            _run(work, model, make_batch, followed, recorded=candidate.recorded, foreseen=foreseen)
     (trace,) = followed.traces()
     return StepTrace(trace.events, rank % candidate.spatial)
 
@@ -250,8 +255,13 @@ def _run(
     *,
     recorded: bool,
     records_itself: bool = False,
+    foreseen: bool = False,
 ) -> None:
-    """Train on the same batch, as the training loop does; a pipeline records its stages by itself."""
+    """Train on the same batch, as the training loop does; a pipeline records its stages by itself.
+
+    Where refusals are to be ``foreseen`` a step ends with its first forward pass if that shows that it cannot be
+    recorded: the attempt, two steps later, would say the same.
+    """
     model.train()
     batch = make_batch()
     followed.mark("placed")
@@ -260,6 +270,7 @@ def _run(
     num_steps = NUM_STEPS
     if recorded:  # one more records, and another one replays
         step, num_steps = RecordedStep(model, step, warm_up=NUM_STEPS, optimizer=optimizer), NUM_STEPS + 2
+        followed.listen(partial(_refuse_early, step) if foreseen else None)
     elif records_itself:
         num_steps = NUM_STEPS + 2
     handles = [optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))]
@@ -278,6 +289,13 @@ def _run(
         # Beside what the training keeps: its cache can be used again, a recording's memory cannot.
         followed.mark("validate")
         work.validate(model)
+
+
+def _refuse_early(step: RecordedStep, mark: str) -> None:
+    """Refuse a step that would not be recorded, once a forward pass has shown it."""
+    refused = step.foresee_refusal() if mark == "loss" else None
+    if refused is not None:
+        raise NotRecordedError(f"the step would not be recorded: {refused}")
 
 
 @contextmanager

@@ -84,6 +84,10 @@ class Recomputation:
         # Autograd has a thread for each device, and a block's state is exchanged while it is recomputed.
         self._lock = RLock()
 
+    def find_drawing(self) -> nn.Module | None:
+        """Return a block that has drawn random numbers: where it runs as before it cannot be recorded."""
+        return self._random.find_drawing()
+
     @contextmanager
     def active(self, finest: int) -> Iterator[None]:
         """Recompute within this context; ``finest`` is the number of voxels of the network's input."""
@@ -161,6 +165,10 @@ class _DrawnStates:
     def __init__(self) -> None:
         self._draws: dict[Any, bool] = {}
         self._foreign: set[Any] = set()
+
+    def find_drawing(self) -> nn.Module | None:
+        """Return a block that has drawn when it last ran."""
+        return next((block for (block, _), drew in self._draws.items() if drew), None)
 
     def before(self, block: nn.Module, key: Any, context: Context) -> RandomState | None:
         """Note where the generators stand before a block runs.
