@@ -1,5 +1,6 @@
 """What every test shares: fixed seeds, exact matrix products, and the real data where it lies beside the project."""
 
+import gc
 import locale
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from in_group import end_groups
 from marked_files import SAID, leaves_out, require_said
 
 # The machine may be busy; the time of one example says nothing.
@@ -83,6 +85,13 @@ def ready_python(monkeypatch):
         module.Popen,
         raising=False,
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def groups_of_one_file() -> Iterator[None]:
+    """End a file's groups of processes with it: gloo's threads wake while nobody calls, and took a sixth of a core."""
+    yield
+    end_groups()
 
 
 @pytest.fixture
@@ -174,6 +183,12 @@ def pytest_ignore_collect(collection_path, config):
     """Leave out, unless it is asked for by its name, what holds no test of the one marker that ``-m`` names."""
     named = {Path(arg.partition("::")[0]).resolve() for arg in config.args}
     return True if collection_path not in named and leaves_out(collection_path, config.option.markexpr) else None
+
+
+def pytest_collection_finish():
+    """Let who looks for garbage pass by what lives as long as this process: a million objects of modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
