@@ -1,6 +1,5 @@
 """What every test shares: fixed seeds, exact matrix products, and the real data where it lies beside the project."""
 
-import gc
 import locale
 import os
 import shutil
@@ -184,12 +183,6 @@ def pytest_ignore_collect(collection_path, config):
     """Leave out, unless it is asked for by its name, what holds no test of the one marker that ``-m`` names."""
     named = {Path(arg.partition("::")[0]).resolve() for arg in config.args}
     return True if collection_path not in named and leaves_out(collection_path, config.option.markexpr) else None
-
-
-def pytest_collection_finish():
-    """Let who looks for garbage pass by what lives as long as this process: a million objects of modules and tests."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out

@@ -107,7 +107,7 @@ def test_a_network_trains_with_channels_of_zeros(
     """Its volumes are slices of others' channels: whatever reads them must go by their strides."""
     build, shape = FILLED[name]
     if name == "VNet" and (options or shards > 1 or filled != (True, True)):
-        pytest.skip("of a wide network one way, on one device, is enough")
+        pytest.skip("of a deep network one way, on one device, is enough")
 
     def find_filled(direction: str, call: ConvolutionCall) -> Filled | None:
         plain = call.settings.stride == (1, 1, 1) and call.settings.groups == 1 and not call.settings.transposed
