@@ -45,7 +45,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 @pytest.fixture(autouse=True)
 def exact_and_seeded():
-    # Without a GPU, torch.manual_seed writes a stack for each kind of device that might come: milliseconds of each test.
+    # Without a GPU torch.manual_seed writes a stack for each kind of device that might come: milliseconds of each test.
     (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
