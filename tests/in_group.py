@@ -2,9 +2,9 @@
 
 ``in_group(2, function, *arguments)`` calls the function in two processes that are joined by gloo, and returns what each
 returned. Starting a group takes tenths of a second, and importing a test's module in it may take seconds; a call takes
-milliseconds. So the processes stay, a group of each size, until something goes wrong or they have many threads. A
-function that raises, or does not return in time, fails its own test with the traceback of the process it failed in;
-that group ends, and the next call starts a fresh one.
+milliseconds. So the processes stay, a group of each size, until something goes wrong, they have many threads, or the
+file of tests comes to its end (`conftest.py`). A function that raises, or does not return in time, fails its own test
+with the traceback of the process it failed in; that group ends, and the next call starts a fresh one.
 
 The function is found again by its file and its name, so it must stand at the top level of its module. It finds the
 default process group, ``RANK`` and ``WORLD_SIZE`` as under torchrun, no GPU, and leaves the group as it was.
@@ -30,7 +30,7 @@ from typing import Any
 
 from ready_python import Popen
 
-__all__ = ["GroupError", "assert_all_well", "end_group", "in_group"]
+__all__ = ["GroupError", "assert_all_well", "end_group", "end_groups", "in_group"]
 
 SECONDS = 240
 """For one call, unless it says otherwise."""
@@ -189,12 +189,13 @@ def end_group(processes: int, politely: bool = True) -> None:
         group.end(politely)
 
 
-def _end_groups() -> None:
+def end_groups() -> None:
+    """End all running groups."""
     for size in tuple(_groups):
         end_group(size)
 
 
-atexit.register(_end_groups)
+atexit.register(end_groups)
 
 
 def assert_all_well(found: Sequence[str | None]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from in_group import GroupError, assert_all_well, in_group
+from in_group import GroupError, assert_all_well, end_groups, in_group
 
 
 def summed(base: int) -> tuple[int, float]:
@@ -61,6 +61,16 @@ def test_a_failure_is_told_at_once_and_does_not_reach_the_next(tmp_path: Path) -
     with pytest.raises(GroupError, match=r"(?s)ranks \[0, 1\] of 2 did not return within 5 s.*in wait_for_ever"):
         in_group(2, wait_for_ever, seconds=5)
     assert [total for _, total in in_group(2, summed, 1)] == [3.0, 3.0]
+
+
+def test_a_file_leaves_no_group_running(request: pytest.FixtureRequest) -> None:
+    assert "groups_of_one_file" in request.fixturenames  # it calls this, behind the last test of a file
+    processes = {process for process, _ in in_group(2, summed, 1)}
+    end_groups()
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+    assert processes.isdisjoint(process for process, _ in in_group(2, summed, 1))
 
 
 def test_a_function_without_a_name_is_refused() -> None:

@@ -37,3 +37,14 @@ def test_a_number_is_a_number(text, value):
 def test_what_cannot_be_read_says_where(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_yaml(text, "config.yaml")
+
+
+def test_who_reads_a_text_again_gets_values_of_its_own():
+    """The text is loaded once; what one reader changes in its values, another must not find."""
+    text = "a: {b: [1, 2]}\nshared: &one [3]\nagain: *one"
+    first = parse_yaml(text, "x")
+    first["a"]["b"].append(3)
+    del first["shared"]
+    second = parse_yaml(text, "y")
+    assert second == {"a": {"b": [1, 2]}, "shared": [3], "again": [3]}
+    assert second["shared"] is second["again"]

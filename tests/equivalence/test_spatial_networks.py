@@ -51,7 +51,7 @@ CASES_OF = {
     2: [*NAMES, *EXTRA],
     3: [*NAMES, "vnet"],
     4: [*NAMES, *EXTRA, "replicas"],
-    8: NAMES,  # eight copies of a V-Net in float64 do not fit a small machine
+    8: NAMES,
 }
 
 

@@ -10,7 +10,7 @@ nothing.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from operator import attrgetter
 from typing import Any
 
@@ -204,11 +204,15 @@ def read_global_flags() -> tuple[bool, ...]:
     return tuple([read() for read in FLAGS])
 
 
-def find_autocast_operators(key: str) -> set[str]:
-    """Return the operators of aten that autocast knows on a kind of device: ``AutocastCUDA``, ``AutocastCPU``."""
+@cache
+def find_autocast_operators(key: str) -> frozenset[str]:
+    """Return the operators of aten that autocast knows on a kind of device: ``AutocastCUDA``, ``AutocastCPU``.
+
+    Found once: they are torch's own, three thousand names are asked for, and each step that is followed begins with it.
+    """
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     known = torch._C._dispatch_has_kernel_for_dispatch_key
-    return {name.removeprefix("aten::") for name in names if known(name, key)}
+    return frozenset(name.removeprefix("aten::") for name in names if known(name, key))
 
 
 @contextmanager
