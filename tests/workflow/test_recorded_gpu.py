@@ -13,6 +13,7 @@ from volseg.data.bank import CaseBank
 from volseg.data.patches import PatchBatches
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.workflow import Named, Training
+from volseg.workflow.given_batches import to_device
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +92,7 @@ def test_no_batch_waits_for_the_device(batches):
         for _ in range(count):
             training.position = 0
             training._losses.losses.clear()
-            training._train_batch(training._on_device(next(source)))
+            training._train_batch(to_device(next(source), training.device))
 
     train_on(4)
     assert training.step.recorded.num_recorded == 2
