@@ -7,7 +7,8 @@
                               | ---windows--- |   both compute the windows that reach across
 
 Each voxel's sum is that of one device, window by window in the same order, so labels do not depend on how many devices
-there are. A thread works for each; what they decide goes into one label map on the CPU.
+there are, but for what a library's kernels make of the number of windows in a pass. A thread works for each; what they
+decide goes into one label map on the CPU.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
