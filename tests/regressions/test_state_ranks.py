@@ -305,6 +305,7 @@ def message_groups_of_two_models() -> tuple[bool, bool]:
         dist.get_backend = backend
     found = first is second, first is not models[0].strategy.group
     del _message_groups[models[0].strategy.group]
+    dist.barrier()  # the other process may be connecting to it still, and would find it closed
     dist.destroy_process_group(first)
     return found
 
