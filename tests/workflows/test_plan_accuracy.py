@@ -4,14 +4,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
-from plan_accuracy_compared import compare, describe, plot, summarise
-from plan_accuracy_rows import list_rows, measure, name_row
+import networks_listed
+import plan_accuracy_compared
+import plan_accuracy_one_gpu
+from plan_accuracy_compared import choose_on_one, compare, describe, judge_choices, list_changes, plot, summarise
+from plan_accuracy_rows import NETWORKS, fill_row, list_rows, measure, name_row
 
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
+from volseg.models import build_network
 
 MIB = 2**20
 TINY = {"net": "tiny", "patch": [16] * 3, "batch": 1, "precision": "fp32"}
@@ -35,6 +40,14 @@ def test_a_configuration_is_measured_in_this_process():
 def compared():
     measured = {"max_memory_reserved": [100 * MIB], "max_memory_allocated": [80 * MIB], "seconds_not_waited_for": 2.0}
     way = {"kernels": "torch", "spatial": 1, "pipeline": 1, "checkpoint": None, "recorded": False}
+    measured |= {
+        "patch": [32] * 3,
+        "batch": 1,
+        "precision": "bf16",
+        "ema": None,
+        "layout": "contiguous",
+        "split_size": None,
+    }
     measured |= {"net": "vnet", "beside": {"end": [20 * MIB]}, **way}
     rows = [{"name": f"vnet {number}", **measured, "recorded": number == 1} for number in range(3)]
     memory = [
@@ -66,3 +79,73 @@ def test_the_summary_names_the_worst(compared):
 def test_the_plot_has_a_dot_for_each(compared, tmp_path):
     plot(compared, tmp_path / "plot.svg")
     assert (tmp_path / "plot.svg").read_text(encoding="utf-8").count("<circle") == 2 + 5
+
+
+def test_configurations_of_one_gpu_take_one_and_cover_every_network_once_recorded():
+    rows = plan_accuracy_one_gpu.list_rows()
+    assert len(rows) >= 40
+    assert len({name_row(row) for row in rows}) == len(rows)
+    assert {row["spatial"] * row["pipeline"] for row in rows} == {1}
+    assert {row["net"] for row in rows if row["recorded"]} == NETWORKS.keys() - {"tiny"}
+
+
+def test_networks_of_the_list_are_those_whose_speed_is_compared():
+    """Their parameters have the same names and shapes as what ``networks.py`` builds."""
+    for ours, theirs in {"unet_residual": "UNet", "residual_encoder": "ResEncUNet", "highresnet": "HighResNet"}.items():
+        with torch.device("meta"):
+            net = build_network(NETWORKS[ours], in_channels=1, out_channels=3, patch_size=[128] * 3)
+            other = networks_listed.build(theirs, (128, 128, 128))
+        sizes = [{name: each.shape for name, each in one.state_dict().items()} for one in (net, other)]
+        assert sizes[0] == sizes[1], ours
+
+
+@pytest.fixture
+def ways():
+    """A size in three ways: 100, 60 and 40 MiB, in 1, 2 and 3 seconds, and forecasts that are exact."""
+    found = []
+    for number, (size, seconds, checkpoint) in enumerate(((90, 1.0, None), (50, 2.0, 1), (30, 3.0, "all"))):
+        way = {"spatial": 1, "pipeline": 1, "split_size": None, "kernels": "fast", "recorded": True}
+        row = {"name": f"way {number}", "size": ["dynunet", [64] * 3], "way": {**way, "checkpoint": checkpoint}}
+        for kind in ("measured", "forecast"):
+            row |= {f"{kind}_reserved": size * MIB, f"{kind}_used": 20 * MIB, f"{kind}_outside": 10 * MIB}
+            row[f"{kind}_seconds"] = seconds
+        found.append(row)
+    return found
+
+
+def test_the_fastest_way_that_fits_is_chosen_on_gpus_of_several_memories(ways):
+    judged = judge_choices(ways)
+    assert [one["capacity"] // MIB for one in judged] == [50, 80, 200]
+    assert [one["chosen"] for one in judged] == [one["fastest"] for one in judged] == ["way 2", "way 1", "way 0"]
+    assert [one["over_fastest"] for one in judged] == [1.0, 1.0, 1.0]
+
+
+def test_a_wrong_forecast_is_a_wrong_choice(ways):
+    """The second is forecast to be the fastest, and the first one to fit where it does not."""
+    ways[1]["forecast_seconds"] = 0.5
+    ways[0]["forecast_reserved"] = 40 * MIB
+    ways[2]["forecast_reserved"] = 70 * MIB
+    judged = judge_choices(ways)
+    assert [(one["chosen"], one["fitted"]) for one in judged] == [("way 0", False), ("way 1", True), ("way 1", True)]
+    assert judged[2]["over_fastest"] == 2.0
+
+
+def test_one_way_is_no_choice(ways):
+    assert judge_choices(ways[:1]) == []
+
+
+def test_random_sizes_for_one_gpu_take_the_fastest_that_fits(monkeypatch):
+    """Where there is little memory activations are recomputed; rows say what they were counted on to take."""
+    monkeypatch.setattr(plan_accuracy_compared, "NETWORKS", {"dynunet": NETWORKS["tiny"]})
+    small = fill_row("dynunet", patch=[64] * 3, precision="fp32")
+    enough = choose_on_one(small, 4 * 2**30)
+    assert enough.candidate.checkpoint is None
+    less = choose_on_one(small, enough.memory.total - 8 * MIB)
+    assert less is None or less.candidate.checkpoint is not None
+    assert choose_on_one(small, 64 * MIB) is None
+
+
+def test_an_earlier_row_without_a_day_is_of_other_code():
+    fast = {"kernels": "fast", "spatial": 1, "pipeline": 1, "checkpoint": None, "recorded": False}
+    assert list_changes(fast) == ["kernels and slabs"]
+    assert list_changes({**fast, "date": "2026-11-24"}) == []

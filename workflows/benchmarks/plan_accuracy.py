@@ -15,7 +15,7 @@ configurations at random sizes, each run as is forecast to be fastest within a l
 
 ``--histories`` keeps the allocator's own account of some configurations: what it was asked for, in which order, and
 what it asked the device for. A row that comes with what is forecast of it (``--forecast``) has its account kept where
-it reserves more than a tenth more or less.
+it reserves 4 % more or less.
 
     python workflows/benchmarks/plan_accuracy.py --forecast --only spatial2 > rows.json
     python workflows/benchmarks/plan_accuracy.py --rows rows.json --result accuracy.json --histories histories.json.gz
@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="print random configurations as JSON")
     parser.add_argument("--seed", type=int, default=0, help="of the random ones")
     parser.add_argument("--limit-gib", type=float, default=16, help="of each GPU, for the random ones")
+    parser.add_argument("--one-gpu", action="store_true", help="the configurations of one GPU, or random ones for it")
     parser.add_argument("--list", action="store_true", help="print the configurations")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -79,8 +80,11 @@ def main() -> None:
 def find_rows(chosen: argparse.Namespace) -> list[Row]:
     """Return the configurations that were asked for."""
     # It imports torch: a worker does so by itself, and this program needs the list only.
-    from plan_accuracy_rows import list_rows, name_row
+    import plan_accuracy_one_gpu
+    import plan_accuracy_rows
+    from plan_accuracy_rows import name_row
 
+    list_rows = (plan_accuracy_one_gpu if chosen.one_gpu else plan_accuracy_rows).list_rows
     rows = json.loads(chosen.rows.read_text(encoding="utf-8")) if chosen.rows else list_rows()
     rows = [{"name": name_row(row), **row} for row in rows]
     return [row for row in rows if all(words in row["name"] for words in chosen.only)]
@@ -92,7 +96,8 @@ def forecast(chosen: argparse.Namespace) -> None:
     import plan_accuracy_compared as compared
 
     if chosen.random:
-        print(json.dumps(list(compared.draw_random(chosen.random, chosen.limit_gib, chosen.seed))))
+        gpus = 1 if chosen.one_gpu else 2
+        print(json.dumps(list(compared.draw_random(chosen.random, chosen.limit_gib, chosen.seed, gpus))))
         return
     if chosen.forecast:
         print(json.dumps([row | compared.foretell(row) for row in find_rows(chosen)]))
@@ -103,7 +108,10 @@ def forecast(chosen: argparse.Namespace) -> None:
     report["errors"] = compared.summarise(report["compared"])
     unchanged = [found for found in report["compared"] if not found["changed_since"]]
     report["errors_of_unchanged"] = compared.summarise(unchanged)
+    report["choices"] = compared.judge_choices(report["compared"])
+    sound = [one for one in report["choices"] if one["fitted"] and one["over_fastest"] <= compared.AS_FAST]
     print(json.dumps(report["errors"], indent=1))
+    print(f"{len(sound)} of {len(report['choices'])} choices are the fastest way that fits")
     write(report, chosen.compare)
     if chosen.plot is not None:
         compared.plot(report["compared"], chosen.plot)

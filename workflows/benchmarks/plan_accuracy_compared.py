@@ -1,5 +1,6 @@
 """What is forecast of the configurations that ``plan_accuracy.py`` measured, beside what it measured: errors, plot."""
 
+import itertools
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,11 @@ from torch.optim import Optimizer
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.forecast.instances import find_links
+from volseg.forecast.memory_use import MemoryUse
 from volseg.models import build_network
-from volseg.parallel.candidates.choosing import choose, judge
-from volseg.parallel.candidates.forecasting import Machine, forecast_work
+from volseg.parallel.candidates.choosing import choose, judge, search
+from volseg.parallel.candidates.forecasting import Machine, Planned, forecast_work
+from volseg.parallel.candidates.listing import Freedom, list_candidates, relieve
 from volseg.parallel.candidates.work import Batch, Step, Work
 from volseg.workflow import Named
 from volseg.workflow.averaging import WeightAverage
@@ -27,11 +30,17 @@ from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.step import TrainingStep
 
-__all__ = ["compare", "describe", "draw_random", "forecast_row", "foretell", "plot", "summarise"]
+__all__ = ["compare", "describe", "draw_random", "forecast_row", "foretell", "judge_choices", "plot", "summarise"]
 
 COLOURS = {"vnet": "#d9a441", "unet": "#5aa05a", "dynunet": "#1b6ca8", "segresnet": "#a04f8c", "swinunetr": "#b5442e"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 GIB = 2**30
+WAYS = ("spatial", "pipeline", "split_size", "checkpoint", "kernels", "recorded")
+"""Fields of a row that say how it is run."""
+SIZE = ("net", "patch", "batch", "precision", "ema", "layout")
+"""Fields that say what is run."""
+AS_FAST = 1.02
+"""Two ways whose times differ by less are as fast as each other."""
 
 
 def build_work(row: Row) -> Work:
@@ -79,10 +88,9 @@ def build_work(row: Row) -> Work:
 def forecast_row(row: Row, gpu: str = "h200", gpu_bytes: int | None = None) -> Forecast:
     """Return what is forecast of a configuration, on a GPU of its kind or of another memory."""
     kind = find_kind(gpu)
-    names = ("spatial", "pipeline", "split_size", "checkpoint", "kernels", "recorded")
     # A pipeline is cut by times that are measured when it starts: what is compared is the cut that was made.
     cuts = tuple(stage["begins"] for stage in row["partition"][1:]) if "partition" in row else None
-    candidate = Candidate(**{name: row[name] for name in names}, cuts=cuts)
+    candidate = Candidate(**{name: row[name] for name in WAYS}, cuts=cuts)
     links, memory = find_links(kind), gpu_bytes or kind.memory
     machine = Machine(gpu=kind, num_gpus=candidate.num_gpus, links=links, gpu_bytes=memory)
     forecast = forecast_work(build_work(row), candidate, machine)
@@ -101,17 +109,20 @@ def foretell(row: Row) -> Row:
 
 
 def list_changes(row: Row) -> list[str]:
-    """Return what of a stored row's step is other code today than when it was measured (2026-11-22 and 23).
+    """Return what of a stored row's step is other code today than when it was measured.
 
-    Its forecast is of today's: a difference says what was changed, not how near a forecast is.
+    Its forecast is of today's: a difference says what was changed, not how near a forecast is. Rows of 2026-11-22 and
+    23, which do not say when they were measured, are the ones that are older than such changes.
     """
+    if "date" in row:
+        return []
     fast = row["kernels"] == "fast" or row["spatial"] > 1 or row["checkpoint"] is not None
     found = {"kernels and slabs": fast, "recordings": row["recorded"], "stages": row["pipeline"] > 1}
     return [name for name, is_so in found.items() if is_so]
 
 
 def compare(
-    rows: Sequence[Row], tell: Callable[[Row], None], find: Callable[[Row], Forecast] = forecast_row
+    rows: Sequence[Row], tell: Callable[[Row], None], find: Callable[[Row], Forecast] | None = None
 ) -> list[Row]:
     """Return a row for each configuration that was measured: forecast over measured, less one.
 
@@ -122,8 +133,9 @@ def compare(
     tell : callable
         Takes each as it is done.
     find : callable
-        Forecasts one.
+        Forecasts one; by default `forecast_row`, within what was counted on.
     """
+    find = find or (lambda row: forecast_row(row, gpu_bytes=row.get("capacity")))
     compared: list[Row] = []
     for row in rows:
         if "failed" in row or "out_of_memory" in row:
@@ -144,6 +156,7 @@ def compare(
                 found[f"{what}_error"] = found[f"forecast_{what}"] / found[f"measured_{what}"] - 1
             total = (found["forecast_reserved"] + found["forecast_outside"]) / (reserved + beside)
             found["total_error"] = total - 1
+            found |= {"size": [row[name] for name in SIZE], "way": {name: row[name] for name in WAYS}}
         compared.append(found)
         tell(found)
     return compared
@@ -165,6 +178,46 @@ def summarise(compared: Sequence[Row]) -> Row:
         errors = [abs(found[f"{what}_error"]) for found in sound]
         worst = max(sound, key=lambda found: abs(found[f"{what}_error"]))
         told[what] = {"median": statistics.median(errors), "worst": max(errors), "worst_of": worst["name"]}
+    return told
+
+
+def judge_choices(compared: Sequence[Row]) -> list[Row]:
+    """Return, of each size that was run in several ways, what ``auto`` would choose, and what of that was measured.
+
+    It chooses by the forecasts, as in a training, on GPUs of several memories: one that every way fits into by what was
+    measured, and those halfway between what a way takes and what the next one takes.
+    """
+    sizes: dict[str, list[Row]] = {}
+    for found in compared:
+        if "refused" not in found:
+            sizes.setdefault(" ".join(map(str, found["size"])), []).append(found)
+    judged: list[Row] = []
+    for size, ways in sizes.items():
+        totals = sorted(way["measured_reserved"] + way["measured_outside"] for way in ways)
+        between = [(less + more) // 2 for less, more in itertools.pairwise(totals)]
+        capacities = [*between, 2 * totals[-1]] if len(ways) > 1 else []
+        judged += [{"size": size, "capacity": bytes_, **_judge_choice(ways, bytes_)} for bytes_ in capacities]
+    return judged
+
+
+def _judge_choice(ways: Sequence[Row], capacity: int) -> Row:
+    """Return what is chosen of some ways, whether it fitted, and its time over that of the fastest one that did."""
+    named: dict[Candidate, Row] = {}
+    forecasts = []
+    for way in ways:
+        sizes = {name: way[f"forecast_{name}"] for name in ("used", "reserved", "outside")}
+        memory, candidate = MemoryUse(**sizes, peak_in=""), Candidate(**way["way"])
+        named[candidate] = way
+        forecast = Forecast(candidate=candidate, memory=memory, seconds=way["forecast_seconds"])
+        forecasts.append(judge(forecast, capacity))
+    chosen, _ = choose(forecasts, capacity)
+    fitting = [way for way in ways if way["measured_reserved"] + way["measured_outside"] <= capacity]
+    fastest = min(fitting, key=lambda way: way["measured_seconds"])
+    told: Row = {"fastest": fastest["name"], "chosen": None, "fitted": False, "over_fastest": None}
+    if chosen is not None:
+        way = named[chosen.candidate]
+        told |= {"chosen": way["name"], "fitted": way in fitting}
+        told["over_fastest"] = way["measured_seconds"] / fastest["measured_seconds"]
     return told
 
 
@@ -196,32 +249,50 @@ def plot(compared: Sequence[Row], path: Path) -> None:
     write(path, drawn, left + side + 130, top + side + 40)
 
 
-def draw_random(count: int, limit_gib: float, seed: int = 0) -> Iterator[Row]:
-    """Yield configurations at random sizes, each run in the way that ``auto`` would choose of those that are tried.
+def draw_random(count: int, limit_gib: float, seed: int = 0, gpus: int = 2) -> Iterator[Row]:
+    """Yield configurations at random sizes, each run in the way that ``auto`` would choose.
 
     Their processes are given no more of a GPU than what was counted on. Who runs out of memory was forecast wrongly.
+    On one GPU ``auto`` itself chooses, of all it may take; on two it is asked for the ways that are tried here.
     """
     chance = random.Random(seed)  # noqa: S311 (no secrets)
-    kind, capacity = find_kind("h200"), int(limit_gib * GIB)
-    ways = [{"kernels": "torch"}, {"kernels": "fast"}, {"kernels": "fast", "recorded": True}]
-    ways += [{"kernels": "fast", "checkpoint": "all"}, {"kernels": "fast", "spatial": 2}]
-    ways += [{"kernels": "fast", "spatial": 2, "checkpoint": "all"}]
+    capacity = int(limit_gib * GIB)
     plain = next(row for row in list_rows() if row["net"] == "dynunet")
     while count:
         size = {"patch": [32 * chance.randint(2, 9) for _ in range(3)], "batch": chance.randint(1, 4)}
         row = {**plain, **size, "net": chance.choice(["vnet", "unet", "dynunet", "segresnet"]), "history": False}
         row["precision"] = chance.choice(["bf16", "bf16", "fp32"])
-        forecasts = [judge(forecast_row({**row, **way}), capacity) for way in ways]
-        chosen, _ = choose(forecasts, capacity)
+        chosen = choose_on_one(row, capacity) if gpus == 1 else choose_of_several(row, capacity)
         if chosen is None or chosen.memory is None:
             continue
-        memory, way = chosen.memory, ways[forecasts.index(chosen)]
-        limit = capacity - memory.outside
+        memory, candidate = chosen.memory, chosen.candidate
         yield {
             **row,
-            **way,
-            "limit_bytes": limit,
+            **{name: getattr(candidate, name) for name in WAYS},
+            "capacity": capacity,
+            "limit_bytes": capacity - memory.outside,
             "forecast_reserved": memory.reserved,
+            "forecast_used": memory.used,
             "forecast_seconds": chosen.seconds,
-        } | {"gpu_bytes": kind.memory}
+        }
         count -= 1
+
+
+def choose_of_several(row: Row, capacity: int) -> Forecast | None:
+    """Return the forecast that is chosen of some ways to run a configuration on one GPU or two; None if none fits."""
+    ways = [{"kernels": "torch"}, {"kernels": "fast"}, {"kernels": "fast", "recorded": True}]
+    ways += [{"kernels": "fast", "checkpoint": "all"}, {"kernels": "fast", "spatial": 2}]
+    ways += [{"kernels": "fast", "spatial": 2, "checkpoint": "all"}]
+    return choose([judge(forecast_row({**row, **way}), capacity) for way in ways], capacity)[0]
+
+
+def choose_on_one(row: Row, capacity: int) -> Forecast | None:
+    """Return the forecast of what ``auto`` chooses on one GPU of so many bytes; None if nothing fits."""
+    kind = find_kind("h200")
+    machine = Machine(gpu=kind, num_gpus=1, links=find_links(kind), gpu_bytes=capacity)
+    planned = Planned(work=build_work(row), machine=machine, free=Freedom(kernels=("fast", "torch")))
+    listed = list_candidates(1, row["batch"], row["patch"], planned.free)
+    found = search(
+        listed, planned.forecast_if_fits, planned.capacity, row["batch"], lambda each: relieve(each, planned.free)
+    )
+    return found.chosen

@@ -8,6 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from volseg.config.loading import load_config
 from volseg.models import build_network
 from volseg.models.networks import complete_spec
+from volseg.models.residual_encoder import ENCODER_BLOCKS
 from volseg.parallel import FastKernels, ModelParallel
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.pipeline import Pipeline
@@ -29,7 +31,17 @@ from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.step import TrainingStep
 
-__all__ = ["NETWORKS", "Row", "build_step", "list_rows", "measure", "name_row", "take_place", "wait_for_others"]
+__all__ = [
+    "NETWORKS",
+    "Row",
+    "build_step",
+    "fill_row",
+    "list_rows",
+    "measure",
+    "name_row",
+    "take_place",
+    "wait_for_others",
+]
 
 Row = dict[str, Any]
 
@@ -56,6 +68,22 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "dynunet": _halve([32, 64, 128, 256, 320]),
     "segresnet": {"name": "SegResNet", "init_filters": 32, "blocks_down": [1, 2, 2, 4], "blocks_up": [1, 1, 1]},
     "swinunetr": {"name": "SwinUNETR", "feature_size": 48},
+    "mednext": {"name": "MedNeXtS"},
+    "unetr": {"name": "UNETR"},
+    "unet_residual": {
+        "name": "UNet",
+        "channels": [32, 64, 128, 256, 320],
+        "strides": [2, 2, 2, 2],
+        "num_res_units": 2,
+    },
+    "highresnet": {"name": "HighResNet"},
+    "residual_encoder": {
+        "name": "ResEncUNet",
+        "filters": [32, 64, 128, 256, 320, 320],
+        "strides": [1, 2, 2, 2, 2, 2],
+        "kernel_size": [3] * 6,
+        "blocks": list(ENCODER_BLOCKS[:6]),
+    },
     "tiny": _halve([4, 8, 8], deep_supervision=True, deep_supr_num=1),  # to try the script without a GPU
 }
 
@@ -71,68 +99,68 @@ def list_rows() -> list[Row]:
 def _first_singles() -> Iterator[Row]:
     """Yield every network on one GPU, by every way to run it, at the sizes that people train."""
     small = {"patch": [32, 48, 32], "batch": 8, "ema": 0.999}
-    yield _row("vnet", history=True, **small)
-    yield _row("vnet", kernels="fast", recorded=True, history=True, **small)
+    yield fill_row("vnet", history=True, **small)
+    yield fill_row("vnet", kernels="fast", recorded=True, history=True, **small)
     small = {"patch": [40, 56, 40], "batch": 9, "ema": 0.999}
-    yield _row("unet", history=True, **small)
-    yield _row("unet", kernels="fast", recorded=True, **small)
-    yield _row("dynunet", history=True)
-    yield _row("dynunet", kernels="fast", history=True)
-    yield _row("vnet", history=True)
-    yield _row("vnet", kernels="fast", recorded=True, history=True)
-    yield _row("segresnet", precision="fp32", history=True)
-    yield _row("segresnet", kernels="fast", checkpoint="all", history=True)
-    yield _row("swinunetr", patch=[96] * 3, history=True)
-    yield _row("swinunetr", patch=[96] * 3, precision="fp32")
-    yield _row("dynunet", precision="fp32")
-    yield _row("dynunet", kernels="fast", checkpoint="all", patch=[256] * 3, batch=1)
-    yield _row("unet", patch=[128] * 3)
-    yield _row("vnet", patch=[64] * 3, batch=32)
-    yield _row("segresnet", kernels="fast")
-    yield _row("vnet", kernels="fast", checkpoint="all", patch=[192] * 3, batch=1)
+    yield fill_row("unet", history=True, **small)
+    yield fill_row("unet", kernels="fast", recorded=True, **small)
+    yield fill_row("dynunet", history=True)
+    yield fill_row("dynunet", kernels="fast", history=True)
+    yield fill_row("vnet", history=True)
+    yield fill_row("vnet", kernels="fast", recorded=True, history=True)
+    yield fill_row("segresnet", precision="fp32", history=True)
+    yield fill_row("segresnet", kernels="fast", checkpoint="all", history=True)
+    yield fill_row("swinunetr", patch=[96] * 3, history=True)
+    yield fill_row("swinunetr", patch=[96] * 3, precision="fp32")
+    yield fill_row("dynunet", precision="fp32")
+    yield fill_row("dynunet", kernels="fast", checkpoint="all", patch=[256] * 3, batch=1)
+    yield fill_row("unet", patch=[128] * 3)
+    yield fill_row("vnet", patch=[64] * 3, batch=32)
+    yield fill_row("segresnet", kernels="fast")
+    yield fill_row("vnet", kernels="fast", checkpoint="all", patch=[192] * 3, batch=1)
 
 
 def _pairs() -> Iterator[Row]:
     """Yield every network over two GPUs."""
     for net in ("dynunet", "vnet", "segresnet", "unet"):
-        yield _row(net, kernels="fast", spatial=2, patch=[256, 128, 128], history=net == "dynunet")
-    yield _row("vnet", pipeline=2, split_size=4, patch=[64] * 3, batch=32, history=True)
+        yield fill_row(net, kernels="fast", spatial=2, patch=[256, 128, 128], history=net == "dynunet")
+    yield fill_row("vnet", pipeline=2, split_size=4, patch=[64] * 3, batch=32, history=True)
     for net in ("dynunet", "segresnet", "unet"):
-        yield _row(net, pipeline=2, split_size=1, batch=4, patch=[96] * 3)
-    yield _row("swinunetr", pipeline=2, split_size=1, batch=4, patch=[64] * 3)
-    yield _row("dynunet", kernels="fast", spatial=2, recorded=True, patch=[256, 128, 128])
-    yield _row("vnet", pipeline=2, split_size=4, recorded=True, patch=[64] * 3, batch=32)
+        yield fill_row(net, pipeline=2, split_size=1, batch=4, patch=[96] * 3)
+    yield fill_row("swinunetr", pipeline=2, split_size=1, batch=4, patch=[64] * 3)
+    yield fill_row("dynunet", kernels="fast", spatial=2, recorded=True, patch=[256, 128, 128])
+    yield fill_row("vnet", pipeline=2, split_size=4, recorded=True, patch=[64] * 3, batch=32)
 
 
 def _more_singles() -> Iterator[Row]:
     """Yield other sizes, precisions and layouts on one GPU."""
-    yield _row("vnet", precision="fp32")
-    yield _row("unet", precision="fp32", patch=[96] * 3, batch=4)
-    yield _row("dynunet", kernels="fast", recorded=True, patch=[160] * 3, batch=1)
-    yield _row("dynunet", recorded=True)
-    yield _row("unet", kernels="fast", checkpoint="all", patch=[160] * 3)
-    yield _row("dynunet", layout="channels_last")
-    yield _row("vnet", patch=[192] * 3, batch=1)
-    yield _row("segresnet", patch=[192] * 3, batch=1)
-    yield _row("swinunetr", recorded=True, patch=[64] * 3)
-    yield _row("dynunet", patch=[256] * 3, batch=1)
-    yield _row("vnet", kernels="fast", patch=[64] * 3, batch=32)
-    yield _row("segresnet", kernels="fast", recorded=True, patch=[96] * 3)
-    yield _row("swinunetr", patch=[128] * 3, batch=1)
-    yield _row("unet", kernels="fast", patch=[192, 160, 128], batch=1)
+    yield fill_row("vnet", precision="fp32")
+    yield fill_row("unet", precision="fp32", patch=[96] * 3, batch=4)
+    yield fill_row("dynunet", kernels="fast", recorded=True, patch=[160] * 3, batch=1)
+    yield fill_row("dynunet", recorded=True)
+    yield fill_row("unet", kernels="fast", checkpoint="all", patch=[160] * 3)
+    yield fill_row("dynunet", layout="channels_last")
+    yield fill_row("vnet", patch=[192] * 3, batch=1)
+    yield fill_row("segresnet", patch=[192] * 3, batch=1)
+    yield fill_row("swinunetr", recorded=True, patch=[64] * 3)
+    yield fill_row("dynunet", patch=[256] * 3, batch=1)
+    yield fill_row("vnet", kernels="fast", patch=[64] * 3, batch=32)
+    yield fill_row("segresnet", kernels="fast", recorded=True, patch=[96] * 3)
+    yield fill_row("swinunetr", patch=[128] * 3, batch=1)
+    yield fill_row("unet", kernels="fast", patch=[192, 160, 128], batch=1)
 
 
 def _more_pairs() -> Iterator[Row]:
     """Yield the dearer ways to take two GPUs."""
-    yield _row("dynunet", kernels="fast", spatial=2, checkpoint="all", patch=[320] * 3, batch=1)
-    yield _row("vnet", kernels="fast", spatial=2, precision="fp32", patch=[192, 96, 96], batch=1)
-    yield _row("segresnet", kernels="fast", spatial=2, checkpoint=1, patch=[256, 160, 160], batch=1)
-    yield _row("vnet", kernels="fast", spatial=2, recorded=True, patch=[256, 128, 128])
-    yield _row("dynunet", pipeline=2, split_size=2, precision="fp32", batch=4, patch=[96] * 3)
-    yield _row("segresnet", pipeline=2, split_size=1, recorded=True, batch=4, patch=[96] * 3)
+    yield fill_row("dynunet", kernels="fast", spatial=2, checkpoint="all", patch=[320] * 3, batch=1)
+    yield fill_row("vnet", kernels="fast", spatial=2, precision="fp32", patch=[192, 96, 96], batch=1)
+    yield fill_row("segresnet", kernels="fast", spatial=2, checkpoint=1, patch=[256, 160, 160], batch=1)
+    yield fill_row("vnet", kernels="fast", spatial=2, recorded=True, patch=[256, 128, 128])
+    yield fill_row("dynunet", pipeline=2, split_size=2, precision="fp32", batch=4, patch=[96] * 3)
+    yield fill_row("segresnet", pipeline=2, split_size=1, recorded=True, batch=4, patch=[96] * 3)
 
 
-def _row(net: str, **fields: Any) -> Row:
+def fill_row(net: str, **fields: Any) -> Row:
     """Return a configuration; what is not said is two volumes of 128^3 in bfloat16 on one GPU with torch's kernels."""
     plain = {"patch": [128] * 3, "batch": 2, "precision": "bf16", "layout": "contiguous", "ema": None}
     way = {"spatial": 1, "pipeline": 1, "split_size": None, "checkpoint": None, "kernels": "torch", "recorded": False}
@@ -314,7 +342,7 @@ def measure(row: Row, numbers: Sequence[int], history: Path | None) -> Row:
         if row.get("limit_bytes"):
             size = torch.cuda.get_device_properties(gpu).total_memory
             torch.cuda.set_per_process_memory_fraction(row["limit_bytes"] / size, gpu)
-    found: Row = {"beside": {"context": [_beside(gpu) for gpu in gpus]}}
+    found: Row = {"date": datetime.now(UTC).date().isoformat(), "beside": {"context": [_beside(gpu) for gpu in gpus]}}
     marks = Marks(devices)
     marks.watched = True
     noted = _Account(devices) if history is not None and gpus else None
@@ -355,10 +383,27 @@ def measure(row: Row, numbers: Sequence[int], history: Path | None) -> Row:
         torch.backends.cudnn.benchmark = True
         step()
         found["operators_with_cudnn_benchmark"] = _watch_operators(step, gpus[0])
+    if row.get("profile") and gpus and "out_of_memory" not in found:
+        found["kernels_us"] = _tell_kernels(step, gpus)
     return found
 
 
-MISSED = 0.1
+def _tell_kernels(step: Callable[[], Any], gpus: Sequence[torch.device]) -> list[tuple[str, int, float]]:
+    """Return the kernels of a step, the longest first: name, how often it runs, microseconds of all its runs."""
+    steps = 3
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
+        for _ in range(steps):
+            step()
+        _wait(gpus)
+    found: dict[str, list[float]] = {}
+    for event in watched.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.setdefault(event.name[:200], []).append(event.device_time)
+    told = [(name, round(len(times) / steps), round(sum(times) / steps, 1)) for name, times in found.items()]
+    return sorted(told, key=lambda kernel: -kernel[2])
+
+
+MISSED = 0.04
 """By so much of what is reserved a forecast is wrong enough for its cause to be looked for."""
 
 
