@@ -9,7 +9,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
-from largest_volumes import UNIT, at_side, list_searches, list_tries, name_search, run_round, summarise
+from largest_volumes import (
+    UNIT,
+    at_side,
+    list_searches,
+    list_searches_of_one,
+    list_tries,
+    name_search,
+    run_round,
+    summarise,
+)
 from plan_accuracy_compared import forecast_row
 from plan_accuracy_rows import measure
 
@@ -23,6 +32,12 @@ def test_searches_have_different_names():
     names = [name_search(row) for row in list_searches()]
     assert len(set(names)) == len(names)
     assert names[0] == "dynunet Nx160x160 b1 bf16 fast"
+
+
+def test_searches_of_one_gpu_are_recorded_and_take_no_other():
+    rows = list_searches_of_one()
+    assert len({name_search(row) for row in rows}) == len(rows)
+    assert {(row["recorded"], row["spatial"] * row["pipeline"]) for row in rows} == {(True, 1)}
 
 
 def test_a_search_goes_on_where_it_was(tmp_path):

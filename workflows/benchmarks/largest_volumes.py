@@ -51,8 +51,10 @@ def main() -> None:
     parser.add_argument("--ahead", type=int, default=4, help="processes that wait for their turn")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--pretended-voxels", type=int, help="with --device cpu: more are out of memory")
+    parser.add_argument("--one-gpu", action="store_true", help="searches of one GPU, as `volseg plan --max-volume` has")
     chosen = parser.parse_args()
-    rows = json.loads(chosen.rows.read_text(encoding="utf-8")) if chosen.rows else list_searches()
+    listed = list_searches_of_one() if chosen.one_gpu else list_searches()
+    rows = json.loads(chosen.rows.read_text(encoding="utf-8")) if chosen.rows else listed
     rows = rows["rows"] if isinstance(rows, dict) else rows
     rows = [row for row in rows if all(words in name_search(row) for words in chosen.only)]
     if chosen.forecast:
@@ -84,6 +86,13 @@ def list_searches() -> list[Row]:
         {**segresnet, "spatial": 2, "checkpoint": "all"},
         {**vnet, "kernels": "torch", "pipeline": 2, "split_size": 1, "batch": 2},
     ]
+
+
+def list_searches_of_one() -> list[Row]:
+    """Return what ``volseg plan --max-volume`` looks at on one GPU: recorded steps, plain and by tiles."""
+    row = {**list_searches()[0], "recorded": True}
+    vnet, unet, segresnet = ({**row, "net": net} for net in ("vnet", "unet", "segresnet"))
+    return [row, {**vnet, "patch": [UNIT, 128, 128]}, {**segresnet, "checkpoint": "tiled"}, unet]
 
 
 def name_search(row: Row) -> str:

@@ -18,16 +18,16 @@ def list_rows() -> list[Row]:
 
 
 def _recorded() -> Iterator[Row]:
-    """Yield every network as ``volseg train`` runs it where memory suffices; those whose time is forecast worst first.
+    """Yield every network as ``volseg train`` runs it where memory suffices; last those that compile for long.
 
     Their kernels are told by name, so that the time of each can be laid beside its forecast.
     """
     told = {**_FAST, "profile": True}
-    for net in ("unet_residual", "mednext", "unetr", "residual_encoder", "highresnet"):
-        yield fill_row(net, batch=1, history=net == "unetr", **told)
-    yield fill_row("swinunetr", patch=[96] * 3, **told)
     for net in ("dynunet", "vnet", "segresnet", "unet"):
         yield fill_row(net, **told)
+    for net in ("unet_residual", "residual_encoder", "unetr", "highresnet", "mednext"):
+        yield fill_row(net, batch=1, history=net == "unetr", **told)
+    yield fill_row("swinunetr", patch=[96] * 3, **told)
 
 
 def _other_ways() -> Iterator[Row]:
