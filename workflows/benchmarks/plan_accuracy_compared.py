@@ -269,6 +269,7 @@ def draw_random(count: int, limit_gib: float, seed: int = 0, gpus: int = 2) -> I
         yield {
             **row,
             **{name: getattr(candidate, name) for name in WAYS},
+            "measured_s": 0.3,  # what is asked is whether it fits
             "capacity": capacity,
             "limit_bytes": capacity - memory.outside,
             "forecast_reserved": memory.reserved,

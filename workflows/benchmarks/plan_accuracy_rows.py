@@ -88,7 +88,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 MEASURED_S = 2.0
-"""For so long steps are timed, ten at most and three at least."""
+"""For so long steps are timed, ten at most and three at least; a row may say another ``measured_s``."""
 
 
 def list_rows() -> list[Row]:
@@ -366,7 +366,7 @@ def measure(row: Row, numbers: Sequence[int], history: Path | None) -> Row:
             marks.read()
             noted.end(history if row.get("history") or misses(row, marks.reserved) else None, marks.found)
         marks.watched = False
-        found |= _time_steps(step, gpus, marks, together=row["spatial"] > 1)
+        found |= _time_steps(step, gpus, marks, row.get("measured_s", MEASURED_S), together=row["spatial"] > 1)
     except torch.OutOfMemoryError as fault:
         found["out_of_memory"] = str(fault)[:600]
     marks.read()
@@ -433,7 +433,9 @@ def count_places(row: Row) -> int:
     return row["spatial"] * row["pipeline"]
 
 
-def _time_steps(step: Callable[[], Any], gpus: Sequence[torch.device], marks: Marks, *, together: bool) -> Row:
+def _time_steps(
+    step: Callable[[], Any], gpus: Sequence[torch.device], marks: Marks, enough: float, *, together: bool
+) -> Row:
     """Return seconds of a step: waited for each, for all together, and by parts.
 
     Processes that work ``together`` make the same number of steps, whatever their clocks say.
@@ -441,7 +443,7 @@ def _time_steps(step: Callable[[], Any], gpus: Sequence[torch.device], marks: Ma
     marks.read()
     gc.collect()
     times: list[float] = []
-    while len(times) < 3 or (len(times) < 6 if together else len(times) < 10 and sum(times) < MEASURED_S):
+    while len(times) < 3 or (len(times) < 6 if together else len(times) < 10 and sum(times) < enough):
         begin = time.perf_counter()
         step()
         _wait(gpus)
