@@ -62,15 +62,19 @@ def test_devices_of_one_process(parallel, plain, expected, configured, task, tmp
     assert (np.asarray(nibabel.load(written).dataobj) != expected).mean() < 1e-3
 
 
+DEALT = "2 replicas of the network, each step's batch of 2 dealt 1 + 1"
+CUT = "each step's batch of 2, every volume cut into 2 slabs"
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "mesh", "says"),
     [
-        (2, [], "2 replicas of the network, each step's batch of 2 dealt 1 + 1"),
-        (2, ["parallel.spatial=2"], "each step's batch of 2, every volume cut into 2 slabs"),
-        (2, ["parallel.strategy=spatial"], "each step's batch of 2, every volume cut into 2 slabs"),
-        (None, ["parallel.data=2"], "2 replicas of the network, each step's batch of 2 dealt 1 + 1"),
+        pytest.param(2, [], DEALT, id="dealt"),
+        pytest.param(2, ["parallel.spatial=2"], CUT, id="cut"),
+        pytest.param(None, ["parallel.data=2"], DEALT, id="started by the config"),
+        # As by torchrun below, and what the name stands for is found where configs are read (config/test_parallel.py).
+        pytest.param(2, ["parallel.strategy=spatial"], CUT, id="cut by its old name", marks=pytest.mark.slow),
     ],
-    ids=["dealt", "cut", "cut by its old name", "started by the config"],
 )
 def test_processes_started_by_gpus(num_gpus, mesh, says, plain, config_file, tmp_path, capfd):
     mesh = ["device=cpu", *mesh]
