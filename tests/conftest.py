@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings
 from in_group import end_groups
 from marked_files import SAID, leaves_out, require_said
+from small_pictures import restore_pictures, shrink_pictures
 
 # The machine may be busy; the time of one example says nothing.
 settings.register_profile("untimed", deadline=None)
@@ -49,6 +50,18 @@ def exact_and_seeded():
     (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture(autouse=True)
+def small_pictures():
+    """Let trainings draw small pictures, unless a test asks for ``true_pictures``."""
+    shrink_pictures()
+
+
+@pytest.fixture
+def true_pictures(small_pictures):
+    """Let trainings of this process draw pictures as large as a user's."""
+    restore_pictures()
 
 
 @pytest.fixture(autouse=True)

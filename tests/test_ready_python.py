@@ -78,6 +78,8 @@ def test_it_is_what_a_new_one_is(script, how: str, unbuffered: str, tmp_path: Pa
 ENDS = {
     "done": ("pass", 0),
     "a status": ("import sys; sys.exit(7)", 7),
+    "a large status": ("import sys; sys.exit(256 + 7)", 7),
+    "a message": ("import sys; sys.exit('my words')", 1),
     "an error": ("raise KeyError('mine')", 1),
     "Ctrl-C": ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
     "SIGTERM": ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
@@ -92,6 +94,42 @@ def test_it_ends_as_a_new_one_does(way: str) -> None:
         errors = process.communicate()[1]
     assert process.returncode == status
     assert ("KeyError: 'mine'" in errors) == (way == "an error")
+    assert ("my words" in errors) == (way == "a message")
+
+
+LEFT = """
+import atexit, sys, threading, time
+atexit.register(print, "at the exit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("in a thread"))).start()
+print("at once")
+print("to the other stream", end="", file=sys.stderr)
+{}
+"""
+
+
+@pytest.mark.parametrize("last", ["", "sys.exit(3)", "raise KeyError('mine')"])
+def test_what_is_left_to_do_is_done_before_the_end(last: str) -> None:
+    ends = []
+    for kind in (subprocess.Popen, ready_python.Popen):
+        with kind([sys.executable, "-c", LEFT.format(last)], **TOLD) as process:
+            out, errors = process.communicate()
+        ends.append((out, errors.splitlines()[-1], process.returncode))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == "at once\nin a thread\nat the exit\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="asks Linux for a full disk")
+def test_what_cannot_be_written_is_no_success() -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command, told = [sys.executable, "-c", "print('lost')"], {"stderr": subprocess.PIPE, "encoding": "utf-8"}
+    for kind in (subprocess.Popen, ready_python.Popen):
+        with (
+            open("/dev/full", "wb") as full,
+            kind(command, stdout=full, env=buffered, **told) as process,
+        ):
+            errors = process.communicate()[1]
+        assert process.returncode == 120
+        assert "No space left" in errors
 
 
 def test_it_can_be_killed_and_its_streams_end_with_it() -> None:

@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--capability", nargs=2, type=int, action="append", required=True)
+    parser.add_argument("--count", action="store_true", help="say which kernels there are, and compile none")
     chosen = parser.parse_args()
     capabilities = [(major, minor) for major, minor in chosen.capability]
     heard = {each: follow_all(chosen.configs, chosen.set, each) for each in capabilities}
@@ -43,13 +44,15 @@ def main() -> None:
     names: Counter[str] = Counter()
     for capability in capabilities:
         wanted = {found.key: found for found in map(Specialization.of, heard[capability])}
+        names.update(each.home[1] for each in wanted.values())
+        if chosen.count:
+            continue
         with Compiling(capability, 1) as compiling:
             for each in wanted.values():
                 compiling.ask_for(each)
-                names[each.home[1]] += 1
             problems += [each.problem for each in compiling.compiled if each.problem]
     before = list_cache()
-    for capability in capabilities:
+    for capability in () if chosen.count else capabilities:
         launch_all(heard[capability], capability)
     anew = sorted(list_cache() - before)
     told = {"kernels": len(before), "counts": names}

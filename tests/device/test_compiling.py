@@ -40,10 +40,19 @@ def compile_and_launch(cache: Path, *arguments: str) -> dict[str, object]:
     return found
 
 
+UNET = [str(ROOT / "configs/task04_unet.yaml"), *SMALL, "--capability", "9", "0"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Return what became of a small U-Net's kernels."""
+    return compile_and_launch(tmp_path_factory.mktemp("compiled"), *UNET)
+
+
 @pytest.mark.kernels
 @with_compiler
-def test_what_was_compiled_beforehand_is_what_a_launch_finds(tmp_path):
-    found = compile_and_launch(tmp_path, str(ROOT / "configs/task04_unet.yaml"), *SMALL, "--capability", "9", "0")
+def test_what_was_compiled_beforehand_is_what_a_launch_finds(compiled):
+    found = compiled
     assert found["problems"] == []
     assert found["compiled_anew"] == []
     assert found["kernels"] > 15
@@ -52,14 +61,11 @@ def test_what_was_compiled_beforehand_is_what_a_launch_finds(tmp_path):
 
 @pytest.mark.kernels
 @with_compiler
-def test_a_patch_of_another_size_takes_the_same_kernels_of_loss_and_first_convolution(tmp_path):
+def test_a_patch_of_another_size_takes_the_same_kernels_of_loss_and_first_convolution(compiled, tmp_path):
     """Sides of which only bounds and quotients are taken changed no instruction, and took 4 of 14 s of compiling."""
     growth = ["--set", "patch.growth=[{until: 0.5, size: [8, 8, 16]}]"]
-    config = str(ROOT / "configs/task04_unet.yaml")
-    counts = [
-        compile_and_launch(tmp_path / name, config, *SMALL, *more, "--capability", "9", "0")["counts"]
-        for name, more in (("one", []), ("two", growth))
-    ]
+    counts = [compiled["counts"], compile_and_launch(tmp_path, *UNET, *growth, "--count")["counts"]]
+    assert sum(counts[1].values()) > sum(counts[0].values())
     shared = ("_gradient_kernel", "_weight_kernel", "_exchange_coefficients_kernel", "_exchange_backward_kernel")
     assert [counts[1][name] for name in shared] == [counts[0][name] for name in shared]
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from volseg.data.synthetic import make_task
-from volseg.experiment import cross_validate, load_config
+from volseg.experiment import cross_validate, load_config, train
 
 CONFIG = {
     "name": "tiny",
@@ -35,6 +35,21 @@ def write_config(task, folder):
 @pytest.fixture
 def config_file(task, tmp_path):
     return write_config(task, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def trained(task, tmp_path_factory):
+    """Return the outcome of a training by `CONFIG`, whose folder nobody may change: whoever does trains his own."""
+    folder = tmp_path_factory.mktemp("trained")
+    outcome = train(load_config(write_config(task, folder)))
+    before = _list_written(outcome.folder.path)
+    yield outcome
+    assert _list_written(outcome.folder.path) == before, "a test has changed what all share"
+
+
+def _list_written(folder):
+    """Return the files and when they were written, but for what is kept between two uses."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="session")

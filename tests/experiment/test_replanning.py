@@ -395,6 +395,7 @@ def run_together(start, tmp_path, launcher, config_file, hook, *more):
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.usefixtures("ready_python")
 def test_one_of_two_processes_fails_and_both_go_on_cut(start, configured, config_file, tmp_path):
     """Under a launcher that would not have started them again."""
     status, batches, errors = run_together(start, tmp_path, TORCHRUN, config_file, "ranks: [1]")
@@ -420,6 +421,7 @@ def test_one_of_two_processes_fails_and_both_go_on_cut(start, configured, config
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ready_python")
 def test_two_processes_that_fail_at_a_time_are_replanned_once(start, config_file, tmp_path):
     status, batches, errors = run_together(start, tmp_path, TORCHRUN, config_file, "ranks: [0, 1], always: true")
     assert status != 0

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from volseg.data import load_task
@@ -34,7 +35,7 @@ def read_page(config):
     return (config.folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_finished_training_leaves_a_page_with_its_cases(configured):
+def test_a_finished_training_leaves_a_page_with_its_cases(configured, true_pictures):
     config = configured("evaluation.distances=true")
     outcome = train(config)
     page = read_page(config)
@@ -45,6 +46,13 @@ def test_a_finished_training_leaves_a_page_with_its_cases(configured):
     pictures = outcome.folder.validation / "overlays"
     assert sorted(file.stem for file in pictures.iterdir()) == sorted(validated)
     assert page.count("data:image/jpeg;base64,") == len(validated)
+    for file in pictures.iterdir():
+        with Image.open(file) as picture:
+            assert min(picture.size) >= 384
+    events = EventAccumulator(str(config.folder / "tensorboard"), size_guidance={"images": 0}).Reload()
+    shown = [image for tag in events.Tags()["images"] for image in events.Images(tag)]
+    assert len(shown) == 4  # two cases, after each of two epochs
+    assert all(min(image.width, image.height) >= 512 for image in shown)
     for heading in ("Curves", "Scores", "Spread over the cases", "Cases to look at closely", "Time", "Next"):
         assert f"<h2>{heading}</h2>" in page
     assert "HD95" in page

@@ -47,23 +47,23 @@ def test_a_run_folder_holds_everything_that_describes_the_run(outcome, task, con
     assert load_checkpoint(folder.checkpoints / "latest.pt").metadata["config"]["name"] == "tiny"
 
 
-def test_validation_covers_the_fold_on_the_original_grids(outcome, task):
-    summary = read_summary(outcome.folder.validation / "summary.json")
+def test_validation_covers_the_fold_on_the_original_grids(trained, task):
+    summary = read_summary(trained.folder.validation / "summary.json")
     assert set(summary) == {"foreground_mean", "mean", "metric_per_case"}
     assert set(summary["mean"]) == {"1", "2"}
     cases = {case["case"]: case for case in load_task(task).training}
-    written = sorted(path.name.removesuffix(".nii.gz") for path in outcome.folder.validation.glob("*.nii.gz"))
-    assert written == list(outcome.folder.split().validation)
+    written = sorted(path.name.removesuffix(".nii.gz") for path in trained.folder.validation.glob("*.nii.gz"))
+    assert written == list(trained.folder.split().validation)
     for name in written:
-        prediction = nibabel.load(outcome.folder.validation / f"{name}.nii.gz")
+        prediction = nibabel.load(trained.folder.validation / f"{name}.nii.gz")
         image = nibabel.load(cases[name]["image"])
         assert prediction.shape == image.shape
         np.testing.assert_allclose(prediction.affine, image.affine, atol=1e-4)  # both stored as float32
 
 
-def test_the_resolved_config_runs_again_to_the_same_weights(outcome, tmp_path):
-    again = train(load_config(outcome.folder.config_file, [f"output={tmp_path / 'again'}"]))
-    one, other = (load_checkpoint(o.folder.checkpoints / "latest.pt").model for o in (outcome, again))
+def test_the_resolved_config_runs_again_to_the_same_weights(trained, tmp_path):
+    again = train(load_config(trained.folder.config_file, [f"output={tmp_path / 'again'}"]))
+    one, other = (load_checkpoint(o.folder.checkpoints / "latest.pt").model for o in (trained, again))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -114,19 +114,19 @@ class InterruptAt(Hook):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_and_resume_end_where_the_uninterrupted_run_ends(outcome, configured, tmp_path):
+def test_ctrl_c_and_resume_end_where_the_uninterrupted_run_ends(trained, configured, tmp_path):
     config = configured(f"output={tmp_path / 'interrupted'}")
     with pytest.raises(KeyboardInterrupt):
         train(config, hooks=[InterruptAt(1, 2)])
     saved = load_checkpoint(config.folder / "checkpoints" / "latest.pt")
     assert saved.progress == (1, 2)
     resumed = train(config, resume=True)
-    one, other = (load_checkpoint(o.folder.checkpoints / "latest.pt") for o in (outcome, resumed))
+    one, other = (load_checkpoint(o.folder.checkpoints / "latest.pt") for o in (trained, resumed))
     assert all(torch.equal(one.model[name], other.model[name]) for name in one.model)
     averages = one.average["average"], other.average["average"]
     assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
-    assert [r.losses for r in resumed.history] == [r.losses for r in outcome.history]
-    assert resumed.validated.summary["mean"] == outcome.validated.summary["mean"]
+    assert [r.losses for r in resumed.history] == [r.losses for r in trained.history]
+    assert resumed.validated.summary["mean"] == trained.validated.summary["mean"]
 
 
 def test_resume_may_extend_a_run_but_not_change_it(outcome, configured):
@@ -136,20 +136,20 @@ def test_resume_may_extend_a_run_but_not_change_it(outcome, configured):
         train(configured("optimizer.lr=0.5"), resume=True)
 
 
-def test_a_run_goes_on_where_it_is_moved_to_and_its_config_says_so(outcome, configured, tmp_path):
+def test_a_run_goes_on_where_it_is_moved_to_and_its_config_says_so(trained, configured, tmp_path):
     """One GPU may be free tomorrow where eight were today."""
     config = configured(f"output={tmp_path / 'moved'}")
     with pytest.raises(KeyboardInterrupt):
         train(config, hooks=[InterruptAt(1, 2)])
     moved = configured(f"output={tmp_path / 'moved'}", "parallel={strategy: spatial, devices: 2}")
     resumed = train(moved, resume=True)
-    for mine, theirs in zip(resumed.history, outcome.history, strict=True):
+    for mine, theirs in zip(resumed.history, trained.history, strict=True):
         # float32: sums over shards add up in another order
         assert mine.losses == pytest.approx(theirs.losses, rel=1e-4)
     assert resumed.folder.config() == moved.located()
 
 
-def test_a_run_is_not_gone_on_with_to_fewer_epochs(outcome, configured, tmp_path):
+def test_a_run_is_not_gone_on_with_to_fewer_epochs(configured, tmp_path):
     longer = ["training.epochs=3", f"output={tmp_path / 'long'}"]
     with pytest.raises(KeyboardInterrupt):
         train(configured(*longer), hooks=[InterruptAt(2, 1)])
@@ -234,7 +234,7 @@ def test_a_run_whose_devices_are_gone_names_the_file_to_mend(outcome, configured
         validate(outcome.folder)
 
 
-def test_ctrl_c_while_cases_are_validated_is_gone_on_from(outcome, configured, tmp_path):
+def test_ctrl_c_while_cases_are_validated_is_gone_on_from(trained, configured, tmp_path):
     class Judging(Hook):
         def __init__(self):
             self.judged = 0
@@ -250,12 +250,12 @@ def test_ctrl_c_while_cases_are_validated_is_gone_on_from(outcome, configured, t
     config, hook = configured(f"output={tmp_path / 'interrupted'}"), Judging()
     with pytest.raises(KeyboardInterrupt):
         train(config, hooks=[hook])
-    assert hook.judged == len(outcome.folder.split().validation) + 1
+    assert hook.judged == len(trained.folder.split().validation) + 1
     saved = load_checkpoint(config.folder / "checkpoints" / "latest.pt")
     assert saved.progress == (1, 3)
     resumed = train(config, resume=True)
-    assert [(r.losses, r.score) for r in resumed.history] == [(r.losses, r.score) for r in outcome.history]
-    assert resumed.validated.summary["mean"] == outcome.validated.summary["mean"]
+    assert [(r.losses, r.score) for r in resumed.history] == [(r.losses, r.score) for r in trained.history]
+    assert resumed.validated.summary["mean"] == trained.validated.summary["mean"]
 
 
 def test_deterministic_runs_agree_bit_for_bit_and_leave_torch_as_it_was(configured, tmp_path):
@@ -477,14 +477,14 @@ def test_resume_refuses_cases_that_changed_sides(outcome, configured, task, tmp_
         train(configured(f"data.root={smaller}", "training.epochs=3"), resume=True)
 
 
-def test_a_prediction_never_replaces_its_image(outcome, task, tmp_path, monkeypatch):
+def test_a_prediction_never_replaces_its_image(trained, task, tmp_path, monkeypatch):
     image = shutil.copy(task / "imagesTs" / "synthetic_007.nii.gz", tmp_path)
     monkeypatch.chdir(tmp_path)
     before = (tmp_path / "synthetic_007.nii.gz").read_bytes()
     (tmp_path / "link").symlink_to(tmp_path)
     for images, output in (([Path(image)], Path()), ([Path("synthetic_007.nii.gz")], tmp_path / "link")):
         with pytest.raises(DataError, match=r"holds the image .*synthetic_007\.nii\.gz itself"):
-            predict(outcome.folder, images, output)
+            predict(trained.folder, images, output)
     assert (tmp_path / "synthetic_007.nii.gz").read_bytes() == before
 
 
@@ -524,15 +524,15 @@ def test_a_network_of_one_size_needs_a_window_of_it(configured):
     assert train(configured(unetr, "inference.window=[16, 16, 16]", "training.epochs=1")).validated is not None
 
 
-def test_a_bad_image_to_predict_has_a_remedy_of_its_own(outcome, tmp_path):
+def test_a_bad_image_to_predict_has_a_remedy_of_its_own(trained, tmp_path):
     (tmp_path / "bad.nii.gz").write_bytes(b"x")
     with pytest.raises(DataError, match=r"bad\.nii\.gz is truncated or damaged (?s:.*)\nmend them, or leave them out$"):
-        predict(outcome.folder, [tmp_path / "bad.nii.gz"], strict=True)
+        predict(trained.folder, [tmp_path / "bad.nii.gz"], tmp_path / "out", strict=True)
     with pytest.raises(DataError, match=r"  bad: .*bad\.nii\.gz is truncated or damaged"):
-        predict(outcome.folder, [tmp_path / "bad.nii.gz"]).require_all()
+        predict(trained.folder, [tmp_path / "bad.nii.gz"], tmp_path / "out").require_all()
 
 
-def test_the_commands_to_type_next_can_be_typed(outcome):
-    spaced = replace(outcome, folder=RunFolder(Path("runs/run 1")))
+def test_the_commands_to_type_next_can_be_typed(trained):
+    spaced = replace(trained, folder=RunFolder(Path("runs/run 1")))
     assert "volseg predict 'runs/run 1' IMAGES..." in closing_words(spaced)
     assert f"report: {Path('runs/run 1/report.html')} and report.md" in closing_words(spaced)

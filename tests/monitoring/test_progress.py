@@ -18,6 +18,8 @@ import pytest
 from volseg.lifetime import say_last
 from volseg.monitoring.console import BesideBars, open_bar
 
+pytestmark = pytest.mark.usefixtures("ready_python")
+
 BARS = """
 import logging, sys, traceback
 sys.excepthook = lambda *fault: print(*traceback.format_exception(*fault), flush=True)
@@ -52,7 +54,6 @@ print("done")
     ],
     ids=["full", "closed", "closed descriptor", "none", "nobody reads"],
 )
-@pytest.mark.usefixtures("ready_python")
 def test_a_bar_never_ends_a_training(before, stream):
     """The log on a full disk ended one at 16 %, unsaved."""
     command = [sys.executable, "-c", BARS.format(before=before)]
