@@ -212,7 +212,6 @@ def _begin(
     if prepared is None:
         with signs.span("preparing"):
             prepared = reading.prepare(chosen, ahead)
-    # Not before the cases are prepared: its seconds of Python would be taken from them on a machine of few cores.
     asked = _ask_for_forecast(config, replanning.tried, device, held)
     meter = GpuMeter()
     before = meter.count()
@@ -268,11 +267,11 @@ def _begin(
 def _ask_for_forecast(
     config: ExperimentConfig, candidate: Candidate, device: torch.device, held: ExitStack
 ) -> AskedOfCandidate | None:
-    """Have forecast what this training takes; None where it has no GPU, and in processes that write nothing."""
+    """Return the forecast of what this training takes, for `FirstSteps` to begin; None where it has no GPU, and in processes that write nothing."""
     gpus = Gpus.find(device, candidate.num_gpus)
     if gpus is None or not is_main_process() or not config.training.can_be_followed:
         return None
-    asked = AskedOfCandidate(PlanBeside(config, gpus, waits=False), candidate)
+    asked = AskedOfCandidate(partial(PlanBeside, config, gpus, waits=False), candidate)
     held.callback(asked.close)
     return asked
 
