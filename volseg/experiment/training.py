@@ -267,7 +267,10 @@ def _begin(
 def _ask_for_forecast(
     config: ExperimentConfig, candidate: Candidate, device: torch.device, held: ExitStack
 ) -> AskedOfCandidate | None:
-    """Return the forecast of what this training takes, for `FirstSteps` to begin; None where it has no GPU, and in processes that write nothing."""
+    """Return the forecast of what this training takes, for `FirstSteps` to begin.
+
+    None where it has no GPU, and in processes that write nothing.
+    """
     gpus = Gpus.find(device, candidate.num_gpus)
     if gpus is None or not is_main_process() or not config.training.can_be_followed:
         return None
