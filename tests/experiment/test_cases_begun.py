@@ -31,7 +31,7 @@ def test_a_training_takes_what_was_begun_and_comes_to_the_same(configured, tmp_p
     assert len(taken) == 1
     assert [one.losses for one in beside.history] == [one.losses for one in alone.history]
     told = [
-        json.loads((run / "validation" / "summary.json").read_text())
+        json.loads((run / "validation" / "summary.json").read_text(encoding="utf-8"))
         for run in (tmp_path / "alone", tmp_path / "beside")
     ]
     assert told[0]["mean"] == told[1]["mean"]

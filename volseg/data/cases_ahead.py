@@ -84,10 +84,10 @@ class CasesAhead:
     def __exit__(self, *fault: object) -> None:
         self.close()
 
-    def serves(self, sides: Sequence[tuple[Case, bool]], task: Task, preprocessing: Preprocessing) -> bool:
+    def serves(self, sides: Sequence[tuple[Case, bool]], task: Task, preprocessing: Callable[[Case], Case]) -> bool:
         """Tell whether these are the cases, and prepared so."""
         own_sides, own_task, own_preprocessing = self._wanted
-        components = preprocessing.components
+        components = preprocessing.components if isinstance(preprocessing, Preprocessing) else None
         return (
             self._process is not None
             and components is not None
@@ -138,8 +138,8 @@ class CasesAhead:
         """Prepare until all are there or nobody waits any more, then say what became of them."""
         end_with_parent(parent)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for number in (signal.SIGINT, signal.SIGHUP):  # this process's matter, which ends the copy
-            signal.signal(number, signal.SIG_IGN)
+        for heard in (signal.SIGINT, signal.SIGHUP):  # this process's matter, which ends the copy
+            signal.signal(heard, signal.SIG_IGN)
         torch.set_num_threads(1)
         brought: list[tuple[int, bytes]] = []
         for number, validates in enumerate(sides):

@@ -130,8 +130,8 @@ def prepare_together(
         a process that did not read it, a `ParallelError` that names it unless the error is one of volseg's.
     """
     sides = _list_sides(training, validation)
-    is_served = isinstance(preprocessing, Composed) and readers.group is None and cache is None
-    if ahead is not None and not (is_served and ahead.serves(sides, task, preprocessing)):
+    is_alone = readers.group is None and cache is None
+    if ahead is not None and not (is_alone and ahead.serves(sides, task, preprocessing)):
         ahead.close()
         ahead = None
     shares = len(readers.local) > 1 and readers.number is not None
