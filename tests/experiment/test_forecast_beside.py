@@ -36,7 +36,9 @@ def test_a_training_is_forecast_beside_it_and_what_takes_less(configured, ask, m
     config = configured("patch.size=[256,256,256]", network)
     tried = find_candidate(config, config.mesh(1), 1)
     plan = ask(config, H200, thorough=True)
-    asked = AskedOfCandidate(plan, tried)
+    asked = AskedOfCandidate(lambda: plan, tried)
+    assert asked.poll() is None  # nobody has begun it
+    asked.begin()
     assert asked.poll() is None  # nobody waits
     answer = plan.wait()
     assert not answer.problem
@@ -54,7 +56,9 @@ def test_a_training_is_forecast_beside_it_and_what_takes_less(configured, ask, m
 def test_one_that_refuses_says_why_and_raises_nothing(configured, ask):
     plan = ask(configured("network={name: Unett}"), H200)
     assert "no network is called 'Unett'" in plan.wait().problem
-    told = AskedOfCandidate(plan, find_candidate(configured(), configured().mesh(1), 1)).poll()
+    asked = AskedOfCandidate(lambda: plan, find_candidate(configured(), configured().mesh(1), 1))
+    asked.begin()
+    told = asked.poll()
     assert told.memory is None
     assert "no network is called 'Unett'" in told.problem
 

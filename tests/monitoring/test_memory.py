@@ -38,9 +38,14 @@ class Asked:
     """A forecast that comes when it has been asked for so often."""
 
     def __init__(self, forecast, after=0):
-        self.forecast, self.after, self.closed = forecast, after, False
+        self.forecast, self.after, self.closed, self.begun = forecast, after, False, 0
+
+    def begin(self):
+        self.begun += 1
 
     def poll(self):
+        if not self.begun:
+            return None
         self.after -= 1
         return self.forecast if self.after < 0 else None
 
@@ -115,6 +120,13 @@ def test_a_forecast_that_comes_late_is_told_then(caplog):
         train(hook, epochs=2)
     assert caplog.text.count("forecast of a step: 20.00 GiB") == 1
     assert hook.find_error() == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(("batches", "begun"), [(7, 0), (8, 1), (20, 1)])
+def test_a_forecast_is_begun_when_a_step_has_been_recorded(batches, begun):
+    asked = Asked(None)
+    train(FirstSteps(Meter(), asked), batches=batches)
+    assert asked.begun == begun
 
 
 def test_one_that_never_comes_is_given_up(caplog):

@@ -122,7 +122,8 @@ def train(
         loaded = loaded.on_one_device(count_launched())
     begin = experiment.train  # imports what trains
     gc.freeze()  # modules live as long as this process: whoever looks for garbage, each recording does, passes them by
-    outcome = begin(loaded, resume=resume)
+    with experiment.begin_cases(loaded) as ahead:
+        outcome = begin(loaded, resume=resume, ahead=ahead)
     if experiment.is_main_process():
         typer.echo(experiment.closing_words(outcome))
     experiment.leave_processes()

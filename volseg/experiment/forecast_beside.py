@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,18 +68,23 @@ class AskedOfCandidate:
 
     Parameters
     ----------
-    plan : PlanBeside
-        That is being made.
+    make : callable
+        Begins the plan.
     candidate : Candidate
         What the training does.
     """
 
-    def __init__(self, plan: "PlanBeside", candidate: Candidate) -> None:
-        self._plan, self._candidate = plan, candidate
+    def __init__(self, make: Callable[[], "PlanBeside"], candidate: Candidate) -> None:
+        self._make, self._candidate = make, candidate
+        self._plan: PlanBeside | None = None
+
+    def begin(self) -> None:
+        """Begin to plan, if it has not begun."""
+        self._plan = self._plan or self._make()
 
     def poll(self) -> MemoryForecast | None:
         """Return it if it is there; never waits."""
-        answer = self._plan.poll()
+        answer = None if self._plan is None else self._plan.poll()
         if answer is None:
             return None
         found = find_forecast(self._candidate, answer.forecasts)
@@ -91,7 +96,8 @@ class AskedOfCandidate:
 
     def close(self) -> None:
         """Give up on it."""
-        self._plan.close()
+        if self._plan is not None:
+            self._plan.close()
 
 
 @dataclass(frozen=True, kw_only=True)

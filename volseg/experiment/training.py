@@ -13,6 +13,7 @@ from torch import nn
 from volseg.config.loading import format_config, require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
+from volseg.data.cases_ahead import CasesAhead
 from volseg.data.growing import GrowingBatches
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
@@ -67,7 +68,13 @@ __all__ = ["train"]
 logger = logging.getLogger(__name__)
 
 
-def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks: Sequence[Hook] = ()) -> Outcome:
+def train(
+    config: ExperimentConfig | str | Path,
+    *,
+    resume: bool = False,
+    hooks: Sequence[Hook] = (),
+    ahead: CasesAhead | None = None,
+) -> Outcome:
     """Train, validate, and leave a run folder.
 
     Parameters
@@ -79,6 +86,8 @@ def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks:
         again do so by themselves.
     hooks : sequence of Hook
         Called after the framework's own.
+    ahead : CasesAhead, optional
+        A copy of this process that prepares the cases already, as the command line has one.
 
     Raises
     ------
@@ -93,18 +102,22 @@ def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks:
     config = require_config(config)
     if resume:
         require_components(config.folder, resumes=True)
-    # The copy that compiles first of all: it cannot be made once CUDA has begun, and this process keeps one core busy.
-    with deterministic(config.training.deterministic), closing(CompilingBeside(config)) as compiling:
+    with deterministic(config.training.deterministic), ExitStack() as held:
         with signs.span("start"):
+            # Imports torch's compiler, before there is a copy that would import it as well.
             check_components(config)
+        # The copy that compiles before all else: it cannot be made once CUDA has begun, and this process keeps one core
+        # busy.
+        compiling = held.enter_context(closing(CompilingBeside(config)))
+        with signs.span("start"):
             # Now: cases of a large task are prepared for hours before there is something to log. In the leader alone.
             named = config.logging.loggers if is_main_process() else ()
             loggers = [build_logger(logger.spec()) for logger in named]
         replanning = Replanning(config)
         with suppress(BeginAgain):
-            return _train(config, resume, hooks, loggers, replanning, signs, compiling)
+            return _train(config, resume, hooks, loggers, replanning, signs, compiling, ahead)
         free_memory()  # here, where no traceback holds the model
-        return _train(config, True, hooks, loggers, replanning, signs, compiling)
+        return _train(config, True, hooks, loggers, replanning, signs, compiling, None)
 
 
 def _train(
@@ -115,6 +128,7 @@ def _train(
     replanning: Replanning,
     signs: SignsOfLife,
     compiling: CompilingBeside,
+    ahead: CasesAhead | None,
 ) -> Outcome:
     """Begin or go on, as far as that goes."""
     report_progress("start")  # what an attempt before did last is no step of this one
@@ -131,7 +145,7 @@ def _train(
             held.push(role.show_end)  # after the signs of life, which tell how the run ended
             role.show_life(signs, BeginAgain)
         with signs.span("building"):
-            run = _begin(role, resume, hooks, loggers, replanning, signs, held, compiling)
+            run = _begin(role, resume, hooks, loggers, replanning, signs, held, compiling, ahead)
         _fit(run)
         return _finish(run)
 
@@ -162,6 +176,7 @@ def _begin(
     signs: SignsOfLife,
     held: ExitStack,
     compiling: CompilingBeside,
+    ahead: CasesAhead | None,
 ) -> _Run:
     """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
     folder, device = role.folder, choose_device(role.config)
@@ -185,7 +200,7 @@ def _begin(
     prepared = None
     if compiling.is_compiling:  # the cases first, meanwhile: a network that is built is run once, with its kernels
         with signs.span("preparing"):
-            prepared = reading.prepare(chosen)
+            prepared = reading.prepare(chosen, ahead)
         with signs.span("compiling"):
             compiling.wait()
     with signs.span("measuring") if config.training.kernels == "measured" else nullcontext():
@@ -196,8 +211,7 @@ def _begin(
     model = build_model(config, chosen.task, device, mesh=mesh, begin=start)
     if prepared is None:
         with signs.span("preparing"):
-            prepared = reading.prepare(chosen)
-    # Not before the cases are prepared: its seconds of Python would be taken from them on a machine of few cores.
+            prepared = reading.prepare(chosen, ahead)
     asked = _ask_for_forecast(config, replanning.tried, device, held)
     meter = GpuMeter()
     before = meter.count()
@@ -253,11 +267,14 @@ def _begin(
 def _ask_for_forecast(
     config: ExperimentConfig, candidate: Candidate, device: torch.device, held: ExitStack
 ) -> AskedOfCandidate | None:
-    """Have forecast what this training takes; None where it has no GPU, and in processes that write nothing."""
+    """Return the forecast of what this training takes, for `FirstSteps` to begin.
+
+    None where it has no GPU, and in processes that write nothing.
+    """
     gpus = Gpus.find(device, candidate.num_gpus)
     if gpus is None or not is_main_process() or not config.training.can_be_followed:
         return None
-    asked = AskedOfCandidate(PlanBeside(config, gpus, waits=False), candidate)
+    asked = AskedOfCandidate(partial(PlanBeside, config, gpus, waits=False), candidate)
     held.callback(asked.close)
     return asked
 

@@ -253,12 +253,14 @@ def evaluating(models: Iterable[Model]) -> Iterator[None]:
     networks = [model for model in models if isinstance(model, nn.Module)]
     modes = [(module, module.training) for network in networks for module in network.modules()]
     try:
-        for network in networks:
-            network.eval()
+        if any(mode for _, mode in modes):  # a validation asks case by case: to set them takes as long as a layer
+            for network in networks:
+                network.eval()
         yield
     finally:
         for module, mode in modes:  # one by one: a part may have been frozen in evaluation mode on purpose
-            module.training = mode
+            if module.training != mode:
+                module.training = mode
 
 
 def _group_equal_sizes(

@@ -80,7 +80,10 @@ class Meter(Protocol):
 
 
 class Asked(Protocol):
-    """A forecast that is being made."""
+    """A forecast that can be made."""
+
+    def begin(self) -> None:
+        """Begin with it, in another process; once."""
 
     def poll(self) -> MemoryForecast | None:
         """Return it if it is there; never waits."""
@@ -117,7 +120,7 @@ class FirstSteps(Hook):
     ) -> None:
         self._meter, self._asked, self._beside, self._write = meter, asked, beside, write
         self._full_from = first_epoch
-        self._batches = self._first_epoch = 0
+        self._batches = self._first_epoch = self._seen = 0
         self.forecast: MemoryForecast | None = None
         self.readings: list[MemoryReading] = []
         self._told = 0
@@ -136,6 +139,11 @@ class FirstSteps(Hook):
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
         """Read after the steps that tell; all processes at the same ones."""
         del fields
+        self._seen += 1
+        if self._asked is not None and self._seen == RECORDED * training.accumulate:
+            # Not earlier: on a machine of few cores its seconds of Python would be taken from the preparation of cases,
+            # and from the steps before one is recorded, which the GPU waits for.
+            self._asked.begin()
         if training.epoch < self._first_epoch:
             return
         self._batches += 1
