@@ -13,6 +13,7 @@ import torch
 from monai.data import MetaTensor
 from torch import Tensor
 
+from volseg.data import cases_ahead
 from volseg.data.cases import Task
 from volseg.data.cases_ahead import CasesAhead, can_prepare_ahead
 from volseg.data.layouts import load_task
@@ -100,6 +101,15 @@ def test_a_copy_that_is_killed_leaves_its_cases_to_this_process(task, steps):
     with begun(task, steps) as ahead:
         os.kill(ahead._process.pid, signal.SIGKILL)
         assert same(prepared(task, steps, ahead), prepared(task, steps))
+
+
+def test_a_copy_that_does_not_go_on_is_ended(task, steps, monkeypatch, caplog):
+    monkeypatch.setattr(cases_ahead, "PATIENCE_S", 0.5)
+    with begun(task, steps) as ahead:
+        os.kill(ahead._process.pid, signal.SIGSTOP)
+        assert same(prepared(task, steps, ahead), prepared(task, steps))
+    assert "prepared here" in caplog.text
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("waits_for", [0, 6])

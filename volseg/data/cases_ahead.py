@@ -9,12 +9,14 @@ meets what the copy met.
 """
 
 import io
+import logging
 import mmap
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -36,6 +38,11 @@ from volseg.parallel.progress import report_progress
 from volseg.transforms.preprocessing import Preprocessing
 
 __all__ = ["CasesAhead", "can_prepare_ahead"]
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 300.0
+"""A copy that is at one case for so long when everything else is there is ended, and what it has is prepared anew."""
 
 Wanted = tuple[Sequence[tuple[Case, bool]], Task, Preprocessing]
 """Each case with whether it validates, their task, and how they are prepared."""
@@ -111,11 +118,19 @@ class CasesAhead:
         self.close()
 
     def _hear(self) -> tuple[int, bytes] | None:
-        """Return what the copy says next; None where it has said all, or was killed."""
+        """Return what the copy says next; None where it has said all, was killed, or says nothing for too long."""
         assert self._process is not None, "collected twice"
+        end = time.monotonic() + PATIENCE_S
         while not self._receiver.poll(0.2):
             report_progress("read")
             if not self._process.is_alive() and not self._receiver.poll():
+                return None
+            if time.monotonic() > end:
+                logger.warning(
+                    "the process that prepares cases beside the start has said nothing for %.0f s; it is ended, and "
+                    "its cases are prepared here",
+                    PATIENCE_S,
+                )
                 return None
         try:
             told: tuple[int, bytes] | None = self._receiver.recv()
