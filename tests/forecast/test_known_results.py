@@ -66,6 +66,12 @@ def run_many(device):
     torch.empty_like(last).copy_(x).detach().bernoulli_(0.5)
     F.pad(x, (1, 1, 0, 0, 2, 0)).as_strided((2, 2), (5, 3), 7)
     F.interpolate(x, scale_factor=2, mode="trilinear")
+    x[:, -3:, ::2].unsqueeze(-1).squeeze(-1).permute(0, 1, 4, 3, 2).detach()
+    last[..., 2:1].view(-1)
+    x.unsqueeze(0).squeeze((0, 1)).mT[0].flatten().view(torch.int32)
+    x.expand(3, -1, -1, -1, -1, -1)[2].split([1, 3], 1)[1].split(3, 2)[-1].select(1, -1)
+    x[:0, :, 1].transpose(0, -1)
+    torch.empty(3, 5, device=device, requires_grad=True)[1:].t().detach()
 
 
 def test_results_that_are_remembered_are_those_of_torch(monkeypatch):

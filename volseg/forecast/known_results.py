@@ -43,6 +43,18 @@ Remake = Callable[["KnownResults", Sequence[FakeTensor]], Any]
 
 META = torch.device("meta")
 
+aten = torch.ops.aten
+VIEWS = frozenset(
+    {
+        *(aten.slice.Tensor, aten.select.int, aten.as_strided.default, aten.view.default, aten.expand.default),
+        *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.permute.default),
+        *(aten.t.default, aten.detach.default, aten.alias.default),
+        *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
+    }
+)
+"""Operators that only say anew how memory is read. Torch composes them of others in Python where there are no values, a
+millisecond each time, and every tile of a volume has its own."""
+
 PLAIN = frozenset({int, float, bool, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format})
 """Types of arguments that a key holds as they are. To ask what is an instance of ``Tensor`` runs Python of torch's, a
 microsecond or two for each argument."""
@@ -101,12 +113,15 @@ class KnownResults:
         known = _known.get(whole)
         if known is not None:
             return known.remake(self, tensors), known
-        # Torch's own memory, which all modes share, has no switches in its keys.
-        before, self._mode.cache_enabled = self._mode.cache_enabled, False
-        try:
-            out = function(*args, **kwargs)
-        finally:
-            self._mode.cache_enabled = before
+        if told.is_view and len(tensors) == 1 and tensors[0] is args[0]:
+            out = self._view(function, args, kwargs)
+        else:
+            # Torch's own memory, which all modes share, has no switches in its keys.
+            before, self._mode.cache_enabled = self._mode.cache_enabled, False
+            try:
+                out = function(*args, **kwargs)
+            finally:
+                self._mode.cache_enabled = before
         remake = _find_remake(out, tensors)
         if remake is None:
             return out, None
@@ -115,6 +130,17 @@ class KnownResults:
         known = _known[whole] = Known(remake)
         return out, known
 
+    def _view(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a view as torch's own code makes it of a GPU's tensor: on the meta device, of the same memory."""
+        base: FakeTensor = args[0]
+        with without_dispatch(), without_overrides():
+            memory = torch.empty(0, dtype=base.dtype, device=META)
+            memory.set_(base.untyped_storage(), base.storage_offset(), base.shape, base.stride())
+            made = function(memory, *args[1:], **kwargs)
+        if isinstance(made, Tensor):
+            return self.make(made, base.fake_device)
+        return type(made)([self.make(one, base.fake_device) for one in made])
+
 
 @dataclass(slots=True, eq=False)
 class OperatorTold:
@@ -122,6 +148,7 @@ class OperatorTold:
 
     function: Any
     may_be_known: bool
+    is_view: bool
 
 
 _told: dict[int, OperatorTold] = {}
@@ -129,7 +156,7 @@ _told: dict[int, OperatorTold] = {}
 
 
 def _tell_apart(function: Any) -> OperatorTold:
-    return _told.setdefault(id(function), OperatorTold(function, _may_be_known(function)))
+    return _told.setdefault(id(function), OperatorTold(function, _may_be_known(function), function in VIEWS))
 
 
 def _may_be_known(function: Any) -> bool:
