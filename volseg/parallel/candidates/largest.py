@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.parallel.candidates.beside import FollowingCopies
 from volseg.parallel.candidates.forecasting import Planned, Sides, forecast_work
-from volseg.parallel.candidates.volumes import Largest, Look, Need, scale_sides, search_largest
+from volseg.parallel.candidates.volumes import Largest, Need, NextSize, scale_sides, search_largest
 
 __all__ = ["Search", "find_largest_volumes", "find_need", "search_beside", "search_volumes"]
 
@@ -23,18 +23,18 @@ COPIES_OF_WEIGHTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class AskedSize:
     """A size that is to be followed."""
 
     sides: Sides
     to_end: bool
     """Whether it is followed to its end even where it does not fit."""
     next_ones: tuple[Sides, ...] = ()
-    """See `Look`."""
+    """See `NextSize`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class FollowedSize:
     """What became of one."""
 
     need: Need | None
@@ -43,7 +43,7 @@ class Size:
     """Of it, bytes beside torch's allocator; None where it was given up."""
 
 
-Search = Generator[Asked, Size, dict[Sides, Largest | None]]
+Search = Generator[AskedSize, FollowedSize, dict[Sides, Largest | None]]
 """Asks for sizes, and returns the largest of each aspect that fits."""
 
 
@@ -73,10 +73,10 @@ def search_volumes(
     needs = dict(known or {})
     outside: list[int] = []
 
-    def ask(look: Look) -> Generator[Asked, Size, Need | None]:
+    def ask(look: NextSize) -> Generator[AskedSize, FollowedSize, Need | None]:
         if look.sides not in needs:
             # With one that is known, others have a line to be looked for by.
-            size = yield Asked(sides=look.sides, to_end=not needs, next_ones=look.next_ones)
+            size = yield AskedSize(sides=look.sides, to_end=not needs, next_ones=look.next_ones)
             if size.need is None or size.outside is None:
                 return size.need
             needs[look.sides] = size.need
@@ -88,7 +88,7 @@ def search_volumes(
     begin = (d, h, w)
     if begin_at is not None:
         begin = scale_sides(_find_step(begin_at, aspects[0], divisors), aspects[0], divisors)
-    yield from ask(Look(sides=begin))
+    yield from ask(NextSize(sides=begin))
     weights = sum(parameter.nbytes for parameter in planned.work.build().parameters()) // candidate.pipeline
     fixed = planned.reserve + sum(outside) + COPIES_OF_WEIGHTS * weights
     by_voxels = {math.prod(sides): needed for sides, needed in needs.items()}
@@ -101,9 +101,9 @@ def search_volumes(
 
 
 def _look(
-    search: Generator[Look, Need | None, Largest | None],
-    ask: Callable[[Look], Generator[Asked, Size, Need | None]],
-) -> Generator[Asked, Size, Largest | None]:
+    search: Generator[NextSize, Need | None, Largest | None],
+    ask: Callable[[NextSize], Generator[AskedSize, FollowedSize, Need | None]],
+) -> Generator[AskedSize, FollowedSize, Largest | None]:
     look = next(search, None)
     while look is not None:
         needed = yield from ask(look)
@@ -115,7 +115,7 @@ def _look(
     return None
 
 
-def _follow_size(planned: Planned, candidate: Candidate, sides: Sides, to_end: bool) -> Size:
+def _follow_size(planned: Planned, candidate: Candidate, sides: Sides, to_end: bool) -> FollowedSize:
     """Return what a size takes."""
     resize, machine = planned.resize, planned.machine
     assert resize is not None
@@ -130,12 +130,12 @@ def _follow_size(planned: Planned, candidate: Candidate, sides: Sides, to_end: b
         reserved=True,
     )
     if forecast.more_than is not None:
-        return Size(need=Need(total=machine.gpu_bytes + 1, held=None))
+        return FollowedSize(need=Need(total=machine.gpu_bytes + 1, held=None))
     if forecast.too_large:
-        return Size(need=Need(total=TOO_MUCH * machine.gpu_bytes, held=TOO_MUCH * machine.gpu_bytes))
+        return FollowedSize(need=Need(total=TOO_MUCH * machine.gpu_bytes, held=TOO_MUCH * machine.gpu_bytes))
     if forecast.memory is None:
-        return Size(need=None)
-    return Size(need=find_need(forecast, reserve), outside=forecast.memory.outside)
+        return FollowedSize(need=None)
+    return FollowedSize(need=find_need(forecast, reserve), outside=forecast.memory.outside)
 
 
 def find_need(forecast: Forecast, reserve: int) -> Need:
@@ -176,9 +176,9 @@ def search_beside(
         Whom a search waits for.
     """
     found: dict[Candidate, Volumes] = {}
-    running: dict[Candidate, tuple[Search, Asked]] = {}
+    running: dict[Candidate, tuple[Search, AskedSize]] = {}
 
-    def go_on(candidate: Candidate, search: Search, size: Size | None) -> None:
+    def go_on(candidate: Candidate, search: Search, size: FollowedSize | None) -> None:
         try:
             running[candidate] = search, next(search) if size is None else search.send(size)
         except StopIteration as end:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Largest", "Look", "Need", "find_largest", "scale_sides", "search_largest"]
+__all__ = ["Largest", "Need", "NextSize", "find_largest", "scale_sides", "search_largest"]
 
 Sides = tuple[int, int, int]
 
@@ -57,7 +57,7 @@ class Largest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class NextSize:
     """A size whose need is asked for."""
 
     sides: Sides
@@ -116,7 +116,7 @@ def search_largest(
     first: int = 1,
     fixed: int = 0,
     known: dict[int, Need] | None = None,
-) -> Generator[Look, Need | None, Largest | None]:
+) -> Generator[NextSize, Need | None, Largest | None]:
     """Ask for what sizes take, one by one, and return the largest that fits.
 
     Parameters
@@ -136,7 +136,7 @@ def search_largest(
 
     Yields
     ------
-    Look
+    NextSize
         A size; what it takes is sent, or None where it cannot be run, as if it were too small.
 
     Returns
@@ -156,7 +156,7 @@ def search_largest(
             break
         beside = [each for each in (step + 1, step - 1) if low < each < high]
         next_ones = tuple(scale_sides(each, aspect, divisors) for each in beside)
-        seen[step] = needed = yield Look(sides=sides, next_ones=next_ones)
+        seen[step] = needed = yield NextSize(sides=sides, next_ones=next_ones)
         if needed is not None:
             known[math.prod(sides)] = needed
         if needed is not None and needed.total > capacity:
