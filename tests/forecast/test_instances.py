@@ -50,6 +50,25 @@ def test_an_unknown_machine_names_the_nearest() -> None:
         find_instance("frobnicate")
 
 
+@pytest.mark.parametrize("family", ["p3dn", "p4d", " P4de", "p5", "p5e", "p5en"])
+def test_a_family_of_one_machine_stands_for_it(family: str) -> None:
+    assert find_instance(family).name.split(".")[0] == family.strip().lower()
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("p3", 3), ("g4dn", 2), ("g5", 8), ("g6", 8)])
+def test_a_family_of_several_machines_is_refused_with_all_of_them(family: str, sizes: int) -> None:
+    with pytest.raises(ConfigError, match=rf"'{family}' is a family of {sizes} machines: name one of") as told:
+        find_instance(family)
+    named = [name for name in INSTANCES if name.startswith(f"{family}.")]
+    assert len(named) == sizes
+    assert all(name in str(told.value) for name in named)
+
+
+def test_a_size_that_a_family_has_not_is_no_other_size_of_it() -> None:
+    with pytest.raises(ConfigError, match=r"'p4d\.12xlarge'; the nearest are .*p4d\.24xlarge"):
+        find_instance("p4d.12xlarge")
+
+
 def test_an_unknown_gpu_names_the_known() -> None:
     with pytest.raises(ConfigError, match=r"'v100'.*known are h200.*did you mean v100-16 or v100-32\?"):
         find_kind("v100")

@@ -16,8 +16,8 @@ from volseg.forecast.gpu_kinds import find_kind
 from volseg.forecast.instances import find_links
 from volseg.parallel.candidates.first_batch import describe_network
 from volseg.parallel.candidates.forecasting import Machine, Planned, forecast_work
+from volseg.parallel.candidates.largest import find_largest_volumes
 from volseg.parallel.candidates.listing import Freedom
-from volseg.parallel.candidates.remedies import find_largest_volumes
 
 SMALL = ["--set", "network={name: UNet, channels: [4, 8, 8], strides: [4, 4]}", "--instance", "p3.2xlarge"]
 

@@ -134,18 +134,27 @@ INSTANCES: Mapping[str, Instance] = {instance.name: instance for instance in _AL
 
 
 def find_instance(name: str) -> Instance:
-    """Return a machine by its name.
+    """Return a machine by its name, or by that of its family where that has one size only.
 
     Raises
     ------
     ConfigError
-        For a name that is none, with the nearest ones.
+        For a family of several sizes, with all of them; for a name that is none, with the nearest ones.
+
+    Examples
+    --------
+    >>> find_instance("p4d").name
+    'p4d.24xlarge'
     """
     wanted = name.strip().lower()
     if wanted in INSTANCES:
         return INSTANCES[wanted]
-    near = get_close_matches(wanted, INSTANCES, n=3, cutoff=0.5)
     family = [known for known in INSTANCES if known.split(".")[0] == wanted.split(".")[0]]
+    if family and "." not in wanted:
+        if len(family) == 1:
+            return INSTANCES[family[0]]
+        raise ConfigError(f"{name!r} is a family of {len(family)} machines: name one of {', '.join(family)}")
+    near = get_close_matches(wanted, INSTANCES, n=3, cutoff=0.5)
     nearest = list(dict.fromkeys([*near, *family]))[:5] or list(INSTANCES)
     raise ConfigError(
         f"no machine is known by the name {name!r}; the nearest are {', '.join(nearest)}; for others give the "

@@ -51,6 +51,8 @@ class KnownValues:
 
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
+        self._memory: set[int] = set()
+        """Of all tensors that were ever known, by its key: what is changed besides, which is most, changes none."""
 
     def read(self, tensor: Tensor) -> Any:
         """Return the value of a tensor of one element; None where it is not known."""
@@ -88,6 +90,8 @@ class KnownValues:
     def _forget(self, tensors: Sequence[Tensor]) -> None:
         """Know nothing any more of tensors that may have been changed, nor of what shares their memory."""
         changed = {get_storage_key(tensor.untyped_storage()) for tensor in tensors if isinstance(tensor, FakeTensor)}
+        if changed.isdisjoint(self._memory):
+            return
         for tensor in list(self._known):
             if get_storage_key(tensor.untyped_storage()) in changed:
                 del self._known[tensor]
@@ -110,6 +114,7 @@ class KnownValues:
     def _keep(self, tensor: Any, value: Any) -> None:
         if isinstance(tensor, FakeTensor) and isinstance(value, Tensor) and value.numel() <= MOST:
             self._known[tensor] = value
+            self._memory.add(get_storage_key(tensor.untyped_storage()))
 
 
 class Meaning(Enum):

@@ -60,9 +60,10 @@ class MeasuredConvolution:
     """Of all volumes of the input."""
     taps: int
     """Voxels of the kernel."""
-    copied: Copied
-    rest: int
-    """Bytes besides the copies."""
+    sizes: tuple[tuple[int, ...], tuple[int, ...], int]
+    """Of input and output, (B, C, ...), and bytes of an element."""
+    taken: int
+    """Bytes in all."""
 
 
 def find_workspace(
@@ -114,8 +115,9 @@ def _find(
         (by_weight + BY_VOXELS * abs(log2(voxels / other.voxels)) + by_alignment, number, other)
         for number, (by_weight, by_alignment, other) in enumerate(others)
     )
+    copied, rest = _explain(nearest)
     sizes = _count_copies(first, second, weight, itemsize)
-    return sum(times * size for times, size in zip(nearest.copied, sizes, strict=True)) + nearest.rest
+    return sum(times * size for times, size in zip(copied, sizes, strict=True)) + rest
 
 
 @cache
@@ -154,15 +156,18 @@ def _read_table() -> dict[tuple[str, Kind], list[MeasuredConvolution]]:
     for part, first, second, taps, itemsize, channels_last, strided, transposed, taken in json.loads(
         gzip.decompress(stored)
     ):
-        sizes = _count_copies(first, second, [first[1], second[1], taps], itemsize)
-        copied, rest = _explain(taken, sizes)
-        one = MeasuredConvolution(first[1], second[1], first[0] * prod(first[2:]), taps, copied, rest)
+        voxels, sizes = first[0] * prod(first[2:]), (tuple(first), tuple(second), itemsize)
+        one = MeasuredConvolution(first[1], second[1], voxels, taps, sizes, taken)
         found.setdefault((part, (itemsize, channels_last, taps == 1, transposed, strided)), []).append(one)
     return found
 
 
-def _explain(taken: int, sizes: Sequence[int]) -> tuple[Copied, int]:
-    """Return the copies that leave the smallest rest."""
+@cache
+def _explain(measured: MeasuredConvolution) -> tuple[Copied, int]:
+    """Return the copies that leave the smallest rest, and that; asked of few of the thousands that were measured."""
+    first, second, itemsize = measured.sizes
+    taken = measured.taken
+    sizes = _count_copies(first, second, [first[1], second[1], measured.taps], itemsize)
     return min(
         (
             (copied, taken - sum(times * size for times, size in zip(copied, sizes, strict=True)))

@@ -12,8 +12,9 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
+from concurrent.futures import wait as wait_for
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
@@ -54,6 +55,7 @@ class FollowingCopies(Generic[Shared]):
         is_copied = beside and cores > 1 and _can_copy()
         self._shared = shared
         self._begun: dict[Any, Future[Any]] = {}
+        self._cores = cores
         self._pool = _make_pool(cores) if is_copied else None
         self._others = set(multiprocessing.active_children())
 
@@ -78,6 +80,28 @@ class FollowingCopies(Generic[Shared]):
         if self._pool is None or key in self._begun:
             return
         self._begun[key] = _submit(self._pool, _run, function, args, kwargs)
+
+    def count_idle(self) -> int:
+        """Return how many copies have nothing to do."""
+        if self._pool is None:
+            return 0
+        return max(0, self._cores - sum(not future.done() for future in self._begun.values()))
+
+    def wait(self, function: Callable[..., Any], several: Sequence[tuple[Any, ...]]) -> int:
+        """Return which of several that were begun is done, the first of them; where nobody works beside, the first.
+
+        Parameters
+        ----------
+        function
+            That was begun.
+        several
+            The arguments of each.
+        """
+        if self._pool is None:
+            return 0
+        futures = [self._begun[_find_key(function, args)] for args in several]
+        wait_for(futures, return_when=FIRST_COMPLETED)
+        return next(number for number, future in enumerate(futures) if future.done())
 
     def ask(
         self, function: Callable[Concatenate[Shared, Asked], Answer], *args: Asked.args, **kwargs: Asked.kwargs

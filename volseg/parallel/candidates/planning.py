@@ -10,8 +10,9 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.parallel.candidates.beside import FollowingCopies
 from volseg.parallel.candidates.choosing import Found, choose, guess_least, judge, search, sort_candidates
 from volseg.parallel.candidates.forecasting import Machine, Planned, Sides
+from volseg.parallel.candidates.largest import Search, search_beside, search_volumes
 from volseg.parallel.candidates.listing import list_candidates, relieve
-from volseg.parallel.candidates.remedies import find_largest_volumes, list_remedies
+from volseg.parallel.candidates.remedies import count_held, find_number, list_remedies
 from volseg.parallel.candidates.report import PlanReport, build_row, build_skipped_row, format_table
 from volseg.parallel.candidates.volumes import Largest
 
@@ -162,6 +163,8 @@ def plan_work(
         )
         least = guess_least(found.forecasts) if found.chosen is None else None
         if least is not None:
+            if least.spatial == 1:  # what it needs says nothing of more slabs
+                copies.begin(find_number, count_held(planned, [each for each in found.forecasts if each.memory]))
             found = _put_in(found, judge(finish(least), planned.capacity), planned.capacity)
         if all(each.memory is None for each in found.forecasts):
             first = found.forecasts[0]
@@ -216,24 +219,37 @@ def list_largest(planned: Planned, *, beside: bool = False) -> list[tuple[Candid
     candidates = [way for each in chosen for way in (each, *relieve(each, free)[-1:])]
     d, h, w = work.sides
     aspects = tuple(dict.fromkeys([(d, h, w), (1, 1, 1)] if len({d, h, w}) > 1 else [(d, h, w)]))
+    stages = _list_stages(candidates)
+
+    def begin(candidate: Candidate) -> Callable[[Mapping[Candidate, Mapping[Sides, Largest | None]]], Search]:
+        return lambda found: search_volumes(planned, candidate, aspects, None, _find_start(candidate, found))
+
     with FollowingCopies(planned, beside=beside) as copies:
-        found: dict[Candidate, dict[Sides, Largest | None]] = {}
-        # One GPU is followed fastest, and says about how much several hold; replicas say about how much slabs do.
-        for stage in _list_stages(candidates):
-            starts = {each: _find_start(each, found) for each in stage}
-            for each in stage:
-                copies.begin(find_largest_volumes, each, aspects, None, starts[each])
-            found |= {each: copies.ask(find_largest_volumes, each, aspects, None, starts[each]) for each in stage}
+        searches = {each: begin(each) for stage in stages for each in stage}
+        found = search_beside(copies, searches, _list_before(stages))
     return [(each, aspect, found[each][aspect]) for each in candidates for aspect in reversed(aspects)]
 
 
 def _list_stages(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Return candidates in the order in which to look for their largest volumes; what takes longest begins first."""
-    alone = [each for each in candidates if each.num_gpus == 1]
-    replicas = [each for each in candidates if each.num_gpus > 1 and each.spatial == each.pipeline == 1]
-    cut = [each for each in candidates if each not in (*alone, *replicas)]
-    stages = [alone, replicas, sorted(cut, key=lambda each: (-each.pipeline, each.checkpoint is None))]
-    return [stage for stage in stages if stage]
+    """Return candidates by whose volumes say where to look for whose; what takes longest comes first.
+
+    One GPU is followed fastest, and says about how much several hold; replicas say about how much slabs do.
+    """
+    ordered = sorted(candidates, key=lambda each: (-each.pipeline, each.checkpoint is None))
+    alone = [each for each in ordered if each.num_gpus == 1]
+    replicas = [each for each in ordered if each.num_gpus > 1 and each.spatial == each.pipeline == 1]
+    return [alone, replicas, [each for each in ordered if each not in (*alone, *replicas)]]
+
+
+def _list_before(stages: Sequence[Sequence[Candidate]]) -> dict[Candidate, list[Candidate]]:
+    """Return whose volumes a search waits for: of the stages before those that recompute as much, or all."""
+    before: dict[Candidate, list[Candidate]] = {}
+    earlier: list[Candidate] = []
+    for stage in stages:
+        for each in stage:
+            before[each] = [one for one in earlier if one.checkpoint == each.checkpoint] or list(earlier)
+        earlier += stage
+    return before
 
 
 def _find_start(candidate: Candidate, found: Mapping[Candidate, Mapping[Sides, Largest | None]]) -> int | None:

@@ -1,4 +1,4 @@
-"""The largest volume that fits: pure but for what follows a size, which is given.
+"""The largest volume that fits: pure; whoever follows the sizes is told which, and tells what they take.
 
 What tensors hold grows with the volume, nearly in proportion to its voxels. So the next size to look at is where the
 line through the two nearest known ones, of any aspect, comes to what a full GPU's tensors hold, which takes three or
@@ -9,19 +9,20 @@ at.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Largest", "Need", "find_largest", "scale_sides"]
+__all__ = ["Largest", "Need", "NextSize", "find_largest", "scale_sides", "search_largest"]
 
 Sides = tuple[int, int, int]
 
 MOST_STEPS = 4096
 """Of the longest side, in multiples of what it must be divisible by."""
 
-MOSTLY_HELD = 0.85
+MOSTLY_HELD, MOST_HELD = 0.85, 0.97
 """Part of the memory that the tensors of the largest size hold, about: the rest is in pieces that nothing fits into.
-Only what is looked at first depends on it."""
+A known size of about as much memory says it better, up to the second of them. Only what is looked at first depends on
+it."""
 
 HELD = 1.05
 """Of the memory, from which on tensors do not fit, by a line through what two known sizes hold. In that line a V-Net's
@@ -55,6 +56,15 @@ class Largest:
     """The next larger size, which does not fit; None where no limit was found."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class NextSize:
+    """A size whose need is asked for."""
+
+    sides: Sides
+    next_ones: tuple[Sides, ...] = ()
+    """What will probably be asked for behind it, the likeliest first: for who can look at several at a time."""
+
+
 def scale_sides(step: int, aspect: Sequence[int], divisors: Sequence[int]) -> Sides:
     """Return sides of about that aspect, the longest of which is ``step`` times its divisor.
 
@@ -85,6 +95,32 @@ def find_largest(
     ----------
     need : callable
         Returns what a size takes; None for one that cannot be run, as if it were too small.
+    capacity, aspect, divisors, first, fixed, known
+        See `search_largest`.
+    """
+    search = search_largest(capacity, aspect, divisors, first=first, fixed=fixed, known=known)
+    look = next(search)
+    while True:
+        try:
+            look = search.send(need(look.sides))
+        except StopIteration as end:
+            found: Largest | None = end.value
+            return found
+
+
+def search_largest(
+    capacity: int,
+    aspect: Sequence[int],
+    divisors: Sequence[int],
+    *,
+    first: int = 1,
+    fixed: int = 0,
+    known: dict[int, Need] | None = None,
+) -> Generator[NextSize, Need | None, Largest | None]:
+    """Ask for what sizes take, one by one, and return the largest that fits.
+
+    Parameters
+    ----------
     capacity : int
         Bytes that there are.
     aspect : sequence of int
@@ -97,6 +133,16 @@ def find_largest(
         Bytes that are held whatever the size is, as far as they are known: with one size they give a line.
     known : dict, optional
         What sizes take, also of other aspects, by their voxels: where to look. Sizes that are looked at are added.
+
+    Yields
+    ------
+    NextSize
+        A size; what it takes is sent, or None where it cannot be run, as if it were too small.
+
+    Returns
+    -------
+    Largest or None
+        None where the smallest size does not fit.
     """
     seen: dict[int, Need | None] = {}
     known = {} if known is None else known
@@ -108,7 +154,9 @@ def find_largest(
         if step == low + 1 and _hold_too_much(known, math.prod(sides), capacity):
             high = step
             break
-        seen[step] = needed = need(sides)
+        beside = [each for each in (step + 1, step - 1) if low < each < high]
+        next_ones = tuple(scale_sides(each, aspect, divisors) for each in beside)
+        seen[step] = needed = yield NextSize(sides=sides, next_ones=next_ones)
         if needed is not None:
             known[math.prod(sides)] = needed
         if needed is not None and needed.total > capacity:
@@ -142,7 +190,7 @@ def _guess(
     A size with fewer voxels than one that fits, or more than one that does not, is looked at where no other is left.
     """
     guess = (low + high) // 2 if high <= MOST_STEPS else max(1, low) * 2
-    line = _read_line(known, int(MOSTLY_HELD * capacity), aspect, divisors, fixed)
+    line = _read_line(known, _find_target(known, capacity), aspect, divisors, fixed)
     is_bound = any(needed.held is None for needed in known.values())
     # A line that misses what was given up misses it again one size below.
     guess = guess if line is None or (line >= high and is_bound) else line
@@ -153,6 +201,13 @@ def _guess(
     if fits is not None:
         guess = max(guess, _find_step(fits, aspect, divisors))
     return min(max(guess, low + 1), high - 1)
+
+
+def _find_target(known: Mapping[int, Need], capacity: int) -> int:
+    """Return the bytes that the tensors of the largest size hold, about."""
+    near = [each for each in known.values() if each.held is not None and capacity <= 2 * each.held <= 4 * capacity]
+    parts = [each.held / each.total for each in near if each.held is not None and each.total]
+    return int(min(max([MOSTLY_HELD, *parts[-1:]]), MOST_HELD) * capacity)
 
 
 def _hold_too_much(known: Mapping[int, Need], voxels: int, capacity: int) -> bool:
