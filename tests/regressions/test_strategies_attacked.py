@@ -1,4 +1,4 @@
-"""What an attack on the strategies found: arguments that are one tensor, state over replicas, norms in micro-batches."""
+"""What an attack on strategies found: arguments that are one tensor, state over replicas, norms in micro-batches."""
 
 import copy
 
