@@ -98,6 +98,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 def _find_extent(tensor: Tensor) -> tuple[int, int]:
     """Return the bytes of its storage between which a tensor lies."""
-    begin = tensor.storage_offset()
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    begin = int(tensor.storage_offset())
+    span = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1
     return begin * tensor.itemsize, (begin + (span if tensor.numel() else 0)) * tensor.itemsize
