@@ -9,7 +9,9 @@ a generator that all processes hold alike (``CommonSeeds``), so nobody need care
 pass leaves as they are.
 
 Refused is what could not be exact: a gradient that comes past the sums, parameters that only some replicas use, a
-batch norm whose batch lies in parts that are computed one after the other, buffers that came to differ.
+batch norm whose batch lies in parts that are computed one after the other, buffers that came to differ, or that each of
+several replicas of a process would change. What cannot be told is a function that mixes samples (``x.flip(0)``): it
+mixes those of a replica.
 """
 
 import copy
@@ -21,6 +23,7 @@ import torch
 from torch import nn
 
 from volseg.device.pretended import is_recording
+from volseg.device.torch_internals import get_version
 from volseg.errors import ParallelError
 from volseg.parallel.gradient_sums import GradientSums
 from volseg.parallel.model_parallel import ModelParallel, check_network
@@ -202,8 +205,25 @@ class _Replicated:
         if is_training and self._num_checked < NUM_CHECKED and self._replica == self.replicas.own[0]:
             self._num_checked += 1
             self.check_alike()
-        with self._randomness():
+        with self._randomness(), self._keeping_buffers():
             return self._run(*args, **kwargs)
+
+    @contextmanager
+    def _keeping_buffers(self) -> Iterator[None]:
+        """Refuse a pass that changes buffers where other replicas of this process would change them again."""
+        if len(self.replicas.own) == 1:
+            yield
+            return
+        before = {name: (buffer, get_version(buffer)) for name, buffer in self._net.named_buffers()}
+        yield
+        for name, buffer in self._net.named_buffers():
+            known, version = before.get(name, (None, 0))
+            if known is not buffer or get_version(buffer) != version:
+                raise ParallelError(
+                    f"the network's forward changes its buffer {name}, and this process computes "
+                    f"{len(self.replicas.own)} replicas one after the other, each of which would change it again; "
+                    "start one process per replica"
+                )
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self.inner, SpatialStrategy):

@@ -6,7 +6,7 @@ backward passes too; each gradient is multiplied by the number of replicas befor
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from volseg.device.module_internals import NormBase
 from volseg.device.pretended import find_pretended
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.followed_replicas import FollowedReplicas
+from volseg.parallel.norms import find_norm_of_batch
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
 
@@ -82,6 +84,11 @@ class Piped:
         """Run the pipeline; its backward pass sums the gradients."""
         if self._replicas.count > 1 and self._strategy.net.training:
             _check_norms(self._strategy.net)
+            with _NoNormsOfBatch():
+                return self._run(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._replicas.group is None or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         if self._wrapped is None:
@@ -147,7 +154,23 @@ def _check_norms(net: nn.Module) -> None:
     for name, module in net.named_modules():
         by_sample = isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
         if isinstance(module, NormBase) and module.training and (module.track_running_stats or not by_sample):
-            raise ParallelError(
-                f"{name} is a {type(module).__name__}, which takes the statistics of a whole batch, and each replica "
-                "of this pipeline sees micro-batches of its own rows; use instance or group norm, or data x spatial"
-            )
+            raise _refuse_norm(f"{name} is a {type(module).__name__}")
+
+
+def _refuse_norm(what: str) -> ParallelError:
+    return ParallelError(
+        f"{what}, which takes the statistics of a whole batch, and each replica of this pipeline sees micro-batches of "
+        "its own rows; use instance or group norm, or data x spatial"
+    )
+
+
+class _NoNormsOfBatch(TorchFunctionMode):
+    """Refuses the norms that a network calls as functions."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if name := find_norm_of_batch(func, args, kwargs):
+            raise _refuse_norm(f"the network calls {name} for training")
+        return func(*args, **kwargs)

@@ -28,27 +28,25 @@ def run_batch(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: 
     """Run the micro-batches; give back to the caller's tensors what forward changes in them.
 
     Pieces of one tensor share its versions: one that is changed in place would spoil what autograd has saved of
-    another. So where a tensor has a history, and forward was seen to change it, each micro-batch has a copy. What they
-    do is noted in ``behaviour``.
+    another. So where forward was seen to change its arguments, each micro-batch has copies; and where it was not, a
+    tensor with a history is watched. What they do is noted in ``behaviour``.
     """
     leaves, sizes = pytree.tree_leaves(batch.call), batch.sizes
-    open_to_change = len(batch.calls) > 1 and torch.is_grad_enabled()
-    results = [
-        number
-        for number, is_cut in enumerate(batch.is_batch)
-        if open_to_change and is_cut and leaves[number].requires_grad and not leaves[number].is_leaf
-    ]
-    if not results:
+    if len(batch.calls) == 1 or not torch.is_grad_enabled():
         return join(_flow(net, placement, batch, behaviour), sizes)
-    versions = [get_version(leaves[number]) for number in results]
-    pieces = copy_pieces(leaves, results, sizes) if placement.changes_arguments else {}
+    rows = [number for number, is_cut in enumerate(batch.is_batch) if is_cut]
+    pieces = copy_pieces(leaves, rows, sizes) if placement.changes_arguments else {}
     if pieces:
         batch = replace(batch, calls=with_pieces(batch.calls, pieces))
+    results = [leaves[number] for number in rows if leaves[number].requires_grad and not leaves[number].is_leaf]
+    versions = [get_version(tensor) for tensor in results]
     output = join(_flow(net, placement, batch, behaviour), sizes)
-    for number, rows in pieces.items():
-        if any(get_version(piece) for piece in rows):
-            leaves[number].copy_(torch.cat(rows))
-    if not pieces and versions != [get_version(leaves[number]) for number in results]:
+    given_back: set[int] = set()
+    for number, own in pieces.items():
+        if id(leaves[number]) not in given_back and any(get_version(piece) for piece in own):
+            given_back.add(id(leaves[number]))  # once, if it was given twice
+            leaves[number].copy_(torch.cat(own))
+    if not pieces and versions != [get_version(tensor) for tensor in results]:
         raise PartitionError(
             "forward changes an argument in place that needs a gradient, which it did not when the network was "
             "measured; change a copy of it, or give the batch whole (split_size)"
@@ -130,7 +128,7 @@ def lend_untraced(
         return
 
     def run_placed(call: Call) -> Any:
-        with PlacedRun(placement, FrozenStatistics()):
+        with PlacedRun(placement, FrozenStatistics(counts_batches=True)):  # the attempt puts them back
             return net(*call[0], **call[1])
 
     hooks = contextlib.nullcontext() if with_hooks else runs.set_hooks_aside(net)

@@ -130,7 +130,7 @@ def copy_pieces(leaves: Sequence[Any], places: Sequence[int], sizes: Sequence[in
     memory = {id(leaf): get_storage_key(leaf.untyped_storage()) for leaf in leaves if isinstance(leaf, Tensor)}
     if len(set(memory.values())) < len(memory):
         raise ParallelError(
-            "two arguments share memory, and forward changes one that needs a gradient in place: give a copy of it"
+            "two arguments share memory, and forward changes its arguments in place: pass a copy of one, x.clone()"
         )
     return {place: made[id(leaves[place])] for place in places}
 

@@ -19,30 +19,53 @@ __all__ = ["CutInput"]
 
 
 class CutInput:
-    """A caller's tensor, and the slabs that were cut from it."""
+    """A caller's tensor, and the slabs that were cut from it.
 
-    def __init__(self, whole: Tensor, volume: ShardedVolume) -> None:
-        self.whole, self.volume = whole, volume
+    Parameters
+    ----------
+    whole, volume
+        The two.
+    others
+        The call's other tensors, and what was made of them: those that share memory with this one see its changes.
+    """
+
+    def __init__(self, whole: Tensor, volume: ShardedVolume, others: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        self.whole, self.volume, self._others = whole, volume, others
         self._slabs = list(volume.slabs)
         self._unchanged = Unchanged(self._slabs)
 
     @classmethod
     def among(cls, given: Sequence[Any], cut: Sequence[Any]) -> "list[CutInput]":
-        """Pair the leaves of a call's arguments with what was cut from them."""
+        """Pair the leaves of a call's arguments with what was cut from them, once each."""
+        pairs = {id(whole): (whole, made) for whole, made in zip(given, cut, strict=True) if _is_plain(whole)}
         return [
-            cls(whole, volume)
-            for whole, volume in zip(given, cut, strict=True)
-            if isinstance(volume, ShardedVolume) and volume is not whole
+            cls(whole, volume, [pair for key, pair in pairs.items() if key != id(whole)])
+            for whole, volume in pairs.values()
+            if isinstance(volume, ShardedVolume)
         ]
 
     def write_back(self) -> None:
-        """Give the caller's tensor what the forward pass wrote into the slabs."""
+        """Give the caller's tensor what the forward pass wrote into the slabs.
+
+        Raises
+        ------
+        UnsupportedOperatorError
+            If autograd, or another argument that shares memory, would not have known of the change.
+        """
         slabs = self.volume.slabs
         same = all(a is b for a, b in zip(slabs, self._slabs, strict=True))
         if same and self._unchanged.holds():
             return
-        memory = get_storage_key(self.whole.untyped_storage())
-        if same and all(get_storage_key(slab.untyped_storage()) == memory for slab in slabs):
+        is_there = same and _lies_in(self.whole, self.volume)
+        for other, made in self._others:
+            if _overlap(self.whole, other) and not (is_there and _lies_in(self.whole, made)):
+                raise UnsupportedOperatorError(
+                    f"the network changes its input of shape {tuple(self.whole.shape)} in place, and another one of "
+                    f"shape {tuple(other.shape)} shares its memory: on several devices each has slabs of its own, and "
+                    "the other would not have changed. Pass input.clone(), or let the first layer work out of place "
+                    "(inplace=False)"
+                )
+        if is_there:
             return
         if self.whole.requires_grad:
             raise UnsupportedOperatorError(
@@ -52,3 +75,29 @@ class CutInput:
             )
         with torch.no_grad():
             as_plain(self.whole).copy_(self.volume.full_tensor())
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, ShardedVolume) and value.layout == torch.strided
+
+
+def _lies_in(whole: Tensor, made: Tensor) -> bool:
+    """Say whether what was made of an argument, slabs or a tensor, lies in the memory of ``whole``."""
+    memory = get_storage_key(whole.untyped_storage())
+    parts = made.slabs if isinstance(made, ShardedVolume) else [made]
+    return all(get_storage_key(part.untyped_storage()) == memory for part in parts)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Say whether the memory between the first and the last elements of two tensors overlaps."""
+    if get_storage_key(one.untyped_storage()) != get_storage_key(other.untyped_storage()):
+        return False
+    (begin, end), (first, last) = _find_extent(one), _find_extent(other)
+    return begin < last and first < end
+
+
+def _find_extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage between which a tensor lies."""
+    begin = int(tensor.storage_offset())
+    span = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1
+    return begin * tensor.itemsize, (begin + (span if tensor.numel() else 0)) * tensor.itemsize

@@ -175,7 +175,8 @@ class SpatialStrategy:
             self._checked_weights = True
             check_alike(self.net, self._groups, self.communicator.home)
         leaves, structure = tree_flatten((args, kwargs))
-        cut = [self.cut(leaf) for leaf in leaves]
+        known = {id(leaf): self.cut(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        cut = [known.get(id(leaf), leaf) for leaf in leaves]  # a tensor that is given twice is one volume
         args, kwargs = tree_unflatten(cut, structure)
         inputs = CutInput.among(leaves, cut)
         trained: list[Tensor] = [parameter for parameter in self.net.parameters() if is_trained(parameter)]

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from volseg.device.module_internals import NormBase
 from volseg.device.pretended import keeping
 from volseg.device.torch_internals import lerp_each_, zero_each_
+from volseg.errors import ParallelError
 
 __all__ = [
     "NORMS",
@@ -74,15 +75,25 @@ class NormSite:
 
 
 class FrozenStatistics:
-    """Change nothing: for measurements, and for the recomputation in backward, which has been counted already."""
+    """Change nothing: for measurements, and for the recomputation in backward, which has been counted already.
+
+    Parameters
+    ----------
+    counts_batches
+        Whether counters go up all the same, for somebody who puts the buffers back: norms with ``momentum=None`` divide
+        by theirs, which is 0 before the first batch.
+    """
+
+    def __init__(self, counts_batches: bool = False) -> None:
+        self._counts_batches = counts_batches
 
     def norm(self, site: NormSite) -> Tensor:
         """Normalise with the batch's statistics and forget them."""
         return site.call(None, None, site.momentum)
 
     def counts_batch(self, counter: Tensor) -> bool:  # noqa: ARG002
-        """Never."""
-        return False
+        """Say whether somebody puts it back."""
+        return self._counts_batches
 
 
 class _Gathered:
@@ -238,11 +249,25 @@ def bind_arguments(function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
 def run_norm(
     statistics: RunningStatistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Run one of ``NORMS`` under ``statistics``; ``None`` where it updates nothing."""
+    """Run one of ``NORMS`` under ``statistics``; ``None`` where it updates nothing.
+
+    Raises
+    ------
+    ParallelError
+        If it is a batch norm that gets one value per channel.
+    """
     form, given = NORMS[function], bind_arguments(function, args, kwargs)
     mean, variance = given.get("running_mean"), given.get("running_var")
     if mean is None or variance is None or not given.get(form.flag, form.default):
         return None
+
+    shape = given["input"].shape
+    if not form.by_instance and shape.numel() == shape[1]:
+        raise ParallelError(
+            f"a batch norm in training got an input of shape {tuple(shape)}, one value per channel, and a pipeline "
+            "normalises each micro-batch by itself: take a larger split_size, batches that leave no remainder of one "
+            "sample, or an instance or group norm"
+        )
 
     def call(blank_mean: Tensor | None, blank_variance: Tensor | None, momentum: float) -> Tensor:
         return function(**{**given, "running_mean": blank_mean, "running_var": blank_variance, "momentum": momentum})
