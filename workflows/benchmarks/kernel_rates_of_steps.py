@@ -103,11 +103,11 @@ def _add_up(told: Sequence[tuple[str, int, float]], is_one: Any, runs: Sequence[
     """Return the seconds of launches by a name; 0 where as many were not followed."""
     found = [(count, us) for name, count, us in told if is_one(name)]
     count = sum(each for each, _ in found)
-    print(
-        f"    {runs[0].name if runs else '-':50s} launched {count}, followed {len(runs)}, {sum(us for _, us in found):.0f} us"
-    )
+    us = sum(each for _, each in found)
+    if runs:
+        print(f"    {runs[0].name}: {count} launches, {len(runs)} followed, {us:.0f} us")
     near = bool(runs) and abs(count - len(runs)) <= 0.2 * len(runs)
-    return sum(us for _, us in found) * 1e-6 * len(runs) / count if near and count else 0.0
+    return us * 1e-6 * len(runs) / count if near and count else 0.0
 
 
 def share_out(
