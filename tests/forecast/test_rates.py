@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from volseg.errors import ConfigError
 from volseg.forecast.gpu_kinds import KINDS, read_table
-from volseg.forecast.kernel_class import LAID_OUT_ANEW, classify
+from volseg.forecast.kernel_class import LAID_OUT_ANEW, STRIDED, classify
 from volseg.forecast.rates import Curve, Peaks, RateTable
 from volseg.forecast.trace import KernelRun
 
@@ -191,6 +191,38 @@ def test_a_copy_into_another_layout_is_no_ordinary_copy() -> None:
     )
     assert plain != turned
     assert turned == "layout, float32, contiguous"
+
+
+def test_copies_whose_sides_lie_in_another_order_are_one_function() -> None:
+    sides = (4, 8), (4, 8)
+    runs = [KernelRun(f"{name}{STRIDED}", torch.float32, 0, 256, sides) for name in ("aten.clone", "aten.copy_")]
+    assert {classify(run)[0].family for run in runs} == {"strided copy, float32, contiguous"}
+    (added,) = classify(KernelRun(f"aten.add{STRIDED}", torch.float32, 0, 256, sides))
+    assert added.family == "aten.add, strided, float32, contiguous"
+
+
+def test_the_gradient_of_a_part_is_zeros_and_a_copy() -> None:
+    part, whole = (2, 47, 48, 4), (2, 48, 48, 4)
+    zeros, copy = classify(KernelRun("aten.slice_backward", torch.bfloat16, 0, 1, (part, whole)))
+    assert (zeros.family, zeros.bytes_moved) == ("aten.zero_, half, contiguous", 2 * math.prod(whole))
+    assert (copy.family, copy.bytes_moved) == ("strided copy, half, contiguous", 4 * math.prod(part))
+
+
+def test_a_sum_over_rows_is_as_one_of_channels_that_are_last() -> None:
+    rows = classify(KernelRun("aten.sum", torch.bfloat16, 0, 8192, ((512, 8), (1, 8))))[0]
+    columns = classify(KernelRun("aten.sum", torch.bfloat16, 0, 8192, ((8, 512), (8, 1))))[0]
+    assert (rows.family, columns.family) == ("aten.sum, half, channels last", "aten.sum, half, contiguous")
+
+
+def test_depthwise_kernels_of_more_taps_take_longer_than_those_that_were_measured() -> None:
+    """Of 3 x 3 x 3 taps the table knows them; 7 x 7 x 7 have twelve times the operations, in as many bytes."""
+    volume, name, kind = (1, 32, 128, 128, 128), "convolution.depthwise._depthwise_kernel", KINDS["h200"]
+    few, many = (
+        KernelRun(name, torch.bfloat16, 1, 4 * math.prod(volume), (volume, (taps, 32), volume), True)
+        for taps in (27, 343)
+    )
+    assert read_table("h200").rates.knows(classify(few)[0])
+    assert kind.seconds(many) > 10 * kind.seconds(few)
 
 
 def test_the_table_of_the_package_says_what_it_measured() -> None:

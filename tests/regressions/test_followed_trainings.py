@@ -91,16 +91,19 @@ def make_run(name: str, *shapes: tuple[int, ...]) -> KernelRun:
 
 
 def test_depthwise_kernels_take_what_cudas_cores_do():
-    """7 x 7 x 7 was forecast by bytes, twenty times too fast by its operations."""
+    """7 x 7 x 7 was forecast by bytes, twenty times too fast by its operations.
+
+    Of 3 x 3 x 3 taps, which were measured, the operations take 4 and 6 times as long as at these cores' best.
+    """
     volume = (1, 32, 128, 128, 128)
     wide, small = (make_run("convolution.depthwise._depthwise_kernel", volume, (k, 32), volume) for k in (343, 27))
     weight = make_run("convolution.depthwise._depthwise_weight_kernel", volume, volume, (21, 7, 7, 7, 32))
     operations = 2 * 343 * 32 * 128**3
     assert [classify(run)[0].flops for run in (wide, weight)] == [operations, operations]
     for run in (wide, weight):
-        assert operations / 67e12 < H200.seconds(run) < 3 * operations / 67e12
+        assert operations / 67e12 < H200.seconds(run) < 7 * operations / 67e12
     by_bytes = small.bytes_moved / 4.8e12
-    assert by_bytes < H200.seconds(small) < 3 * by_bytes
+    assert by_bytes < H200.seconds(small) < 5 * by_bytes
     assert find_kind("a100-40").seconds(wide) > 2 * H200.seconds(wide)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from volseg.errors import ConfigError
-from volseg.forecast.kernel_class import FULL, HALF, KernelClass, classify
+from volseg.forecast.kernel_class import FULL, HALF, ON_CORES, KernelClass, classify
 from volseg.forecast.trace import KernelRun
 
 __all__ = ["Curve", "Family", "Peaks", "RateTable", "read_run"]
@@ -59,9 +59,8 @@ class Peaks:
 
     def bound(self, kernel: KernelClass) -> float:
         """Return the roofline's seconds."""
-        return max(
-            kernel.flops / (self.half if kernel.dtype == HALF else self.full), kernel.bytes_moved / self.bandwidth
-        )
+        matrices = self.half if kernel.dtype == HALF else self.full
+        return max(kernel.flops / (self.by_cores if kernel.on_cores else matrices), kernel.bytes_moved / self.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,8 @@ class RateTable:
         return cls(found, peaks, processors, gap)
 
     def _bound(self, family: str, flops: int, moved: int) -> float:
-        return self.peaks.bound(KernelClass(family, (), flops, moved, HALF if HALF in family else FULL))
+        dtype = HALF if HALF in family else FULL
+        return self.peaks.bound(KernelClass(family, (), flops, moved, dtype, on_cores=ON_CORES in family))
 
     def knows(self, kernel: KernelClass) -> bool:
         """Say whether kernels of this family were measured."""
@@ -240,7 +240,7 @@ def name_pools(kernel: KernelClass) -> tuple[str, ...]:
 
 def joins_pool(run: KernelRun, kernel: KernelClass) -> bool:
     """Say whether a measured kernel stands for others."""
-    return bool(kernel.flops) or run.name.removeprefix("aten.") in PLAIN
+    return bool(kernel.flops and not kernel.on_cores) or run.name.removeprefix("aten.") in PLAIN
 
 
 def read_run(row: Mapping[str, Any]) -> KernelRun:
