@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from in_group import in_group
 from made_up_networks import WithLayers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import DataParallel, ModelParallel, Pipeline, Spatial, join_mesh
@@ -133,3 +134,42 @@ def test_replicas_of_a_pipeline_refuse_a_norm_that_is_called_as_a_function() -> 
     # A module was refused; the function took the statistics of micro-batches without a word.
     for said in in_group(2, call_a_norm, 2):
         assert "calls batch_norm for training, which takes the statistics of a whole batch" in said
+
+
+class Checkpointed(nn.Module):
+    """A convolution and a batch norm, which are computed again in the backward pass if that is asked for."""
+
+    def __init__(self, checkpoints: bool, momentum: float | None) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.conv = nn.Conv3d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm3d(4, momentum=momentum)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (checkpoint(self.compute, x, use_reentrant=False) if self.checkpoints else self.compute(x))
+
+
+def make_checkpointed(checkpoints: bool, momentum: float | None = 0.1) -> nn.Module:
+    torch.manual_seed(0)
+    parts = (Checkpointed(checkpoints, momentum) for _ in range(2))
+    return nn.Sequential(nn.Conv3d(1, 4, 1), *parts, nn.Conv3d(4, 2, 1)).double()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("split_size", [2, 4])
+def test_a_pipeline_recomputes_a_batch_norm_of_the_networks_own_checkpoint(
+    split_size: int, momentum: float | None
+) -> None:
+    """Its recomputation saved two tensors less, as it had no running buffers: torch's checkpoint refused it."""
+    plain, net = make_checkpointed(False, momentum), make_checkpointed(True, momentum)
+    expected = plain if split_size == 4 else ModelParallel(plain, Pipeline(split_size=split_size), DEVICES)
+    model = ModelParallel(net, Pipeline(split_size=split_size), DEVICES)
+    for _ in range(2):
+        x = make_batch(4)
+        for one, other in zip(train(net, model, x), train(plain, expected, x), strict=True):
+            torch.testing.assert_close(one, other)
+    for one, other in zip(net.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, other)

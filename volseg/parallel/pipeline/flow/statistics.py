@@ -88,8 +88,12 @@ class FrozenStatistics:
         self._counts_batches = counts_batches
 
     def norm(self, site: NormSite) -> Tensor:
-        """Normalise with the batch's statistics and forget them."""
-        return site.call(None, None, site.momentum)
+        """Normalise with the batch's statistics and forget them.
+
+        They go into blank buffers: torch's checkpoint counts what is saved, and the forward pass has such ones too.
+        """
+        mean, variance = (torch.zeros_like(kept, device=site.device) for kept in site.running)
+        return site.call(mean, variance, site.momentum)
 
     def counts_batch(self, counter: Tensor) -> bool:  # noqa: ARG002
         """Say whether somebody puts it back."""
