@@ -11,7 +11,7 @@ from torch import nn
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.forecast.instances import find_links
-from volseg.parallel.candidates import Freedom, Machine, Planned, describe_network, remedies
+from volseg.parallel.candidates import Freedom, Machine, Planned, describe_network, largest
 from volseg.parallel.candidates.forecasting import forecast_work
 from volseg.parallel.candidates.listing import name_candidate
 from volseg.parallel.candidates.planning import list_largest, plan_work
@@ -106,7 +106,7 @@ def test_the_largest_volumes_are_those_of_whole_follows(monkeypatch):
         followed.append(to_end)
         return forecast_work(*args, **kwargs)
 
-    monkeypatch.setattr(remedies, "forecast_work", follow_whole)
+    monkeypatch.setattr(largest, "forecast_work", follow_whole)
     assert early == list_largest(planned)
     assert set(followed) == {True, False}
 
