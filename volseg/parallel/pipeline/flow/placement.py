@@ -88,7 +88,7 @@ class Placement:
 
     def start_late_run(self) -> "PlacedRun":
         """Return a run for a module called on its own: by the user, or by checkpoint's recomputation in backward."""
-        return PlacedRun(self, FrozenStatistics() if runs.in_backward() else None)
+        return PlacedRun(self, FrozenStatistics(keeps_form=True) if runs.in_backward() else None)
 
 
 def _unmark(tensor: Tensor) -> None:

@@ -82,16 +82,18 @@ class FrozenStatistics:
     counts_batches
         Whether counters go up all the same, for somebody who puts the buffers back: norms with ``momentum=None`` divide
         by theirs, which is 0 before the first batch.
+    keeps_form
+        Whether norms get blank running buffers, for a recomputation: torch's checkpoint counts what is saved, and the
+        forward pass saved such buffers too.
     """
 
-    def __init__(self, counts_batches: bool = False) -> None:
-        self._counts_batches = counts_batches
+    def __init__(self, counts_batches: bool = False, keeps_form: bool = False) -> None:
+        self._counts_batches, self._keeps_form = counts_batches, keeps_form
 
     def norm(self, site: NormSite) -> Tensor:
-        """Normalise with the batch's statistics and forget them.
-
-        They go into blank buffers: torch's checkpoint counts what is saved, and the forward pass has such ones too.
-        """
+        """Normalise with the batch's statistics and forget them."""
+        if not self._keeps_form:
+            return site.call(None, None, site.momentum)
         mean, variance = (torch.zeros_like(kept, device=site.device) for kept in site.running)
         return site.call(mean, variance, site.momentum)
 
