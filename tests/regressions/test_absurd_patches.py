@@ -14,9 +14,10 @@ from volseg.cli.root import app
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.forecast.instances import find_links
+from volseg.parallel.candidates.beside import FollowingCopies
 from volseg.parallel.candidates.first_batch import describe_network
 from volseg.parallel.candidates.forecasting import Machine, Planned, forecast_work
-from volseg.parallel.candidates.largest import find_largest_volumes
+from volseg.parallel.candidates.largest import search_beside, search_volumes
 from volseg.parallel.candidates.listing import Freedom
 
 SMALL = ["--set", "network={name: UNet, channels: [4, 8, 8], strides: [4, 4]}", "--instance", "p3.2xlarge"]
@@ -53,7 +54,8 @@ def test_the_largest_volume_is_found_from_such_a_size():
             resize=lambda sides: (make(sides), 0),
             divisors=(64, 64, 64),
         )
-        return find_largest_volumes(planned, Candidate(kernels="torch"), [(1, 1, 1)])[1, 1, 1]
+        way, copies = Candidate(kernels="torch"), FollowingCopies(planned, beside=False)
+        return search_beside(copies, {way: lambda _: search_volumes(planned, way, [(1, 1, 1)])})[way][1, 1, 1]
 
     found = find(100_000)
     assert found == find(256)

@@ -18,7 +18,7 @@ from volseg.forecast.trace import Event, Free, LetGo, StepTrace
 from volseg.parallel.candidates.beside import FollowingCopies
 from volseg.parallel.candidates.first_batch import describe_network
 from volseg.parallel.candidates.forecasting import Machine, Planned, Sides
-from volseg.parallel.candidates.largest import find_largest_volumes
+from volseg.parallel.candidates.largest import search_beside, search_volumes
 from volseg.parallel.candidates.listing import Freedom
 from volseg.parallel.candidates.planning import _list_before, _list_stages, list_largest
 from volseg.parallel.candidates.running import follow_candidate
@@ -65,7 +65,9 @@ def test_the_largest_volumes_do_not_depend_on_who_follows_them() -> None:
     assert all(largest is not None for _, _, largest in alone)
     candidate, aspect, largest = alone[0]
     assert candidate.spatial == 1
-    assert find_largest_volumes(planned, candidate, [aspect]) == {aspect: largest}, "wherever it begins"
+    copies = FollowingCopies(planned, beside=False)
+    found = search_beside(copies, {candidate: lambda _: search_volumes(planned, candidate, [aspect])})
+    assert found[candidate] == {aspect: largest}, "wherever it begins"
 
 
 def test_a_search_waits_for_those_that_say_where_to_look() -> None:

@@ -5,10 +5,21 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from volseg.parallel.candidates.volumes import Largest, Need, find_largest, scale_sides
+from volseg.parallel.candidates.volumes import Largest, Need, scale_sides, search_largest
 
 ASPECTS = [(1, 1, 1), (32, 48, 32), (512, 512, 320)]
 DIVISORS = [(16, 16, 16), (8, 8, 8), (32, 32, 4)]
+
+
+def find_largest(need, *given, **more):
+    """Return what a search finds that is told by ``need`` what each size takes."""
+    search = search_largest(*given, **more)
+    look = next(search)
+    while True:
+        try:
+            look = search.send(need(look.sides))
+        except StopIteration as end:
+            return end.value
 
 
 @given(

@@ -13,7 +13,7 @@ from volseg.parallel.candidates.beside import FollowingCopies
 from volseg.parallel.candidates.forecasting import Planned, Sides, forecast_work
 from volseg.parallel.candidates.volumes import Largest, Need, NextSize, scale_sides, search_largest
 
-__all__ = ["Search", "find_largest_volumes", "find_need", "search_beside", "search_volumes"]
+__all__ = ["Search", "find_need", "search_beside", "search_volumes"]
 
 TOO_MUCH = 64
 """Times what there is, that a volume which was given up is said to take: some such number, to look for smaller ones."""
@@ -143,16 +143,6 @@ def find_need(forecast: Forecast, reserve: int) -> Need:
     memory = forecast.memory
     assert memory is not None
     return Need(total=memory.total + reserve, held=memory.used + memory.outside + reserve)
-
-
-def find_largest_volumes(
-    planned: Planned, candidate: Candidate, aspects: Sequence[Sides], begin_at: int | None = None
-) -> dict[Sides, Largest | None]:
-    """Return the largest volume of each aspect that fits, followed by this process; see `search_volumes`."""
-    copies = FollowingCopies(planned, beside=False)
-    return search_beside(copies, {candidate: lambda _: search_volumes(planned, candidate, aspects, None, begin_at)})[
-        candidate
-    ]
 
 
 Volumes = dict[Sides, Largest | None]

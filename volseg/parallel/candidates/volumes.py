@@ -9,10 +9,10 @@ at.
 """
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Largest", "Need", "NextSize", "find_largest", "scale_sides", "search_largest"]
+__all__ = ["Largest", "Need", "NextSize", "scale_sides", "search_largest"]
 
 Sides = tuple[int, int, int]
 
@@ -77,35 +77,6 @@ def scale_sides(step: int, aspect: Sequence[int], divisors: Sequence[int]) -> Si
     scale = step * divisors[longest] / aspect[longest]
     d, h, w = (max(1, round(side * scale / divisor)) * divisor for side, divisor in zip(aspect, divisors, strict=True))
     return d, h, w
-
-
-def find_largest(
-    need: Callable[[Sides], Need | None],
-    capacity: int,
-    aspect: Sequence[int],
-    divisors: Sequence[int],
-    *,
-    first: int = 1,
-    fixed: int = 0,
-    known: dict[int, Need] | None = None,
-) -> Largest | None:
-    """Return the largest size of an aspect that fits; None where the smallest does not.
-
-    Parameters
-    ----------
-    need : callable
-        Returns what a size takes; None for one that cannot be run, as if it were too small.
-    capacity, aspect, divisors, first, fixed, known
-        See `search_largest`.
-    """
-    search = search_largest(capacity, aspect, divisors, first=first, fixed=fixed, known=known)
-    look = next(search)
-    while True:
-        try:
-            look = search.send(need(look.sides))
-        except StopIteration as end:
-            found: Largest | None = end.value
-            return found
 
 
 def search_largest(
