@@ -62,7 +62,8 @@ def main() -> None:
         help="by default without max-autotune, and with all fusions",
     )
     parser.add_argument("--sides", type=int, nargs=3, default=(128, 128, 128), metavar=("D", "H", "W"))
-    parser.add_argument("--gpus", type=int, choices=(1, 2), help="rows of so many GPUs only")
+    parser.add_argument("--gpus", type=int, choices=(1, 2, 4), help="rows of so many GPUs only")
+    parser.add_argument("--kernels", type=Path, help="folder for the kernels of rows of several GPUs")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=540, help="after which no network is begun")
     parser.add_argument("--limit", type=float, default=200, help="seconds until a row must be ready")
@@ -80,8 +81,8 @@ def main() -> None:
     begin = time.monotonic()
     waiting = list(list_waiting(chosen, report))
     gpus = count_gpus() if chosen.device == "cuda" else 1
-    if gpus < 2 and chosen.device == "cuda":
-        waiting = [(name, [row for row in rows if row.get("gpus", 1) == 1]) for name, rows in waiting]
+    if chosen.device == "cuda":
+        waiting = [(name, [row for row in rows if row.get("gpus", 1) <= gpus]) for name, rows in waiting]
         waiting = [(name, rows) for name, rows in waiting if rows]
     while waiting and time.monotonic() - begin < chosen.seconds:
         batch, waiting = waiting[: chosen.ahead], waiting[chosen.ahead :]
@@ -164,7 +165,7 @@ def measure_batch(
                 shares = [[group for number, group in enumerate(single) if number % gpus == gpu] for gpu in range(gpus)]
                 list(pool.map(lambda share: take_all_turns(share, chosen.turns), shares))
             for group in groups:
-                take_turns([one for one in group if len(one.logs) > 1], chosen.turns)
+                take_turns([one for one in group if len(one.logs) > 1], chosen.turns, chosen.kernels)
         finally:
             for group in groups:
                 for one in group:
@@ -194,12 +195,14 @@ def take_all_turns(groups: Sequence[Sequence["Running"]], turns: int) -> None:
         take_turns(group, turns)
 
 
-def take_turns(group: Sequence["Running"], turns: int) -> None:
-    """Let the rows of one network run in turns, and end them."""
+def take_turns(group: Sequence["Running"], turns: int, kernels: Path | None = None) -> None:
+    """Let the rows of one network run in turns, have them write their kernels where that is wanted, and end them."""
     for _ in range(turns):
         for one in group:
             one.take_turn()
     for one in group:
+        if kernels is not None:
+            one.write_kernels(kernels)
         one.end()
 
 
@@ -270,6 +273,16 @@ class Running:
             each = [answer["ms"] for answer in answers]
             alone = self.row["kind"] == "ours"
             self.ms.append(len(each) / sum(1 / ms for ms in each) if alone else max(each))
+
+    def write_kernels(self, folder: Path) -> None:
+        """Have each process write the kernels of two steps into a folder."""
+        if not self.ms or "error" in self.told:
+            return
+        name = f"{self.row['network']} {self.row['name']} {name_sides(self.row['sides'])}".replace(" ", "_")
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, process in enumerate(self.processes):
+            self._say(process, f"kernels {folder.resolve() / name}_rank{number}.json.gz")
+        self._hear(time.monotonic() + 60, "kernels")
 
     def _hear(self, limit: float, what: str) -> list[Row] | None:
         """Return each process's answer; None, and the row has failed, where one gives none, or another one."""

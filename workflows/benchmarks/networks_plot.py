@@ -34,9 +34,10 @@ def compare(networks: Mapping[str, Mapping[str, Rows]]) -> list[dict[str, Any]]:
                 }
             if (recorded := _find_best(speeds, "recorded, compiled")) is not None:
                 found |= {"recorded, compiled": speeds[recorded], "recorded, compiled by": recorded}
-            alone, together = speeds.get("ours on each GPU alone"), speeds.get("ours on 2 GPUs")
-            if alone and together:
-                found |= {"ours on 2 GPUs": together, "of twice one GPU": together / alone}
+            for gpus, by_itself, times in ((2, "each GPU", "twice"), (4, "each of 4 GPUs", "four times")):
+                alone, together = speeds.get(f"ours on {by_itself} alone"), speeds.get(f"ours on {gpus} GPUs")
+                if alone and together:
+                    found |= {f"ours on {gpus} GPUs": together, f"of {times} one GPU": together / alone}
             found["failed"] = sorted(row for row, told in rows.items() if "error" in told)
             compared.append(found)
     return compared

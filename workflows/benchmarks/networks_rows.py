@@ -1,7 +1,8 @@
 """The rows of ``networks.py``, and what the processes of one do: build a step, wait for their turns, time it.
 
 A process speaks in lines of JSON: told what to measure it answers ``{"ready": ...}``, told ``turn`` it runs some steps
-and answers ``{"ms": ...}``. Whatever goes wrong is an answer too: ``{"error": ...}``.
+and answers ``{"ms": ...}``, told ``kernels PATH`` it writes those of two steps there. Whatever goes wrong is an answer
+too: ``{"error": ...}``.
 """
 
 import gc
@@ -12,11 +13,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from monai.losses import DiceCELoss
 from networks_listed import CLASSES, build, find_logits
+from profiled_kernels import profile
 from torch import Tensor, nn
 
 from volseg.device import fusions
@@ -53,8 +56,10 @@ ROWS: dict[str, Row] = {
     "exactness": {"kind": "exactness"},
     "ours on each GPU alone": {"kind": "ours", "record": True, "gpus": 2},
     "ours on 2 GPUs": {"kind": "slabs", "record": True, "gpus": 2},
+    "ours on each of 4 GPUs alone": {"kind": "ours", "record": True, "gpus": 4},
+    "ours on 4 GPUs": {"kind": "slabs", "record": True, "gpus": 4},
 }  # fmt: skip
-"""By name. Those of one GPU are compared with one another, and those of two GPUs with one another.
+"""By name. Rows of as many GPUs are compared with one another.
 
 ``recorded, compiled`` is ``training.kernels: compiled``: the network by torch.compile, the loss and the rest of the
 step as in ``ours``, and all of it one CUDA graph.
@@ -99,9 +104,14 @@ def serve(row: Row, answers: TextIO) -> None:
         step = MeasuredStep(row, device)
         _answer(answers, {"ready": step.warm_up()})
         for line in sys.stdin:
-            if line.strip() != "turn":
+            asked, _, path = line.strip().partition(" ")
+            if asked == "turn":
+                _answer(answers, {"ms": step.time()})
+            elif asked == "kernels":
+                step.write_kernels(Path(path))
+                _answer(answers, {"kernels": path})
+            else:
                 break
-            _answer(answers, {"ms": step.time()})
 
 
 def find_device(row: Row) -> torch.device:
@@ -247,6 +257,12 @@ class MeasuredStep:
         ms = (time.perf_counter() - begin) / self.steps * 1e3
         self._give_back()
         return ms
+
+    def write_kernels(self, path: Path) -> None:
+        """Write the kernels of two steps, which ``spatial_kernels.py`` compares with those of another row."""
+        self.run(self.image, self.label)
+        self._wait()
+        profile(self.run, self.image, self.label, path)
 
     def _wait(self) -> None:
         if self.row.get("gpus", 1) > 1:

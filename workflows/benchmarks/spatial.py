@@ -15,13 +15,11 @@ searches the largest cube that trains, and writes a table and a plot beside the 
 
 import argparse
 import gc
-import gzip
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -30,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from profiled_kernels import profile
 from spatial_checks import CHECKS
 from spatial_largest import finished, plot, search, table
 from spatial_peers import Stack, shard_tensor_step
@@ -170,24 +169,6 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
         "loss": first_loss,
         "loss_last": float(loss),
     }
-
-
-def profile(run: Any, image: Any, label: Any, path: Path) -> None:
-    """Write the kernels of two steps on this rank: start and duration (us), stream, name and grid."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run(image, label)
-        run(image, label)
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    kernels = [
-        (round(e["ts"], 1), round(e["dur"], 2), e["args"].get("stream"), e["name"][:90], e["args"].get("grid"))
-        for e in events
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    ]
-    path.write_bytes(gzip.compress(json.dumps(sorted(kernels)).encode()))
 
 
 def worker(wanted: list[dict[str, Any]], path: Path) -> None:
