@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from threading import Thread
 from typing import NoReturn
 
 from volseg.launched import OWN_LAUNCHER
@@ -41,6 +42,9 @@ UNWRITTEN = 120
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's ``prctl``."""
+
+SECONDS_BETWEEN_LOOKS = 1.0
+"""After which a process looks again whether it still has its parent."""
 
 _before_last_words: list[Callable[[], object]] = []
 
@@ -72,24 +76,33 @@ def take_age() -> float:
 
 
 def end_with_launcher() -> None:
-    """Have the system send SIGTERM to this process when the one that started it ends, however that ends.
+    """Have this process get SIGTERM when the one that started it ends, however that ends.
 
-    A launcher that is killed can tell nobody. On other systems than Linux nothing happens: there the processes of a job
-    find out when its store is gone.
+    A launcher that is killed can tell nobody. Linux tells of the end of the *thread* that started a process: of ours,
+    which waits there for what it started. Whatever else starts processes may do so by a thread that goes on to other
+    work and ends; then this process looks, once a second, whether it still has that parent.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    end_with_parent(os.getppid())
-    # It may have ended before this process could look.
-    launcher = os.environ.get(OWN_LAUNCHER)
-    if launcher is not None and not _is_there(int(launcher)):
+    parent, launcher = os.getppid(), os.environ.get(OWN_LAUNCHER)
+    if launcher == str(parent):
+        end_with_parent(parent)
+    elif launcher is not None and not _is_there(int(launcher)):  # it ended before this process could look
         end_now(128 + signal.SIGTERM)
+    else:
+        Thread(target=_end_without, args=(parent,), name="volseg-parent", daemon=True).start()
+
+
+def _end_without(parent: int) -> None:
+    """Send SIGTERM to this process once it has another parent than it had."""
+    while os.getppid() == parent:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_with_parent(parent: int) -> None:
     """Have the system send SIGTERM to this process when ``parent``, which made it, ends; at once if it has ended.
 
-    On other systems than Linux nothing happens.
+    For parents that make processes by a thread that lives as long as they do: see ``end_with_launcher``. On other
+    systems than Linux nothing happens.
     """
     if not sys.platform.startswith("linux"):
         return

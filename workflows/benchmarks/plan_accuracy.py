@@ -176,7 +176,7 @@ class Pool:
         self.chosen, self.scratch, self.needed = chosen, scratch, needed
         self.waiting: list[subprocess.Popen[str]] = []
         self.running: dict[int, tuple[Row, list[subprocess.Popen[str]], list[int], float]] = {}
-        self.gpus = chosen.gpus or len(ask_driver() or ["one"])
+        self.gpus = chosen.gpus or count_visible()
         self.started = 0
 
     def measure(self, rows: Sequence[Row], until: float) -> Iterator[Row]:
@@ -312,6 +312,12 @@ def ask_driver() -> list[int] | None:
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     answer = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     return [int(float(line)) for line in answer.stdout.split()] if answer.returncode == 0 else None
+
+
+def count_visible() -> int:
+    """Return how many GPUs there are for this program, without torch; one where there is no driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(visible.split(",")) if visible else len(ask_driver() or ["one"])
 
 
 def gather_histories(scratch: Path, path: Path) -> None:
