@@ -374,6 +374,12 @@ class TooMuch(volseg.Hook):
                 torch.cuda.empty_cache()
                 total = torch.cuda.get_device_properties(training.device).total_memory
                 torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+                self.taken, size = [], 1 << 30
+                while size >= 512:  # a small network finds room in the pieces that are left
+                    try:
+                        self.taken.append(torch.empty(size, dtype=torch.uint8, device=training.device))
+                    except torch.OutOfMemoryError:
+                        size //= 2
             elif self.always or count_restarts() == 0:
                 torch.empty(1 << 50, dtype=torch.uint8)
 """
