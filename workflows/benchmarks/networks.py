@@ -5,7 +5,8 @@
 
 A step is forward, DiceCE, backward and SGD in bfloat16 on one volume (``--sides``, of each GPU). Rows of one network
 are measured in turns, so that their ratios are those of one GPU at one time; a row's milliseconds are the median over
-its turns. Beside them: memory per voxel, and how far ours is from the plain network in float32.
+its turns. ``--apart`` gives the turns up where two rows do not fit a GPU at a time. Beside them: memory per voxel, and
+how far ours is from the plain network in float32.
 
 Each row is a process of its own, for a compiler may hang, or take the process with it: such a row says what went wrong,
 and the others go on. Compiling takes minutes of one core, so the processes of several networks (``--ahead``) get ready
@@ -68,6 +69,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540, help="after which no network is begun")
     parser.add_argument("--limit", type=float, default=200, help="seconds until a row must be ready")
     parser.add_argument("--ahead", type=int, default=4, help="networks that get ready side by side")
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="end a row's processes before the next one's begin: for the largest volumes",
+    )
     parser.add_argument("--threads", type=int, default=1, help="of a compiler; more where few networks get ready")
     parser.add_argument("--cache", type=Path, default=Path("build/inductor"), help="for what is compiled")
     parser.add_argument("--again", action="store_true", help="measure rows that the result has anew")
@@ -157,6 +163,11 @@ def measure_batch(
         for number, (_, rows) in enumerate(batch):
             groups.append([Running(row, number % gpus, chosen, Path(scratch)) for row in rows])
         try:
+            if chosen.apart:
+                for one in (one for group in groups for one in group):
+                    one.get_ready(time.monotonic() + chosen.limit)
+                    take_turns([one], chosen.turns, chosen.kernels)
+                return [(one.row["network"], one.row["name"], one.tell()) for group in groups for one in group]
             lanes = list_lanes([one for group in groups for one in group])
             with ThreadPoolExecutor(os.cpu_count()) as cores:
                 list(cores.map(lambda lane: get_ready(lane, limit), lanes))
