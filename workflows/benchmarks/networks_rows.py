@@ -54,6 +54,7 @@ ROWS: dict[str, Row] = {
     "recorded, compiled": {"kind": "compiled", "record": True},
     "recorded, compiled, channels last": {"kind": "compiled", "record": True, "channels_last": True},
     "exactness": {"kind": "exactness"},
+    "exactness on 2 GPUs": {"kind": "exactness", "gpus": 2},
     "ours on each GPU alone": {"kind": "ours", "record": True, "gpus": 2},
     "ours on 2 GPUs": {"kind": "slabs", "record": True, "gpus": 2},
     "ours on each of 4 GPUs alone": {"kind": "ours", "record": True, "gpus": 4},
@@ -279,26 +280,38 @@ class MeasuredStep:
 
 
 def check_exactness(row: Row, device: torch.device) -> Row:
-    """Return how far ours lies from the plain network in float32, and each of them from float64.
+    """Return how far ours lies from the plain network in float32, and each of them from float64; in bfloat16 as well.
 
     Two steps of gradient descent: outputs, every gradient, buffers and parameters; the largest error relative to the
-    largest value of its tensor. On volumes of 64 voxels a side at most: float64 takes much memory, and is slow.
+    largest value of its tensor. On volumes of 64 voxels a side at most: float64 takes much memory, and is slow. In
+    bfloat16 (autocast) ours should be as far from float64 as the plain network is.
     """
     sides = tuple(min(64, side) for side in row["sides"])
     image = torch.randn(1, 1, *sides, generator=torch.Generator().manual_seed(2))
 
-    def look(kind: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    def look(kind: str, dtype: torch.dtype, *, half: bool = False) -> list[dict[str, Any]]:
         net = build(row["network"], sides, small=row["small"]).to(device, dtype).train()
-        model = FastKernels(net, device) if kind == "ours" else net
-        seen = observe(model, [image.to(device, dtype)], eager_step(model, default_objective), steps=2, leaves=False)
+        model = net if kind == "plain" else wrap(net)
+        eager = eager_step(model, default_objective)
+
+        def step(arguments: Sequence[Any]) -> Any:
+            with torch.autocast(device.type, torch.bfloat16, enabled=half):
+                return eager(arguments)
+
+        seen = observe(model, [image.to(device, dtype)], step, steps=2, leaves=False)
         named = [{name: value for name, value in values.items() if isinstance(value, Tensor)} for values in seen]
         return tree_map(lambda leaf: leaf.float() if isinstance(leaf, Tensor) else leaf, named)
+
+    def wrap(net: nn.Module) -> nn.Module:
+        return ModelParallel(net, strategy="spatial") if row.get("gpus", 1) > 1 else FastKernels(net, device)
 
     plain, ours = look("plain", torch.float32), look("ours", torch.float32)
     found: Row = {"compared_sides": sides, "ours_to_plain": worst(plain, ours)}
     if row.get("to_float64", True):
         exact = look("plain", torch.float64)
         found |= {"plain_to_float64": worst(exact, plain), "ours_to_float64": worst(exact, ours)}
+        for kind in ("plain", "ours"):
+            found[f"{kind}_in_bfloat16_to_float64"] = worst(exact, look(kind, torch.float32, half=True))
     return found
 
 
