@@ -50,10 +50,7 @@ class ConvolutionPlan:
     tiles
         Number of tiles in which a slab may be convolved, from front to back.
     around
-        Halo of each output's gradient, with which that of the slab's own planes is computed; empty where the gradient
-        of the input's halo travels instead.
-    backward
-        The settings of the convolution of a slab's own planes to its output and ``around``, where there is one.
+        How the gradients of a slab's own planes are computed; None where the gradient of the input's halo travels.
     owed
         Output planes of each slab, where more are computed behind them; else empty.
     """
@@ -64,9 +61,33 @@ class ConvolutionPlan:
     channels_last: bool = False
     in_parts: bool = False
     tiles: int = 1
-    around: tuple[Halo, ...] = ()
-    backward: Settings | None = None
+    around: "AroundPlan | None" = None
     owed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AroundPlan:
+    """How the gradients of a slab's own planes follow from that of its output, and the neighbours' planes around it.
+
+    Attributes
+    ----------
+    halos
+        Of each output's gradient.
+    settings
+        Of the convolution of a slab's own planes to its output and these.
+    alone
+        Of its own planes to its output without them, where there are such settings.
+    reach
+        Number of output planes that one plane of the input reaches.
+    step
+        Number of output planes from the first that a plane of the input reaches to the first that the next one does.
+    """
+
+    halos: tuple[Halo, ...]
+    settings: Settings
+    alone: Settings | None
+    reach: int
+    step: int = 1
 
 
 def plan_convolution(
@@ -105,9 +126,10 @@ def plan_convolution(
     same = whole.stride[0] == 1 and outputs == size and set(sum(planes, ())) == {(reach - 1) / 2}
     halos = plan_halos(communicator, planes, context.channels_last)
     plan = ConvolutionPlan(along, halos, outputs, context.channels_last, context.frugal, tiles if same else 1)
-    if not same or whole.dilation[0] > 1:
+    if not halos or not same or whole.dilation[0] > 1:
         return plan
-    return replace(plan, around=halos, backward=replace(along, padding=(reach - 1, *along.padding[1:])))
+    wide = replace(along, padding=(reach - 1, *along.padding[1:]))
+    return replace(plan, around=AroundPlan(halos, wide, whole, reach))
 
 
 def plan_transposed(
@@ -146,8 +168,15 @@ def plan_transposed(
     halos, around = (plan_halos(communicator, each, context.channels_last) for each in (planes, back))
     if not halos or not around:
         return None
+    # Padding cuts off as many planes of the gradient in front as behind, and output padding gives back some of these.
+    (front, behind), alone = back[0], None
+    if len({*back}) == 1 and 0 <= front - behind < stride:
+        extra = (front - behind, *along.output_padding[1:])
+        alone = replace(along, padding=(front, *along.padding[1:]), output_padding=extra)
+    reach = (window.kernel - 1) * window.dilation + 1
+    back_plan = AroundPlan(around, along, alone, reach, stride)
     own = tuple(owed[index] for index in communicator.indices)
-    return ConvolutionPlan(forward, halos, outputs, context.channels_last, around=around, backward=along, owed=own)
+    return ConvolutionPlan(forward, halos, outputs, context.channels_last, around=back_plan, owed=own)
 
 
 def _count_tiles(volume: ShardedVolume, settings: Settings, outputs: int, reach: int) -> int:

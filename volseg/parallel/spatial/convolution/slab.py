@@ -24,6 +24,7 @@ from volseg.device.convolution import choice
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
 from volseg.device.torch_internals import get_storage_key
+from volseg.parallel.spatial.convolution.around import SurroundedGradients
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
 from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait
@@ -187,7 +188,7 @@ class _ConvolveTransposed(torch.autograd.Function):
         ctx.plan, count = given.plan, len(given.slabs)
         first = count + given.num_biases
         weights, biases, slabs = tensors[:count], tensors[count:first], tensors[first:]
-        ctx.bias_sizes = list(biases[0].shape) if biases else None
+        ctx.num_biases = len(biases)
         ctx.save_for_backward(*weights, *slabs)
         plan, (buffers, _) = given.plan, given.surround(slabs)
         rows = zip(buffers, weights, given.choose_added(biases), strict=True)
@@ -205,18 +206,12 @@ class _ConvolveTransposed(torch.autograd.Function):
         laid = [choice.lay_out_gradient(*pair, plan.settings, plan.channels_last) for pair in pairs]
         found: list[Sequence[Tensor | None]] = [(None, None)] * count
         if needs_input or needs_weight:
-            around = [extend(own, find_room(own), halo.own) for own, halo in zip(laid, plan.around, strict=True)]
-            start_filling(around, plan.around)()
-            rest = None, plan.backward, plan.channels_last, (needs_input, needs_weight, False)
-            found = [choice.differentiate(*row, *rest) for row in zip(around, slabs, weights, strict=True)]
-        biases: list[Tensor | None] = [None] * count if ctx.bias_sizes else []
-        if ctx.bias_sizes and ctx.needs_input_grad[1 + count]:
-            vanish = all(map(vanishes, gradients))
-            rest = ctx.bias_sizes, plan.settings, plan.channels_last, (False, False, True)
-            rows = zip(laid, slabs, weights, strict=True)
-            biases = (
-                list(map(sum_vanishing, gradients)) if vanish else [choice.differentiate(*r, *rest)[2] for r in rows]
-            )
+            around = SurroundedGradients(plan.around, laid, plan.channels_last)
+            found = list(around.differentiate(slabs, weights, needs_input, needs_weight))
+        biases: list[Tensor | None] = [None] * ctx.num_biases
+        if biases and ctx.needs_input_grad[1 + count]:
+            vanish, others = all(map(vanishes, gradients)), (0, *range(DIM, gradients[0].ndim))
+            biases = [sum_vanishing(own) if vanish else own.sum(others) for own in gradients]
         return None, *(own[1] for own in found), *biases, *(own[0] for own in found)
 
 
@@ -245,11 +240,9 @@ class _Derivation:
 
     def __init__(self, ctx: Any, gradients: Sequence[Tensor], needs_input: bool) -> None:
         self.ctx, self.gradients, self.halos = ctx, gradients, ctx.plan.halos
-        self.around: list[Tensor] = []
-        if needs_input and ctx.plan.around:
-            pairs = zip(gradients, ctx.plan.around, strict=True)
-            self.around = [extend(gradient, find_room(gradient), halo.own) for gradient, halo in pairs]
-            self.wait: Wait | None = start_filling(self.around, ctx.plan.around)
+        plan, self.around = ctx.plan, None
+        if needs_input and plan.around is not None:
+            self.around = SurroundedGradients(plan.around, gradients, plan.channels_last)
 
     def __call__(
         self,
@@ -268,26 +261,15 @@ class _Derivation:
         if not self.halos:
             return [of_slab((needs_input, needs_weight, needs_bias)) for of_slab in derive]
         finish: Callable[[], Sequence[Tensor | None]] | None = None
-        if needs_input and self.around:
-            finish = partial(self._of_own_planes, buffers, weights)
+        if needs_input and self.around is not None:
+            slabs = [own_planes(buffer, halo.own) for buffer, halo in zip(buffers, self.halos, strict=True)]
+            finish = partial(self.around.differentiate_inputs, slabs, weights)
         elif needs_input:
             whole = [of_slab((True, False, False))[0] for of_slab in derive]
             finish = return_gradients([gradient for gradient in whole if gradient is not None], self.halos)
         rest = [of_slab((False, needs_weight, needs_bias)) for of_slab in derive]
         inputs = [None] * len(rest) if finish is None else finish()
         return [(own, weight, bias) for own, (_, weight, bias) in zip(inputs, rest, strict=True)]
-
-    def _of_own_planes(self, buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor | None]:
-        if self.wait is not None:  # for the first part
-            self.wait()
-            self.wait = None
-        plan = self.ctx.plan
-        found = []
-        for around, buffer, weight, halo in zip(self.around, buffers, weights, self.halos, strict=True):
-            slab, only_input = own_planes(buffer, halo.own), (True, False, False)
-            rest = None, plan.backward, plan.channels_last, only_input
-            found.append(choice.differentiate(around, slab, weight, *rest)[0])
-        return found
 
 
 def _can_derive_in_parts(ctx: Any) -> bool:
