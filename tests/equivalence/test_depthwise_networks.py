@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from volseg.device.convolution import choice, depthwise
 from volseg.parallel import ModelParallel, Spatial
+from volseg.parallel.spatial.convolution import around
 
 
 def take_float32(tensor: Tensor, weight: Tensor) -> bool:
@@ -72,3 +73,34 @@ def test_a_mednext_trains_with_them(shards: int, monkeypatch: pytest.MonkeyPatch
     for got, wanted in pairs:
         # Of a bias in front of a norm nothing but rounding is left.
         assert float((got - wanted).norm()) < 1e-4 * max(float(wanted.norm()), 1e-2 * largest)
+
+
+@with_kernels
+@pytest.mark.parametrize("large", [0, around.LARGE])
+@pytest.mark.parametrize("up", [(3, 2, 1, 1), (4, 2, 1, 0)])
+def test_transposed_ones_between_the_planes_of_neighbours(
+    up: tuple[int, int, int, int], large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def note(name: str, compute: Callable[..., Tensor], *given: Any) -> Tensor:
+        asked.append(name)
+        return compute(*given)
+
+    for name in ("forward", "input_gradient", "weight_gradient"):
+        monkeypatch.setattr(depthwise, name, partial(note, name, getattr(depthwise, name)))
+    monkeypatch.setattr(choice, "_is_half", take_float32)
+    monkeypatch.setattr(around, "LARGE", large)
+    torch.manual_seed(0)
+    net, plain = (
+        nn.Sequential(nn.Conv3d(1, 4, 1), nn.ConvTranspose3d(4, 4, *up, groups=4), nn.Conv3d(4, 2, 1)).to(DEVICE)
+        for _ in range(2)
+    )
+    plain.load_state_dict(net.state_dict())
+    ours = ModelParallel(net, Spatial(channels_last=True, fixed_order=True), devices=[DEVICE] * 2)
+    for got, wanted in train(ours, plain.double(), torch.randn(2, 1, 8, 4, 6, device=DEVICE)):
+        assert float((got - wanted).norm()) < 1e-5 * float(wanted.norm())
+    # Of each slab, in each of two steps; what comes of the neighbours' planes apart is more.
+    counts = {name: asked.count(name) for name in ("forward", "input_gradient", "weight_gradient")}
+    assert counts["forward"] == 4
+    assert all((count > 4) == (large == 0) for name, count in counts.items() if name != "forward")

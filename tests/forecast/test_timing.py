@@ -117,6 +117,13 @@ def test_what_travels_on_a_stream_of_its_own_hides_behind_work() -> None:
     assert longer.seconds == pytest.approx(9 * MS, rel=0.02)
 
 
+def test_kernels_by_which_planes_travel_are_part_of_their_message() -> None:
+    sent, kernel = Sent("halo", 10**6, 2), replace(run(1), name="peer.planes._exchange_planes_kernel")
+    alone, both = (find_times([step(events, [])], GPU, LINKS) for events in ([sent], [kernel, sent, kernel]))
+    assert both.seconds == alone.seconds > 0
+    assert both.communication == alone.communication
+
+
 def test_of_several_devices_the_slowest_counts() -> None:
     traces = [step([run(3)], [run(3)]), step([run(2)], [run(9)])]
     assert find_times(traces, GPU, LINKS).seconds == pytest.approx(11 * MS, rel=0.01)

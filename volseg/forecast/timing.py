@@ -35,6 +35,9 @@ OF_STAGES = 2.4
 OF_CLIPPING = ("aten.linalg_vector_norm", "aten.mul_", "aten._foreach")
 """Operators that follow backward, before the optimizer says that it begins, and have no autograd."""
 
+OF_MESSAGES = "peer.planes."
+"""Kernels by which planes travel: the time of a message was measured with the one that sends and the one that reads."""
+
 PARTS = ("forward", "loss", "backward", "optimizer")
 """Of a step, as marks name them."""
 
@@ -216,7 +219,7 @@ def _close(busy: dict[int, float], ready: dict[int, float]) -> float:
 def _find_length(event: Event, gpu: GpuKind, links: Links) -> float:
     """Return how long the device is at it: a message recorded or not, for what Python takes is counted apart."""
     if isinstance(event, KernelRun):
-        return gpu.seconds(event)
+        return 0.0 if event.name.startswith(OF_MESSAGES) else gpu.seconds(event)
     return links.seconds(event) if isinstance(event, Sent) else 0.0
 
 

@@ -5,17 +5,24 @@ the usual networks, unless the sizes divide badly.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import DIM
 from volseg.parallel.spatial.plan.halo import plan_halo
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.plan.windows import Window
+from volseg.parallel.spatial.plan.windows import Convolution, TransposedConvolution, Window
 from volseg.parallel.spatial.transport.halo import Halo, plan_halos
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["TILE_ELEMENTS", "ConvolutionPlan", "count_slab_tiles", "count_tiles", "plan_convolution"]
+__all__ = [
+    "TILE_ELEMENTS",
+    "ConvolutionPlan",
+    "count_slab_tiles",
+    "count_tiles",
+    "plan_convolution",
+    "plan_transposed",
+]
 
 TILE_ELEMENTS = 2**26
 """Of a convolution's input in one tile: 128 MiB in half precision, which still fills a GPU."""
@@ -40,10 +47,12 @@ class ConvolutionPlan:
         Whether the result is to lie in memory with channels last.
     in_parts
         Whether the gradients of joined inputs are computed one after the other, for less memory.
-    alike
-        Whether outputs and inputs have the same planes on every shard, and the same halo on both sides.
     tiles
         Number of tiles in which a slab may be convolved, from front to back.
+    around
+        How the gradients of a slab's own planes are computed; None where the gradient of the input's halo travels.
+    owed
+        Output planes of each slab, where more are computed behind them; else empty.
     """
 
     settings: Settings
@@ -51,8 +60,34 @@ class ConvolutionPlan:
     outputs: int
     channels_last: bool = False
     in_parts: bool = False
-    alike: bool = False
     tiles: int = 1
+    around: "AroundPlan | None" = None
+    owed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AroundPlan:
+    """How the gradients of a slab's own planes follow from that of its output, and the neighbours' planes around it.
+
+    Attributes
+    ----------
+    halos
+        Of each output's gradient.
+    settings
+        Of the convolution of a slab's own planes to its output and these.
+    alone
+        Of its own planes to its output without them, where there are such settings.
+    reach
+        Number of output planes that one plane of the input reaches.
+    step
+        Number of output planes from the first that a plane of the input reaches to the first that the next one does.
+    """
+
+    halos: tuple[Halo, ...]
+    settings: Settings
+    alone: Settings | None
+    reach: int
+    step: int = 1
 
 
 def plan_convolution(
@@ -88,11 +123,60 @@ def plan_convolution(
     planes = plan_halo(size, communicator.num_shards, window, outputs)
     if planes is None or _count_computed(planes, size, whole, reach) != _count(outputs, len(planes)):
         return None
-    same = whole.stride[0] == 1 and not whole.transposed and outputs == size
-    same = same and set(sum(planes, ())) == {(reach - 1) / 2}
-    alike = same and whole.dilation[0] == 1
+    same = whole.stride[0] == 1 and outputs == size and set(sum(planes, ())) == {(reach - 1) / 2}
     halos = plan_halos(communicator, planes, context.channels_last)
-    return ConvolutionPlan(along, halos, outputs, context.channels_last, context.frugal, alike, tiles if same else 1)
+    plan = ConvolutionPlan(along, halos, outputs, context.channels_last, context.frugal, tiles if same else 1)
+    if not halos or not same or whole.dilation[0] > 1:
+        return plan
+    wide = replace(along, padding=(reach - 1, *along.padding[1:]))
+    return replace(plan, around=AroundPlan(halos, wide, whole, reach))
+
+
+def plan_transposed(
+    volume: ShardedVolume, window: TransposedConvolution, outputs: int, along: Settings
+) -> ConvolutionPlan | None:
+    """Return the plan of a transposed convolution whose slabs need planes of their neighbours, else None.
+
+    Its gradients are those of a slab's own planes: all that these have written is their outputs and, around them, some
+    of the neighbours', whose gradient is fetched. So the weight's gradient, too, has each product once.
+
+    Parameters
+    ----------
+    volume, window, outputs
+        As in ``plan_convolution``.
+    along
+        The settings of a slab: without padding and output padding along the cut.
+    """
+    context = volume.context
+    communicator = context.communicator
+    if volume.dims != (DIM,) or volume.ndim != 5 or not communicator.is_direct or communicator.num_shards == 1:
+        return None
+    (size,), shards, stride = volume.sizes, communicator.num_shards, window.stride
+    planes = plan_halo(size, shards, window, outputs)
+    back = plan_halo(outputs, shards, Convolution(window.kernel, stride, window.padding, window.dilation), size)
+    if planes is None or back is None:
+        return None
+    # What is computed in front of a slab's outputs is cut off by padding, and what is behind them afterwards.
+    skipped = {start - window.first(start, stop) for start, stop in spans(outputs, shards)}
+    (skip, *others), owed = skipped, _count(outputs, shards)
+    given = [sum(around) + own for around, own in zip(planes, _count(size, shards), strict=True)]
+    computed = [window.outputs(count, 0) + 2 * (window.padding - skip) for count in given]
+    lacking = max(0, *(wanted - found for wanted, found in zip(owed, computed, strict=True)))
+    if others or min(computed) < 1 or lacking >= stride:
+        return None
+    forward = replace(along, padding=(skip, *along.padding[1:]), output_padding=(lacking, *along.output_padding[1:]))
+    halos, around = (plan_halos(communicator, each, context.channels_last) for each in (planes, back))
+    if not halos or not around:
+        return None
+    # Padding cuts off as many planes of the gradient in front as behind, and output padding gives back some of these.
+    (front, behind), alone = back[0], None
+    if len({*back}) == 1 and 0 <= front - behind < stride:
+        extra = (front - behind, *along.output_padding[1:])
+        alone = replace(along, padding=(front, *along.padding[1:]), output_padding=extra)
+    reach = (window.kernel - 1) * window.dilation + 1
+    back_plan = AroundPlan(around, along, alone, reach, stride)
+    own = tuple(owed[index] for index in communicator.indices)
+    return ConvolutionPlan(forward, halos, outputs, context.channels_last, around=back_plan, owed=own)
 
 
 def _count_tiles(volume: ShardedVolume, settings: Settings, outputs: int, reach: int) -> int:
@@ -139,7 +223,4 @@ def _count(size: int, num_shards: int) -> list[int]:
 def _count_computed(planes: Sequence[tuple[int, int]], size: int, settings: Settings, reach: int) -> list[int]:
     """Return the number of output planes that each shard computes from its slab and its halo, without padding."""
     given = [sum(around) + own for around, own in zip(planes, _count(size, len(planes)), strict=True)]
-    stride = settings.stride[0]
-    if settings.transposed:
-        return [(count - 1) * stride + reach for count in given]
-    return [(count - reach) // stride + 1 for count in given]
+    return [(count - reach) // settings.stride[0] + 1 for count in given]

@@ -6,12 +6,13 @@ of a process: with several, every step is taken for all of them before the next.
 Forward: the halo travels while the slab's inner planes are still being normalised. Backward, something travels while
 the input is computed again and the weights' gradient is computed. Where outputs and inputs are cut alike (stride 1) it
 is the halo of the output's gradient, and the input's gradient is computed for the slab's own planes alone: a plane more
-is a tenth more work where a coarse level has ten, and half an empty wave of blocks. Elsewhere the gradient of the halo
-travels back.
+is a tenth more work where a coarse level has ten, and half an empty wave of blocks. So it is with a transposed
+convolution, whose weights' gradient is computed from the same: its input is coarse, and kept. Elsewhere the gradient of
+the halo travels back.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -23,6 +24,7 @@ from volseg.device.convolution import choice
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
 from volseg.device.torch_internals import get_storage_key
+from volseg.parallel.spatial.convolution.around import SurroundedGradients
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
 from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait
@@ -47,12 +49,13 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
     if by_tiles is not None:
         return by_tiles
     wait = volume.settle(plan.halos) if plan.halos else None
-    slabs = volume.pending.lend(volume)
+    transposed = plan.settings.transposed
+    slabs = volume.slabs if transposed else volume.pending.lend(volume)
     weights = context.spread(weight)
     biases = [] if bias is None else context.spread(bias)
     pending = volume.pending
-    recipe, room = pending.find_recipe(volume), find_room(slabs[0]) if plan.halos else 0
-    first = slabs[0]
+    recipe = None if transposed else pending.find_recipe(volume)
+    first, room = slabs[0], find_room(slabs[0]) if plan.halos else 0
     kind = first.device.type
     if torch.is_autocast_enabled(kind) and first.is_floating_point() and first.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
@@ -67,10 +70,12 @@ def convolve(volume: ShardedVolume, weight: Tensor, bias: Tensor | None, plan: C
     columns = [slabs]
     if recipe is not None and pending.parts is not None:
         columns, volume.is_bypassed = pending.parts, True
-    waits = may_wait(bias, weight, slabs[0], len(weight))
+    channels = weight.shape[1] * plan.settings.groups if transposed else len(weight)
+    waits = may_wait(bias, weight, slabs[0], channels)
     waits = waits and not choice.adds_bias(slabs[0], weights[0], plan.settings, plan.channels_last)
     work = _Input([slab.detach() for slab in slabs], plan, recipe, room, wait, len(biases), waits)
-    results = _Convolve.apply(work, *weights, *biases, *chain.from_iterable(columns))
+    function = _ConvolveTransposed if transposed else _Convolve
+    results = function.apply(work, *weights, *biases, *chain.from_iterable(columns))
     work.slabs = []
     volume.pending.release(volume)  # where it has a recipe: kept as that, or as a cast
     shape = list(results[0].shape)
@@ -97,6 +102,17 @@ class _Input:
     num_biases: int
     leaves_biases: bool
 
+    def surround(self, slabs: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]] | None]:
+        """Return the slabs between the planes of their halos, once these are there, and copies of them if any."""
+        halos = self.plan.halos
+        buffers = [extend(slab, self.room, halo.own) for slab, halo in zip(slabs, halos, strict=True)]
+        wait = start_filling(buffers, halos, keep=self.recipe is not None) if self.wait is None else self.wait
+        return buffers, wait()
+
+    def choose_added(self, biases: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Return what is added to each slab's result."""
+        return biases if biases and not self.leaves_biases else [None] * len(self.slabs)
+
 
 class _Convolve(torch.autograd.Function):
     """Gets a weight for each slab, then a bias where there is one, then the slabs of each volume that is joined."""
@@ -110,10 +126,8 @@ class _Convolve(torch.autograd.Function):
         slabs = given.slabs if recipe is not None else list(parts)
         buffers, borders = slabs, None
         if halos:
-            buffers = [extend(slab, given.room, halo.own) for slab, halo in zip(slabs, halos, strict=True)]
-            borders = (start_filling(buffers, halos, keep=recipe is not None) if given.wait is None else given.wait)()
-        added = [None] * count if given.leaves_biases else biases or [None] * count
-        rows = zip(buffers, weights, added, strict=True)
+            buffers, borders = given.surround(slabs)
+        rows = zip(buffers, weights, given.choose_added(biases), strict=True)
         results = tuple(choice.convolve(*row, plan.settings, plan.channels_last) for row in rows)
         # Not the recipe's tensors: autograd keeps them, or whoever watches what it keeps.
         ctx.plan, ctx.write = plan, None if recipe is None else recipe.write
@@ -166,6 +180,41 @@ class _Convolve(torch.autograd.Function):
         return None, *(weight for _, weight, _ in found), *biases, *needed
 
 
+class _ConvolveTransposed(torch.autograd.Function):
+    """Gets a weight for each slab, then a bias where there is one, then the slabs, which are kept as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, given: _Input, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan, count = given.plan, len(given.slabs)
+        first = count + given.num_biases
+        weights, biases, slabs = tensors[:count], tensors[count:first], tensors[first:]
+        ctx.num_biases = len(biases)
+        ctx.save_for_backward(*weights, *slabs)
+        plan, (buffers, _) = given.plan, given.surround(slabs)
+        rows = zip(buffers, weights, given.choose_added(biases), strict=True)
+        results = [choice.convolve(*row, plan.settings, plan.channels_last) for row in rows]
+        # Autograd takes no in-place change of a function's output that is a view of something.
+        return tuple(own.narrow(DIM, 0, planes).detach() for own, planes in zip(results, plan.owed, strict=True))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        plan, count, saved = ctx.plan, len(gradients), ctx.saved_tensors
+        weights, slabs = saved[:count], saved[count:]
+        needs_weight, needs_input = ctx.needs_input_grad[1], any(ctx.needs_input_grad[-count:])
+        pairs = zip(gradients, weights, strict=True)
+        laid = [choice.lay_out_gradient(*pair, plan.settings, plan.channels_last) for pair in pairs]
+        found: list[Sequence[Tensor | None]] = [(None, None)] * count
+        if needs_input or needs_weight:
+            around = SurroundedGradients(plan.around, laid, plan.channels_last)
+            found = list(around.differentiate(slabs, weights, needs_input, needs_weight))
+        biases: list[Tensor | None] = [None] * ctx.num_biases
+        if biases and ctx.needs_input_grad[1 + count]:
+            vanish, others = all(map(vanishes, gradients)), (0, *range(DIM, gradients[0].ndim))
+            biases = [sum_vanishing(own) if vanish else own.sum(others) for own in gradients]
+        return None, *(own[1] for own in found), *biases, *(own[0] for own in found)
+
+
 def _own_sizes(halos: Sequence[Halo], count: int) -> list[tuple[int, int]]:
     """Return the planes before and behind each slab."""
     return [halo.own for halo in halos] if halos else [(0, 0)] * count
@@ -191,11 +240,9 @@ class _Derivation:
 
     def __init__(self, ctx: Any, gradients: Sequence[Tensor], needs_input: bool) -> None:
         self.ctx, self.gradients, self.halos = ctx, gradients, ctx.plan.halos
-        self.around: list[Tensor] = []
-        if self.halos and ctx.plan.alike and needs_input:
-            pairs = zip(gradients, self.halos, strict=True)
-            self.around = [extend(gradient, find_room(gradient), halo.own) for gradient, halo in pairs]
-            self.wait: Wait | None = start_filling(self.around, self.halos)
+        plan, self.around = ctx.plan, None
+        if needs_input and plan.around is not None:
+            self.around = SurroundedGradients(plan.around, gradients, plan.channels_last)
 
     def __call__(
         self,
@@ -214,26 +261,15 @@ class _Derivation:
         if not self.halos:
             return [of_slab((needs_input, needs_weight, needs_bias)) for of_slab in derive]
         finish: Callable[[], Sequence[Tensor | None]] | None = None
-        if needs_input and self.around:
-            finish = partial(self._of_own_planes, buffers, weights)
+        if needs_input and self.around is not None:
+            slabs = [own_planes(buffer, halo.own) for buffer, halo in zip(buffers, self.halos, strict=True)]
+            finish = partial(self.around.differentiate_inputs, slabs, weights)
         elif needs_input:
             whole = [of_slab((True, False, False))[0] for of_slab in derive]
             finish = return_gradients([gradient for gradient in whole if gradient is not None], self.halos)
         rest = [of_slab((False, needs_weight, needs_bias)) for of_slab in derive]
         inputs = [None] * len(rest) if finish is None else finish()
         return [(own, weight, bias) for own, (_, weight, bias) in zip(inputs, rest, strict=True)]
-
-    def _of_own_planes(self, buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor | None]:
-        if self.wait is not None:  # for the first part
-            self.wait()
-            self.wait = None
-        settings, last = self.ctx.plan.settings, self.ctx.plan.channels_last
-        found = []
-        for around, buffer, weight, halo in zip(self.around, buffers, weights, self.halos, strict=True):
-            wide = replace(settings, padding=(weight.shape[DIM] - 1, *settings.padding[1:]))
-            slab, only_input = own_planes(buffer, halo.own), (True, False, False)
-            found.append(choice.differentiate(around, slab, weight, None, wide, last, only_input)[0])
-        return found
 
 
 def _can_derive_in_parts(ctx: Any) -> bool:

@@ -12,7 +12,12 @@ from volseg.device.convolution.settings import Settings
 from volseg.device.convolution.stacks import LIMIT
 from volseg.device.layout import DIM
 from volseg.parallel.spatial.contract import rehearsed
-from volseg.parallel.spatial.convolution.plan import ConvolutionPlan, count_tiles, plan_convolution
+from volseg.parallel.spatial.convolution.plan import (
+    ConvolutionPlan,
+    count_tiles,
+    plan_convolution,
+    plan_transposed,
+)
 from volseg.parallel.spatial.convolution.slab import convolve
 from volseg.parallel.spatial.convolution.transposed import convolve_transposed
 from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, with_gradient
@@ -97,12 +102,17 @@ def transposed_convolution(
     stride, dilation = per_dim(stride, count), per_dim(dilation, count)
     padding, extra = per_dim(padding, count), per_dim(output_padding, count)
     first = volume.ndim - count
-    plans = []
+    windows = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
         i = dim - first
         window = TransposedConvolution(weight.shape[2 + i], stride[i], padding[i], dilation[i])
-        plans.append(AxisPlan(window, window.outputs(size, extra[i])))
+        windows.append((window, window.outputs(size, extra[i])))
     inside, extra_inside = outside_cut(volume, padding), outside_cut(volume, extra)
+    along = Settings(tuple(stride), tuple(inside), tuple(dilation), True, tuple(extra_inside), groups)
+    chosen = _direct_transposed(volume, windows, weight.shape, along)
+    if chosen is not None:
+        return convolve(volume, weight, bias, chosen)
+    plans = [AxisPlan(*window) for window in windows]
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
     def is_disjoint(padding: list[int], extra: list[int]) -> bool:
@@ -172,6 +182,17 @@ def _direct(
     layer = weight, stride, padding, dilation, groups
     key = volume.shape, volume.dims, *layer, context.channels_last, context.frugal
     found: ConvolutionPlan | None = context.planned(key, make)
+    return found
+
+
+def _direct_transposed(
+    volume: ShardedVolume, windows: list[tuple[TransposedConvolution, int]], weight: torch.Size, along: Settings
+) -> ConvolutionPlan | None:
+    """Return how to do likewise with a transposed convolution; ``windows`` with their numbers of outputs."""
+    if len(windows) != 1 or not can_split(windows[0][1], volume.context.communicator.num_shards):
+        return None
+    key = volume.shape, volume.dims, *windows, weight, along, volume.context.channels_last
+    found: ConvolutionPlan | None = volume.context.planned(key, lambda: plan_transposed(volume, *windows[0], along))
     return found
 
 

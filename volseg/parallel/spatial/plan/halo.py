@@ -12,12 +12,13 @@ __all__ = ["plan_halo"]
 def plan_halo(size: int, num_shards: int, window: Window, outputs: int) -> tuple[tuple[int, int], ...] | None:
     """Return the planes that each shard needs before and behind its slab, or None where it is not that simple.
 
-    It is not where a shard needs less than its slab, or planes from further than the direct neighbour.
+    It is not where a shard needs less than its slab, or planes from further than the direct neighbour. The first plane
+    that is computed from these may lie in front of the first output plane: a transposed convolution's does.
     """
     result = []
     owned = spans(size, num_shards)
     for index, (own, output) in enumerate(zip(owned, spans(outputs, num_shards), strict=True)):
-        if output[0] == output[1] or window.first(*output) != output[0]:
+        if output[0] == output[1]:
             return None
         need = window.need(*output)
         before, behind = own[0] - need[0], need[1] - own[1]

@@ -20,7 +20,15 @@ from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.transport.room import extend, own_planes
 
-__all__ = ["Halo", "Wait", "plan_halos", "return_gradients", "start_filling", "write_outer_first"]
+__all__ = [
+    "Halo",
+    "Wait",
+    "plan_halos",
+    "return_gradients",
+    "start_filling",
+    "start_receiving",
+    "write_outer_first",
+]
 
 Wait = Callable[[], "list[list[Tensor]] | None"]
 """Waits for planes; returns a copy of each slab's where one was asked for and made."""
@@ -96,6 +104,20 @@ def start_filling(buffers: Sequence[Tensor], halos: Sequence[Halo], keep: bool =
     sends = [halo.view_owed(own_planes(buffer, halo.own)) for buffer, halo in zip(buffers, halos, strict=True)]
     receives = [halo.view_around(buffer) for buffer, halo in zip(buffers, halos, strict=True)]
     return _start_exchange(halos, sends, receives, buffers[0] if keep else None)
+
+
+def start_receiving(slabs: Sequence[Tensor], halos: Sequence[Halo], receives: Sequence["Sides"]) -> Wait:
+    """Start to fetch the halos of this process's slabs into other memory; the returned function waits for them.
+
+    Parameters
+    ----------
+    slabs, halos
+        What the neighbours read, and what is read of theirs.
+    receives
+        Where the planes before and behind each slab are to lie; None where there is no such shard.
+    """
+    sends = [halo.view_owed(slab) for slab, halo in zip(slabs, halos, strict=True)]
+    return _start_exchange(halos, sends, receives)
 
 
 def write_outer_first(

@@ -1,0 +1,105 @@
+"""Gradients of large slabs without room: what the neighbours' planes add comes apart, and equals the rest."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from in_group import in_group
+from torch import Tensor, nn
+
+from volseg.parallel import verify
+from volseg.parallel.spatial.convolution import around
+
+
+class Net(nn.Module):
+    """Residual blocks, whose sums' gradients have no room, and a transposed convolution in front of a sum.
+
+    Parameters
+    ----------
+    kernel
+        Sides of the kernel along each axis.
+    up
+        Kernel, stride, padding, output padding of the transposed convolution.
+    groups
+        Of the convolutions.
+    """
+
+    def __init__(self, kernel: int, up: tuple[int, int, int, int], groups: int = 1) -> None:
+        super().__init__()
+        around = kernel // 2
+        self.stem = nn.Conv3d(2, 4, 3, padding=1)
+        self.first = nn.Conv3d(4, 4, kernel, padding=around, groups=groups)
+        self.joined = nn.Conv3d(8, 4, kernel, padding=around, groups=groups)
+        self.norms = nn.ModuleList([nn.InstanceNorm3d(4, affine=True) for _ in range(2)])
+        self.up = nn.ConvTranspose3d(4, 4, *up, groups=groups)
+        self.last = nn.Conv3d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = self.first(F.relu(self.norms[0](x))) + x
+        x = self.joined(torch.cat([F.relu(self.norms[1](x)), x], 1)) + x
+        up = self.up(x)
+        result: Tensor = self.last(up + up.flip(3))
+        return result
+
+
+UPS = {
+    "3 by 2": (3, 2, 1, 1),
+    "4 by 2": (4, 2, 1, 0),
+    "5 by 2": (5, 2, 2, 1),
+    "7 by 2": (7, 2, 3, 1),
+    "3": (3, 1, 1, 0),
+}
+
+
+def verified(
+    net: Net, shape: tuple[int, ...], large: int, devices: list[str] | None, **options: bool
+) -> tuple[str, int]:
+    """Compare with one device; return what is wrong, and how many planes' shares came apart."""
+    add = around.SurroundedGradients._add_edge
+    with (
+        mock.patch.object(around, "LARGE", large),
+        mock.patch.object(around.SurroundedGradients, "_add_edge", autospec=True, side_effect=add) as added,
+    ):
+        report = verify(net, shape, devices, axes="D", **options)
+    return "" if report.ok else str(report), added.call_count
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("up", UPS)
+@pytest.mark.parametrize(("kernel", "planes", "shards"), [(3, 8, 2), (3, 9, 3), (5, 12, 2)])
+def test_slabs_of_one_process(kernel: int, planes: int, shards: int, up: str, groups: int) -> None:
+    torch.manual_seed(0)
+    devices = ["cpu", *(f"cpu:{index}" for index in range(1, shards))]
+    fault, added = verified(Net(kernel, UPS[up], groups), (2, 2, planes, 4, 4), 0, devices, fixed_order=True)
+    assert not fault
+    assert added > 0
+
+
+def in_process(up: str, large: int) -> tuple[str, int]:
+    torch.manual_seed(0)
+    return verified(Net(3, UPS[up]), (1, 2, 8, 4, 4), large, None)
+
+
+@pytest.mark.parametrize("up", ["3 by 2", "4 by 2", "5 by 2"])
+def test_slabs_of_processes(up: str) -> None:
+    for fault, added in in_group(2, in_process, up, 0):
+        assert not fault
+        assert added > 0
+
+
+def test_small_slabs_are_copied_between_the_planes() -> None:
+    for fault, added in in_group(2, in_process, "3 by 2", around.LARGE):
+        assert not fault
+        assert added == 0
+
+
+def test_processes_may_decide_otherwise() -> None:
+    """What is sent does not say where it is received: a slab's room is its own matter."""
+    for fault, _ in in_group(2, in_process_by_rank):
+        assert not fault
+
+
+def in_process_by_rank() -> tuple[str, int]:
+    return in_process("3 by 2", 0 if torch.distributed.get_rank() else around.LARGE)

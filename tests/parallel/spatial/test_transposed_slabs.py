@@ -1,0 +1,244 @@
+"""Transposed convolutions whose slabs get planes of their neighbours equal those on one device, and compute no more."""
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from in_group import in_group
+from torch import Tensor, nn
+
+from volseg.parallel import ModelParallel, verify
+from volseg.parallel.spatial import ShardedVolume
+from volseg.parallel.spatial.convolution import slab as slabs
+
+
+class Case(NamedTuple):
+    """A transposed convolution of so many planes."""
+
+    kernel: int
+    stride: int
+    padding: int
+    extra: int
+    dilation: int = 1
+    planes: int = 12
+    shards: int = 2
+    direct: bool = True
+    """Whether it takes the passage past the general exchange."""
+
+
+CASES = [
+    Case(3, 2, 1, 1),
+    Case(3, 2, 1, 1, shards=3),
+    Case(3, 2, 1, 0, planes=13),
+    Case(4, 2, 1, 0),
+    Case(4, 2, 1, 0, shards=3),
+    Case(5, 2, 2, 1),
+    Case(7, 2, 3, 1, shards=3),
+    Case(5, 3, 1, 0),
+    Case(3, 1, 1, 0),
+    Case(3, 1, 0, 0, dilation=2),
+    Case(3, 2, 1, 1, dilation=2, planes=13),
+    Case(2, 2, 0, 0, direct=False),  # no shard needs a neighbour's planes
+    Case(1, 2, 0, 1, direct=False),  # nor here, where some planes hold the bias alone
+    Case(3, 2, 1, 1, planes=13, direct=False),  # slabs differ
+]
+
+
+class Net(nn.Module):
+    """A transposed convolution between others; what comes in front of it and behind it waits."""
+
+    def __init__(self, case: Case, front: str = "norm", behind: str = "norm", groups: int = 1) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv3d(2, 4, 3, padding=1), nn.InstanceNorm3d(4, affine=True)
+        channels = 8 if front == "join" else 4
+        self.up = nn.ConvTranspose3d(
+            channels, 4, case.kernel, case.stride, case.padding, case.extra, groups, behind != "no bias", case.dilation
+        )
+        self.other, self.last = nn.BatchNorm3d(4), nn.Conv3d(4, 2, 3, padding=1)
+        self.front, self.behind = front, behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.first(x)
+        if self.front == "norm":
+            found = F.leaky_relu(self.norm(found))
+        elif self.front == "join":
+            found = torch.cat([found, F.relu(self.norm(found))], 1)
+        elif self.front == "sum":
+            found = F.relu(self.norm(found)) + found
+        found = self.up(found)
+        found = F.relu(self.other(found)) if self.behind != "sum" else found + found.flip(3)
+        result: Tensor = self.last(found)
+        return result
+
+
+def count_direct(run: Callable[[], object]) -> int:
+    """Return how often a transposed convolution took the short passage."""
+    with mock.patch.object(slabs._ConvolveTransposed, "apply", wraps=slabs._ConvolveTransposed.apply) as applied:
+        run()
+    return applied.call_count
+
+
+def devices(count: int) -> list[str]:
+    return ["cpu", *(f"cpu:{index}" for index in range(1, count))]
+
+
+@pytest.mark.parametrize("fixed_order", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_slabs_equal_one_device(case: Case, fixed_order: bool) -> None:
+    """In training, recomputed and evaluated, two steps of each; in no fixed order slabs of a process go another way."""
+    torch.manual_seed(0)
+    net, shape = Net(case), (2, 2, case.planes, 5, 4)
+    options = {"axes": "D", "fixed_order": fixed_order}
+    found: list = []
+    counted = count_direct(lambda: found.append(verify(net, shape, devices(case.shards), **options)))
+    assert found[0].ok, str(found[0])
+    assert (counted > 0) == (case.direct and fixed_order)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("behind", ["norm", "no bias", "sum"])
+@pytest.mark.parametrize("front", ["norm", "join", "sum", "convolution"])
+def test_whatever_is_in_front_and_behind(front: str, behind: str, groups: int) -> None:
+    torch.manual_seed(0)
+    net = Net(Case(3, 2, 1, 1), front, behind, groups)
+    report = verify(net, (1, 2, 8, 4, 4), devices(2), axes="D", fixed_order=True)
+    assert report.ok, str(report)
+
+
+def test_biases_wait_for_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where torch adds them in a pass of its own."""
+    monkeypatch.setattr("volseg.parallel.spatial.lazy.bias.torch_adds_apart", lambda slab: True)
+    torch.manual_seed(0)
+    for behind in ("norm", "sum"):
+        report = verify(Net(Case(3, 2, 1, 1), behind=behind), (1, 2, 8, 4, 4), devices(2), fixed_order=True)
+        assert report.ok, str(report)
+
+
+def verified(case: Case, front: str, behind: str) -> tuple[str, int]:
+    """Compare in each process; return what is wrong, and how often the short passage was taken."""
+    torch.manual_seed(0)
+    net = Net(case, front, behind)
+    found: list = []
+    counted = count_direct(lambda: found.append(verify(net, (2, 2, case.planes, 4, 4), axes="D")))
+    return "" if found[0].ok else str(found[0]), counted
+
+
+@pytest.mark.parametrize("front", ["norm", "join", "sum"])
+@pytest.mark.parametrize("case", [Case(3, 2, 1, 1), Case(4, 2, 1, 0), Case(5, 2, 2, 1), CASES[-1]], ids=str)
+def test_slabs_of_processes_equal_one_device(case: Case, front: str) -> None:
+    for fault, counted in in_group(2, verified, case, front, "norm"):
+        assert not fault
+        assert (counted > 0) == case.direct
+
+
+def rounded() -> dict[str, tuple[float, float]]:
+    """Return, for outputs and gradients under autocast, how far slabs and the plain network are from float32."""
+    torch.manual_seed(0)
+    exact, x = Net(Case(3, 2, 1, 1)), torch.randn(2, 2, 8, 6, 4)
+    found = []
+    for kind in ("exact", "plain", "slabs"):
+        net = copy.deepcopy(exact)
+        call = ModelParallel(net, strategy="spatial", axes="D") if kind == "slabs" else net
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind != "exact"):
+            output = call(x)
+        output = output.full_tensor() if isinstance(output, ShardedVolume) else output
+        output.float().square().mean().backward()
+        named = [(name, parameter.grad) for name, parameter in net.named_parameters() if parameter.grad is not None]
+        found.append({"output": output.detach().float(), **dict(named)})
+    wanted, plain, ours = found
+    size = {name: value.norm() for name, value in wanted.items()}
+    return {
+        name: tuple(((other[name] - wanted[name]).norm() / size[name]).item() for other in (ours, plain))
+        for name in wanted
+        if size[name] > 1e-4  # biases in front of norms have none
+    }
+
+
+def test_half_precision_is_as_exact_as_torch() -> None:
+    for errors in in_group(2, rounded):
+        assert {"output", "up.weight", "first.weight"} <= errors.keys()
+        for name, (ours, plain) in errors.items():
+            assert ours < 2 * plain + 2**-8, name  # a rounding more
+
+
+def build(change: bool = False) -> tuple[nn.Module, Tensor]:
+    class Changed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.up = nn.Conv3d(1, 2, 1), nn.ConvTranspose3d(2, 2, 3, 2, 1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.first(x)
+            result: Tensor = self.up(found)
+            if change:
+                found.mul_(2)
+            return result
+
+    net = ModelParallel(Changed(), strategy="spatial", devices=["cpu", "cpu:1"], axes="D", fixed_order=True)
+    return net, torch.randn(1, 1, 8, 4, 4, requires_grad=True)
+
+
+def test_an_input_that_is_changed_in_place_is_noticed() -> None:
+    net, x = build(change=True)
+    output = net(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.full_tensor().sum().backward()
+
+
+def test_the_output_may_be_changed_in_place() -> None:
+    net, x = build()
+    output = net(x)
+    wanted = net(x).full_tensor().relu()
+    F.relu(output, inplace=True)
+    torch.testing.assert_close(output.full_tensor(), wanted)
+    output.full_tensor().sum().backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    net, x = build()
+    with pytest.raises(Exception, match="derivative"):
+        torch.autograd.grad(net(x).full_tensor().square().sum(), x, create_graph=True)
+
+
+def test_only_what_is_asked_for() -> None:
+    """A frozen weight, or an input that needs no gradient, leaves the other's as it was."""
+    for frozen in ("weight", "bias", "input"):
+        net, x = build()
+        up = net.net.up if hasattr(net, "net") else next(m for m in net.modules() if isinstance(m, nn.ConvTranspose3d))
+        first = next(m for m in net.modules() if isinstance(m, nn.Conv3d))
+        net(x).full_tensor().square().sum().backward()
+        wanted = {"weight": up.weight.grad, "bias": up.bias.grad, "input": first.weight.grad}
+        for parameter in (*up.parameters(), *first.parameters()):
+            parameter.grad = None
+        if frozen == "input":
+            first.requires_grad_(False)
+            x = x.detach()
+        else:
+            getattr(up, frozen).requires_grad_(False)
+        net(x).full_tensor().square().sum().backward()
+        found = {"weight": up.weight.grad, "bias": up.bias.grad, "input": first.weight.grad}
+        assert found[frozen] is None
+        for name in found.keys() - {frozen}:
+            torch.testing.assert_close(found[name], wanted[name])
+
+
+def test_nothing_is_cropped_or_joined() -> None:
+    """In both directions the operators are those of the slab's own planes, and of the planes around them."""
+    calls: list[str] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.ndim == 5:
+                calls.append(func.__name__.split(".")[0])
+            return result
+
+    net, x = build()
+    with Watch():
+        net(x.detach())._slabs[0].sum().backward()
+    assert "convolution" in calls
+    assert not {"cat", "slice_backward", "constant_pad_nd"} & set(calls)
