@@ -14,11 +14,12 @@ from torch import Tensor
 from volseg.device import attention
 from volseg.device.attention import Addend
 from volseg.device.first_order import first_order
-from volseg.parallel.spatial.lazy.scores import AddendPlace, WaitingScores, is_whole, take_up, waits
+from volseg.parallel.spatial.lazy.product_cut import find_cut, is_cut_once
+from volseg.parallel.spatial.lazy.scores import AddendPlace, Steps, WaitingScores, take_up, waits
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import PLAIN, Written
 from volseg.parallel.spatial.versions import Unchanged
-from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.spatial.volume import ShardedVolume, give_whole
 
 __all__ = ["KeptResult", "attend"]
 
@@ -33,30 +34,26 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
     values
         ``(..., M, G)``.
     """
-    if not waits(weights) or not is_whole(values):
+    if not waits(weights) or not is_cut_once(values):
         return None
-    value = values.slabs[0]  # before anything else: it may be of the steps, which are written for it then
+    given = values.slabs  # before anything else: they may be of the steps, which are written for them then
     waiting = take_up(weights)
     if waiting is None or not waiting.steps.is_softened:
         return None
-    steps, context = waiting.steps, weights.context
-    query, key = steps.query, steps.key
-    leading = weights.shape[:-2] == query.shape[:-2] == values.shape[:-2]
-    if values.context is not context or not leading or values.shape[-2] != key.shape[-2]:
+    steps, context, tokens = waiting.steps, weights.context, values.ndim - 2
+    queries, keys = steps.queries, steps.keys
+    slabs = list(zip(queries, keys, given, weights._slabs, strict=True))
+    if values.context is not context or not all(_belong_together(*row) for row in slabs):
         return None
-    if values.dtype != query.dtype or (waiting.autocast is None and weights.dtype != values.dtype):
+    dtype = queries[0].dtype
+    if values.dtype != dtype or (waiting.autocast is None and weights.dtype != values.dtype):
         return None
-    if weights.dims[0] != weights.ndim - 1:
-        dims = weights.dims
-    elif values.dims[0] != values.ndim - 2:
-        dims = values.dims
-    else:
-        return None
-    if not attention.fits(query, key, value):
+    cut = find_cut(weights, values, tokens, tokens)
+    if cut is None or values.shape[:-1] != (*weights.shape[:-2], keys[0].shape[-2]):
         return None
     waiting.check()
-    rows = [tensor if tensor.ndim == 4 else tensor.unsqueeze(1) for tensor in (query, key, value)]
-    result = _Attend.apply(*rows, steps.factor, steps.places, *steps.terms)
+    given = give_whole(values) if cut.gathers else given
+    results = [_attend_slab(steps, number, value) for number, value in enumerate(given)]
     step: ShardedVolume | None = weights
     while step is not None:
         own = step.pending
@@ -64,12 +61,27 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
         own.is_taken = True
         step.is_bypassed = step.is_bypassed or torch.is_grad_enabled()
         step = own.before
-    result = result if query.ndim == 4 else result.squeeze(1)
-    attended = ShardedVolume([result], dims, result.shape, context)
-    if result.requires_grad:
+    attended = ShardedVolume(results, (cut.dim,), (*weights.shape[:-1], values.shape[-1]), context)
+    attended.merged = cut.merged
+    if any(result.requires_grad for result in results):
         attended.pending = KeptResult(None, Unchanged(()))
         context.defer(attended)
     return attended
+
+
+def _belong_together(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> bool:
+    """Say whether a slab's queries have these weights, and are of sizes that the kernels take with its values."""
+    alike = weights.shape[:-2] == query.shape[:-2] == value.shape[:-2]
+    return alike and attention.fits(query, key, value)
+
+
+def _attend_slab(steps: Steps, number: int, value: Tensor) -> Tensor:
+    """Return what the queries of a slab attend to."""
+    query, key = steps.queries[number], steps.keys[number]
+    rows = [tensor if tensor.ndim == 4 else tensor.unsqueeze(1) for tensor in (query, key, value)]
+    places, terms = (tuple(column[number] for column in columns) for columns in (steps.places, steps.terms))
+    result: Tensor = _Attend.apply(*rows, steps.factor, places, *terms)
+    return result if query.ndim == 4 else result.squeeze(1)
 
 
 @dataclass(slots=True, eq=False)
