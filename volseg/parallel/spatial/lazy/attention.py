@@ -14,12 +14,12 @@ from torch import Tensor
 from volseg.device import attention
 from volseg.device.attention import Addend
 from volseg.device.first_order import first_order
-from volseg.parallel.spatial.lazy.product_cut import find_cut, is_cut_once
+from volseg.parallel.spatial.lazy.product_cut import find_cut, give_both_whole, is_cut_once, list_shapes
 from volseg.parallel.spatial.lazy.scores import AddendPlace, Steps, WaitingScores, take_up, waits
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import PLAIN, Written
 from volseg.parallel.spatial.versions import Unchanged
-from volseg.parallel.spatial.volume import ShardedVolume, give_whole
+from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["KeptResult", "attend"]
 
@@ -41,19 +41,24 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
     if waiting is None or not waiting.steps.is_softened:
         return None
     steps, context, tokens = waiting.steps, weights.context, values.ndim - 2
-    queries, keys = steps.queries, steps.keys
-    slabs = list(zip(queries, keys, given, weights._slabs, strict=True))
-    if values.context is not context or not all(_belong_together(*row) for row in slabs):
+    if values.context is not context or not _is_as_computed(weights, steps):
         return None
-    dtype = queries[0].dtype
-    if values.dtype != dtype or (waiting.autocast is None and weights.dtype != values.dtype):
+    if values.dtype != steps.key.dtype or (waiting.autocast is None and weights.dtype != values.dtype):
         return None
     cut = find_cut(weights, values, tokens, tokens)
-    if cut is None or values.shape[:-1] != (*weights.shape[:-2], keys[0].shape[-2]):
+    if cut is None or values.shape[:-1] != (*steps.sizes, steps.key.shape[-2]):
         return None
+    features, last = steps.key.shape[-1], values.shape[-1]
+    for *outer, rows, columns in list_shapes(weights):
+        if not attention.fits((*outer, rows, features), (*outer, columns, features), (*outer, columns, last)):
+            return None
     waiting.check()
-    given = give_whole(values) if cut.gathers else given
-    results = [_attend_slab(steps, number, value) for number, value in enumerate(given)]
+    plain = ShardedVolume(given, values.dims, values.shape, context)
+    plain.merged = values.merged
+    keys, given = give_both_whole(steps.key, plain) if cut.gathers else (steps.key.slabs, given)
+    places, terms = ([*zip(*columns, strict=True)] or [()] * len(given) for columns in (steps.places, steps.terms))
+    rows_of_slabs = zip(steps.queries, keys, given, places, terms, strict=True)
+    results = [_attend_slab(query, key, value, steps.factor, *own) for query, key, value, *own in rows_of_slabs]
     step: ShardedVolume | None = weights
     while step is not None:
         own = step.pending
@@ -69,18 +74,24 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
     return attended
 
 
-def _belong_together(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> bool:
-    """Say whether a slab's queries have these weights, and are of sizes that the kernels take with its values."""
-    alike = weights.shape[:-2] == query.shape[:-2] == value.shape[:-2]
-    return alike and attention.fits(query, key, value)
+def _is_as_computed(weights: ShardedVolume, steps: Steps) -> bool:
+    """Say whether the weights have the shape of the product of queries and keys, and its cut."""
+    alone = weights.context.communicator.num_shards == 1  # where a cut would be tells nothing
+    cut_alike = alone or (weights.dims, weights.merged) == ((steps.cut.dim,), steps.cut.merged)
+    return cut_alike and weights.shape[:-2] == steps.sizes
 
 
-def _attend_slab(steps: Steps, number: int, value: Tensor) -> Tensor:
+def _attend_slab(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    factor: float,
+    places: tuple[AddendPlace, ...],
+    terms: tuple[Tensor, ...],
+) -> Tensor:
     """Return what the queries of a slab attend to."""
-    query, key = steps.queries[number], steps.keys[number]
     rows = [tensor if tensor.ndim == 4 else tensor.unsqueeze(1) for tensor in (query, key, value)]
-    places, terms = (tuple(column[number] for column in columns) for columns in (steps.places, steps.terms))
-    result: Tensor = _Attend.apply(*rows, steps.factor, places, *terms)
+    result: Tensor = _Attend.apply(*rows, factor, places, *terms)
     return result if query.ndim == 4 else result.squeeze(1)
 
 

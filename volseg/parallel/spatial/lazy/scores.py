@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from volseg.device import attention, fusions
 from volseg.device.fake_internals import FakeTensor
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.lazy.product_cut import find_cut, is_cut_once
+from volseg.parallel.spatial.lazy.product_cut import Cut, find_cut, is_cut_once, list_shapes, transpose_last
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.recipe import Recipe, outline_slab
@@ -46,8 +46,8 @@ __all__ = [
     "waits",
 ]
 
-Compute = Callable[[Tensor, int], Tensor]
-"""Of a slab, and its number."""
+Compute = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Of the slabs."""
 
 Reshaped = Callable[[ShardedVolume], Any]
 
@@ -74,8 +74,12 @@ class Steps:
 
     Attributes
     ----------
-    queries, keys
-        ``(..., N, F)`` and ``(..., M, F)`` of each slab.
+    queries
+        ``(..., N, F)`` of each slab.
+    key
+        ``(..., M, F)``, not gathered yet.
+    sizes, cut
+        Those in front of the last two dims of the whole product, and how it is cut.
     factor
         Of their product.
     terms, places
@@ -85,7 +89,9 @@ class Steps:
     """
 
     queries: tuple[Tensor, ...]
-    keys: tuple[Tensor, ...]
+    key: ShardedVolume
+    sizes: tuple[int, ...]
+    cut: Cut
     factor: float = 1.0
     terms: tuple[tuple[Tensor, ...], ...] = ()
     places: tuple[tuple[AddendPlace, ...], ...] = ()
@@ -147,7 +153,7 @@ class WaitingScores(Waiting):
         del halos
         given = self.steps.queries if self.before is None else self.before.slabs
         with self.moment.restored(), self._autocast_again():
-            return [self.compute(slab, number) for number, slab in enumerate(given)], None, None
+            return self.compute(given), None, None
 
     def check(self) -> None:
         """Refuse to write from what was changed, scores among it that somebody has seen meanwhile."""
@@ -219,31 +225,27 @@ def score(compute: Callable[[Tensor, Tensor], Tensor], query: Any, key: Any, *, 
     if cut is None:
         return None
     queries, given = query.slabs, key.slabs
-    pairs = list(zip(queries, given, strict=True))
-    if not all(_suit(own, slab if turned else slab.transpose(-2, -1)) for own, slab in pairs):
+    if not all(map(_has_kernel, queries)) or any(slab.is_inference() for slab in (*queries, *given)):
+        return None  # torch does not count their changes in place
+    lying = ShardedVolume(given, key.dims, key.shape, key.context)
+    lying.merged = key.merged
+    turning = lying if turned else transpose_last(lying)
+    shapes = [(*size[:-1], turning.shape[-2]) for size in list_shapes(query)]
+    sides = list_shapes(query), list_shapes(turning, gathered=cut.gathers)
+    if query.shape[-1] != key.shape[inner] or not all(map(attention.fits, *sides)):
         return None
     if _find_autocast(queries[0]) not in (None, query.dtype):
         return None
-    given = give_whole(key) if cut.gathers else given
-    keys = [slab if turned else slab.transpose(-2, -1) for slab in given]
-    sides = [(*own.shape[:-1], slab.shape[-2]) for own, slab in zip(queries, keys, strict=True)]
-    stand_ins = [outline_slab(size, own.dtype, own.device) for size, own in zip(sides, queries, strict=True)]
-    shape = (*query.shape[:-1], key.shape[tokens])
-    read = Unchanged((*queries, *given))
-    waiting = WaitingScores(
-        Steps(tuple(queries), tuple(keys)), None, lambda own, number: compute(own, given[number]), stand_ins, read
-    )
+
+    def compute_all(slabs: Sequence[Tensor]) -> list[Tensor]:
+        return list(map(compute, slabs, give_whole(lying) if cut.gathers else given))
+
+    own = [shapes[number] for number in query.context.communicator.indices]
+    stand_ins = [outline_slab(size, slab.dtype, slab.device) for size, slab in zip(own, queries, strict=True)]
+    shape = (*query.shape[:-1], turning.shape[-2])
+    steps = Steps(tuple(queries), turning, tuple(shape[:-2]), cut)
+    waiting = WaitingScores(steps, None, compute_all, stand_ins, Unchanged((*queries, *given)))
     return defer(waiting, (cut.dim,), shape, query.context, cut.merged)
-
-
-def _suit(query: Tensor, key: Tensor) -> bool:
-    """Say whether the kernels take a slab's queries and keys, of which they may be given more; lies apart from modes.
-
-    Each process says so for itself: what is sent to whom is the same either way.
-    """
-    if not _has_kernel(query) or query.shape[-1] != key.shape[-1] or not attention.fits(query, key):
-        return False
-    return not query.is_inference() and not key.is_inference()  # torch does not count their changes in place
 
 
 def scale(func: Callable, volume: ShardedVolume, factor: Any, *, divides: bool) -> ShardedVolume | None:
@@ -263,7 +265,7 @@ def scale(func: Callable, volume: ShardedVolume, factor: Any, *, divides: bool) 
         return None
     found = waiting.steps.factor / factor if divides else waiting.steps.factor * factor
     steps = replace(waiting.steps, factor=found)
-    return _go_on(volume, waiting, steps, lambda own, _: func(own, factor), volume.dtype)
+    return _go_on(volume, waiting, steps, lambda slabs: [func(slab, factor) for slab in slabs], volume.dtype)
 
 
 def add_term(
@@ -296,7 +298,7 @@ def add_term(
     assert len(found) == len(own)  # a slab's matrices of scores are cut as the term is
     steps = replace(waiting.steps, terms=(*waiting.steps.terms, own), places=(*waiting.steps.places, found))
     dtype = torch.promote_types(volume.dtype, term.dtype)
-    return _go_on(volume, waiting, steps, lambda slab, number: func(slab, own[number]), dtype, *own)
+    return _go_on(volume, waiting, steps, lambda slabs: list(map(func, slabs, own)), dtype, *own)
 
 
 def _find_place(shape: Sequence[int], term: Sequence[int]) -> AddendPlace | None:
@@ -340,8 +342,8 @@ def reshape_scores(volume: ShardedVolume, target: Sequence[int], reshaped: Resha
         return None
     stand_ins = outline._slabs
 
-    def compute(own: Tensor, number: int) -> Tensor:
-        return own.reshape(stand_ins[number].shape)
+    def compute(slabs: Sequence[Tensor]) -> list[Tensor]:
+        return [slab.reshape(outlined.shape) for slab, outlined in zip(slabs, stand_ins, strict=True)]
 
     later = WaitingScores(waiting.steps, volume, compute, stand_ins, waiting.unchanged)
     return defer(later, outline.dims, outline.shape, volume.context, outline.merged)
@@ -365,7 +367,7 @@ def soften(func: Callable[[Tensor], Tensor], volume: ShardedVolume, dtype: torch
     if dtype is None:
         dtype = volume.dtype if waiting.autocast is None else torch.float32
     steps = replace(waiting.steps, is_softened=True)
-    return _go_on(volume, waiting, steps, lambda own, _: func(own), dtype)
+    return _go_on(volume, waiting, steps, lambda slabs: list(map(func, slabs)), dtype)
 
 
 def cast(volume: ShardedVolume, dtype: torch.dtype) -> ShardedVolume | None:
@@ -375,7 +377,7 @@ def cast(volume: ShardedVolume, dtype: torch.dtype) -> ShardedVolume | None:
     waiting = take_up(volume)
     if waiting is None or dtype not in WIDTHS:
         return None
-    return _go_on(volume, waiting, waiting.steps, lambda own, _: own.to(dtype), dtype)
+    return _go_on(volume, waiting, waiting.steps, lambda slabs: [slab.to(dtype) for slab in slabs], dtype)
 
 
 def _has_kernel(slab: Tensor) -> bool:
