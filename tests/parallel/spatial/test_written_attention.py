@@ -410,7 +410,8 @@ def test_under_autocast_scores_keep_their_digits(name: str, way: str, calls: lis
         assert error <= 1.5 * other + 0.01 * float(right.norm()), each
 
 
-def test_what_a_step_reads_is_watched(calls: list[str]) -> None:
+@pytest.mark.parametrize("way", ["fast", "two"])
+def test_what_a_step_reads_is_watched(way: str, calls: list[str]) -> None:
     def change_bias(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         bias = net.bias * 1.0
         scores = q @ k.mT + bias
@@ -433,13 +434,35 @@ def test_what_a_step_reads_is_watched(calls: list[str]) -> None:
             q.mul_(2.0)
         return found
 
+    def change_key(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k = k * 1.0
+        scores = q @ k.mT
+        for slab in k.slabs if isinstance(k, ShardedVolume) else [k]:
+            slab.detach().mul_(2.0)
+        return scores.softmax(-1) @ v
+
     image = torch.rand(2, 2, 4, 4, 3, dtype=torch.float64)
-    for heads in (change_bias, read_late):
+    for heads in (change_bias, read_late, change_key):
         with pytest.raises(UnsupportedOperatorError, match="a bias or a mask of attention were changed in place"):
-            FastKernels(Net(heads).double(), "cpu")(image)
-    net = FastKernels(Net(change_query).double(), "cpu")
+            WAYS[way](Net(heads).double())(image)
+    net = WAYS[way](Net(change_query).double())
     with pytest.raises(UnsupportedOperatorError, match="was changed in place after"):
         net(image).mean().backward()
+
+
+def test_keys_that_are_to_be_gathered_are_watched(calls: list[str]) -> None:
+    class Changed(Tokens):
+        def forward(self, image: Tensor) -> Tensor:
+            x = self.first(image).flatten(2).transpose(1, 2)
+            k = x * 1.0
+            scores = x @ k.mT
+            for slab in k.slabs:  # type: ignore[attr-defined]
+                slab.detach().mul_(2.0)
+            return scores.softmax(-1) @ x
+
+    with pytest.raises(UnsupportedOperatorError, match="a bias or a mask of attention were changed in place"):
+        WAYS["two"](Changed().double())(torch.rand(2, 2, 4, 4, 3, dtype=torch.float64))
+    assert not calls
 
 
 def test_gradients_past_a_step_are_refused(calls: list[str]) -> None:
@@ -454,8 +477,9 @@ def test_gradients_past_a_step_are_refused(calls: list[str]) -> None:
         FastKernels(Net(ask).double(), "cpu")(image)
 
 
-def test_there_are_no_second_derivatives(calls: list[str]) -> None:
-    net = FastKernels(Net(like_swin).double(), "cpu")
+@pytest.mark.parametrize("way", ["fast", "two"])
+def test_there_are_no_second_derivatives(way: str, calls: list[str]) -> None:
+    net = WAYS[way](Net(like_swin).double())
     image = torch.rand(2, 2, 4, 4, 3, dtype=torch.float64, requires_grad=True)
     with pytest.raises(UnsupportedOperatorError, match="no second derivatives"):
         torch.autograd.grad(net(image).square().mean(), image, create_graph=True)
