@@ -69,20 +69,18 @@ def takes(tensor: Tensor) -> bool:
     return on_gpu(tensor) and tensor.dtype in (torch.float16, torch.bfloat16) and available()
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor | None = None) -> bool:
+def fits(query: Sequence[int], key: Sequence[int], value: Sequence[int] | None = None) -> bool:
     """Say whether queries, keys and values are of sizes that the kernels take; without values, whether some could be.
 
     Parameters
     ----------
     query, key, value
-        See ``attend``; also without heads.
+        Their sizes (see ``attend``); also without heads.
     """
-    rows, columns = query.shape[-2], key.shape[-2]
-    features, last = query.shape[-1], 1 if value is None else value.shape[-1]
-    heads = query.shape[-3] if query.ndim == 4 else 1
-    if 0 in (query.shape[:-2].numel(), rows, columns) or not (
-        0 < features <= MOST_FEATURES and 0 < last <= MOST_FEATURES
-    ):
+    *outer, rows, features = query
+    columns, last = key[-2], 1 if value is None else value[-1]
+    heads = outer[-1] if len(outer) == 2 else 1
+    if 0 in (*outer, rows, columns) or not (0 < features <= MOST_FEATURES and 0 < last <= MOST_FEATURES):
         return False
     return max(rows * columns, rows * features, columns * max(features, last), rows * heads * last) < LARGEST
 

@@ -289,6 +289,53 @@ def test_gradients_are_summed_on_a_stream_of_their_own() -> None:
     assert 0 < aside < 2 * parameters  # one bucket, its parts at addresses that kernels like
 
 
+class Attending(nn.Module):
+    """Layers of attention between convolutions: each voxel attends to all, of a volume or of a window."""
+
+    def __init__(self, window: int, layers: int = 2) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(1, 32, 1), nn.Conv3d(32, 2, 1)
+        self.layers = nn.ModuleList(nn.Linear(32, 96) for _ in range(layers))
+        self.window = window
+        self.bias = nn.Parameter(torch.zeros(2, window, window)) if window else None
+
+    def forward(self, image: Tensor) -> Tensor:
+        with torch.autocast(image.device.type, torch.bfloat16):
+            return self.attend(image)
+
+    def attend(self, image: Tensor) -> Tensor:
+        x = self.first(image).flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            rows = x.reshape(-1, self.window or x.shape[1], 32)
+            q, k, v = layer(rows).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+            scores = q @ k.transpose(-2, -1) * 0.25
+            weights = (scores if self.bias is None else scores + self.bias).softmax(-1).to(v.dtype)
+            x = x + (weights @ v).transpose(1, 2).reshape(x.shape)
+        result: Tensor = self.last(x.transpose(1, 2).reshape(image.shape[0], 32, *image.shape[2:]))
+        return result
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_attention_over_slabs_has_the_kernels_and_no_more_memory_than_on_one_gpu(window: int) -> None:
+    """Twice the volume on twice the GPUs: tokens meet twice as many keys, and no matrix of scores is written."""
+    small, twice = (make_work(lambda: Attending(window), (1, 1, depth, 8, 8)) for depth in (32, 64))
+    (one,) = follow_candidate(small, Candidate(kernels="fast"))
+    (slab,) = follow_candidate(twice, Candidate(spatial=2))
+    names = [
+        Counter(event.name for event in select_step(trace.events) if isinstance(event, KernelRun))
+        for trace in (one, slab)
+    ]
+    ours = {name: count for name, count in names[0].items() if name.startswith("attention_kernels.")}
+    assert len(ours) == (4 if window else 3)
+    assert ours.items() <= names[1].items()
+    assert not [name for name in names[1] if "bmm" in name or "softmax" in name]
+    # Keys and values of all in place of one's own, and of a message: 8 of their size in each layer.
+    keys = 0 if window else 2 * 4096 * 32 * 2
+    assert find_peak(slab) <= 1.1 * find_peak(one) + 8 * keys
+    messages = [event for event in select_step(slab.events) if isinstance(event, Sent) and event.kind == "halo"]
+    assert len(messages) == (0 if window else 2 * 2)
+
+
 def test_planes_are_sent_from_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one volume they lie in its activation as they travel, and that waited for NCCL: 40 GB for 7 that were used."""
     sizes = []

@@ -1,12 +1,15 @@
 """Attention that networks write out, by the kernels' plain form, against the plain network: gradients, two steps."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from in_group import in_group
 from monai.networks.blocks.selfattention import SABlock
 from monai.networks.nets.swin_unetr import WindowAttention
 from torch import Tensor, nn
@@ -14,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.device import attention, fusions
 from volseg.errors import UnsupportedOperatorError
-from volseg.parallel import FastKernels, ModelParallel
+from volseg.parallel import FastKernels, ModelParallel, Spatial
+from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.volume import ShardedVolume
 
 Heads = Callable[["Net", Tensor, Tensor, Tensor], Tensor]
@@ -166,13 +170,35 @@ HEADS: dict[str, tuple[Heads, int, int]] = {
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fast": lambda net: FastKernels(net, "cpu"),
     "two": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]),
+    "three": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1", "cpu:2"]),
+    "two axes": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu"] * 4, grid=(2, 2), axes=("D", "H")),
+    "fixed order": lambda net: ModelParallel(net, strategy=Spatial(fixed_order=True), devices=["cpu", "cpu:1"]),
+    "two, recomputed": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"], checkpoint="all"),
+    "processes": lambda net: ModelParallel(net, strategy="spatial"),
     "recomputed": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu"], checkpoint="all"),
 }
 
 
+ALONE = ("fast", "two", "three", "two axes", "fixed order", "recomputed", "two, recomputed")
+"""In one process."""
+
+SEVERAL = {"two": 2, "fixed order": 2, "three": 3}
+"""Slabs."""
+
+MOVED = ("like SwinUNETR", "checkpointed", "reshaped")
+"""Whose windows are taken apart by twos: three slabs of four hold some of a pair alone, and scores are written."""
+
+
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let a CPU take the kernels' way, by their plain forms; return what was called."""
+def calls() -> Iterator[list[str]]:
+    """Let a CPU take the kernels' way, by their plain forms; give what was called."""
+    with by_plain_forms() as found:
+        yield found
+
+
+@contextmanager
+def by_plain_forms() -> Iterator[list[str]]:
+    """Let a CPU take the kernels' way, by their plain forms; give what was called."""
     found: list[str] = []
 
     def noted(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,11 +208,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    monkeypatch.setattr(attention, "attend", noted("attend", attention.attend_plainly))
-    monkeypatch.setattr(attention, "differentiate", noted("differentiate", attention.differentiate_plainly))
-    monkeypatch.setattr("volseg.parallel.spatial.lazy.scores._has_kernel", lambda slab: True)
-    monkeypatch.setattr("volseg.parallel.spatial.lazy.scores.WIDTHS", {torch.float64, torch.float32, torch.bfloat16})
-    return found
+    scores, widths = "volseg.parallel.spatial.lazy.scores", {torch.float64, torch.float32, torch.bfloat16}
+    with (
+        patch.object(attention, "attend", noted("attend", attention.attend_plainly)),
+        patch.object(attention, "differentiate", noted("differentiate", attention.differentiate_plainly)),
+        patch(f"{scores}._has_kernel", lambda slab: True),
+        patch(f"{scores}.WIDTHS", widths),
+    ):
+        yield found
 
 
 def whole(output: Any) -> Tensor:
@@ -224,20 +253,25 @@ def compare(plain: nn.Module, way: str) -> None:
         torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALONE)
 @pytest.mark.parametrize("name", HEADS)
 def test_it_is_exact(name: str, way: str, calls: list[str]) -> None:
     torch.manual_seed(0)
     heads, trained, evaluated = HEADS[name]
-    if way == "two" and name == "hooked":
+    if way not in ("fast", "recomputed") and name == "hooked":
         pytest.skip("a hook on several slabs has to come before they are used")
+    if way == "three" and name == "a view changed":
+        pytest.skip("what moves planes between slabs is a copy, and may not be changed in place")
     compare(Net(heads).double(), way)
-    if way == "two":
-        assert not calls  # on one shard alone
-    elif way == "fast":
+    if way == "two axes":
+        assert not calls  # two cut dims that are merged into one are gathered: nothing is left of slabs
+    elif way == "three" and name in MOVED:
+        assert not calls
+    elif "recomputed" not in way:
         again = trained // 2 if name == "checkpointed" else trained
-        assert calls.count("attend") == 2 * (trained + evaluated)
-        assert calls.count("differentiate") == 2 * again
+        slabs = SEVERAL.get(way, 1)
+        assert calls.count("attend") == slabs * 2 * (trained + evaluated)
+        assert calls.count("differentiate") == slabs * 2 * again
     else:
         assert bool(calls) == bool(trained + evaluated)
 
@@ -275,32 +309,84 @@ class Tokens(nn.Module):
         return result
 
 
+class Crossed(nn.Module):
+    """Attention of all voxels to those of a coarser level, with a bias of rows, of columns, or of both."""
+
+    def __init__(self, rows: bool, columns: bool, last: int = 4) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(2, 12, 3, padding=1), nn.Conv3d(12, 2, 3, padding=1)
+        # A bias of keys changes no softmax: its gradient is zero but for rounding.
+        self.queries, self.keys = nn.Linear(12, 12), nn.Linear(12, 12, bias=False)
+        self.values = nn.Linear(12, 3 * last)
+        self.out = nn.Linear(3 * last, 12)
+        self.bias = nn.Parameter(torch.randn(3, 48 if rows else 1, 24 if columns else 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.first(image)
+        tokens, fewer = (t.flatten(2).transpose(1, 2) for t in (x, F.avg_pool3d(x, (1, 2, 1))))
+        rows = self.queries(tokens), self.keys(fewer), self.values(fewer)
+        q, k, v = (t.unflatten(-1, (3, -1)).transpose(1, 2) for t in rows)
+        found = (q @ k.transpose(-2, -1) * 0.5 + self.bias).softmax(-1) @ v
+        found = self.out(found.transpose(1, 2).flatten(2))
+        result: Tensor = self.last(x + found.transpose(1, 2).reshape(x.shape))
+        return result
+
+
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "windows": (lambda: Windows(shifted=False), True),
     "shifted windows": (lambda: Windows(shifted=True), True),
     "tokens": (Tokens, True),
     "tokens, three projections": (lambda: Tokens(use_combined_linear=False, qkv_bias=True), True),
+    "crossed": (lambda: Crossed(rows=True, columns=True), True),
+    "crossed, other values": (lambda: Crossed(rows=False, columns=True, last=5), True),
+    "crossed, bias of rows": (lambda: Crossed(rows=True, columns=False), True),
     "tokens, kept weights": (lambda: Tokens(save_attn=True), False),
     "tokens, causal": (lambda: Tokens(causal=True, sequence_length=48), False),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALONE)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_monais_blocks_are_exact(name: str, way: str, calls: list[str]) -> None:
     torch.manual_seed(0)
     make, is_ours = BLOCKS[name]
     plain = make().double()
     compare(plain, way)
-    assert bool(calls) == (is_ours and way != "two")
+    is_gathered = way == "two axes" or (way == "three" and "windows" in name)  # or fewer rows of windows than slabs
+    assert bool(calls) == (is_ours and not is_gathered)
     calls.clear()
     with fusions.without("attention"):
         compare(plain, way)
     assert not calls
 
 
-@pytest.mark.parametrize("name", ["windows", "shifted windows", "tokens"])
-def test_under_autocast_scores_keep_their_digits(name: str, calls: list[str]) -> None:
+def compare_in_process(name: str) -> int:
+    """Compare where each process holds one slab; return how often it is ours."""
+    torch.manual_seed(0)
+    with by_plain_forms() as found:
+        compare((Net(HEADS[name][0]) if name in HEADS else BLOCKS[name][0]()).double(), "processes")
+        return found.count("attend")
+
+
+@pytest.mark.parametrize("name", [*HEADS, *BLOCKS])
+def test_processes_are_exact(name: str) -> None:
+    counts = in_group(2, compare_in_process, name)
+    if name in HEADS:
+        _, trained, evaluated = HEADS[name]
+        assert counts == [2 * (trained + evaluated)] * 2
+    else:
+        assert [bool(count) for count in counts] == [BLOCKS[name][1]] * 2
+
+
+@pytest.mark.parametrize("name", ["like SwinUNETR", "like UNETR", "tokens", "crossed"])
+def test_three_processes_are_exact(name: str) -> None:
+    counts = in_group(3, compare_in_process, name)
+    assert [count > 0 for count in counts] == [name not in MOVED] * 3
+
+
+@pytest.mark.parametrize("way", ["fast", "two"])
+@pytest.mark.parametrize("name", ["windows", "shifted windows", "tokens", "crossed"])
+def test_under_autocast_scores_keep_their_digits(name: str, way: str, calls: list[str]) -> None:
     """In bfloat16 ours lie as near to float64 as the plain network's, each gradient."""
     torch.manual_seed(0)
     exact = BLOCKS[name][0]().double()
@@ -308,7 +394,7 @@ def test_under_autocast_scores_keep_their_digits(name: str, calls: list[str]) ->
 
     def look(call: nn.Module, net: nn.Module, image: Tensor) -> dict[str, Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=image.dtype == torch.float32):
-            output = call(image)
+            output = whole(call(image))
         output.double().square().mean().backward()
         found = {name: p.grad.double() for name, p in net.named_parameters() if p.grad is not None}
         return found | {"output": output.detach().double()}
@@ -316,15 +402,16 @@ def test_under_autocast_scores_keep_their_digits(name: str, calls: list[str]) ->
     plain, ours = (copy.deepcopy(exact).float() for _ in range(2))
     wanted, theirs = look(exact, exact, x.double()), look(plain, plain, x)
     assert not calls
-    got = look(FastKernels(ours, "cpu"), ours, x)
-    assert calls == ["attend", "differentiate"]
+    got = look(WAYS[way](ours), ours, x)
+    assert sorted(calls) == sorted(["attend", "differentiate"] * SEVERAL.get(way, 1))
     assert got.keys() == theirs.keys() == wanted.keys()
     for each, right in wanted.items():
         error, other = (float((found[each] - right).norm()) for found in (got, theirs))
         assert error <= 1.5 * other + 0.01 * float(right.norm()), each
 
 
-def test_what_a_step_reads_is_watched(calls: list[str]) -> None:
+@pytest.mark.parametrize("way", ["fast", "two"])
+def test_what_a_step_reads_is_watched(way: str, calls: list[str]) -> None:
     def change_bias(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         bias = net.bias * 1.0
         scores = q @ k.mT + bias
@@ -347,13 +434,35 @@ def test_what_a_step_reads_is_watched(calls: list[str]) -> None:
             q.mul_(2.0)
         return found
 
+    def change_key(net: Net, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k = k * 1.0
+        scores = q @ k.mT
+        for slab in k.slabs if isinstance(k, ShardedVolume) else [k]:
+            slab.detach().mul_(2.0)
+        return scores.softmax(-1) @ v
+
     image = torch.rand(2, 2, 4, 4, 3, dtype=torch.float64)
-    for heads in (change_bias, read_late):
+    for heads in (change_bias, read_late, change_key):
         with pytest.raises(UnsupportedOperatorError, match="a bias or a mask of attention were changed in place"):
-            FastKernels(Net(heads).double(), "cpu")(image)
-    net = FastKernels(Net(change_query).double(), "cpu")
+            WAYS[way](Net(heads).double())(image)
+    net = WAYS[way](Net(change_query).double())
     with pytest.raises(UnsupportedOperatorError, match="was changed in place after"):
         net(image).mean().backward()
+
+
+def test_keys_that_are_to_be_gathered_are_watched(calls: list[str]) -> None:
+    class Changed(Tokens):
+        def forward(self, image: Tensor) -> Tensor:
+            x = self.first(image).flatten(2).transpose(1, 2)
+            k = x * 1.0
+            scores = x @ k.mT
+            for slab in k.slabs:  # type: ignore[attr-defined]
+                slab.detach().mul_(2.0)
+            return scores.softmax(-1) @ x
+
+    with pytest.raises(UnsupportedOperatorError, match="a bias or a mask of attention were changed in place"):
+        WAYS["two"](Changed().double())(torch.rand(2, 2, 4, 4, 3, dtype=torch.float64))
+    assert not calls
 
 
 def test_gradients_past_a_step_are_refused(calls: list[str]) -> None:
@@ -368,14 +477,16 @@ def test_gradients_past_a_step_are_refused(calls: list[str]) -> None:
         FastKernels(Net(ask).double(), "cpu")(image)
 
 
-def test_there_are_no_second_derivatives(calls: list[str]) -> None:
-    net = FastKernels(Net(like_swin).double(), "cpu")
+@pytest.mark.parametrize("way", ["fast", "two"])
+def test_there_are_no_second_derivatives(way: str, calls: list[str]) -> None:
+    net = WAYS[way](Net(like_swin).double())
     image = torch.rand(2, 2, 4, 4, 3, dtype=torch.float64, requires_grad=True)
     with pytest.raises(UnsupportedOperatorError, match="no second derivatives"):
         torch.autograd.grad(net(image).square().mean(), image, create_graph=True)
 
 
-def test_scores_take_no_memory(calls: list[str]) -> None:
+@pytest.mark.parametrize("way", ["fast", "two"])
+def test_scores_take_no_memory(way: str, calls: list[str]) -> None:
     """Nothing of a matrix of scores is allocated, or saved for the backward pass."""
     saved: list[Tensor] = []
 
@@ -383,13 +494,33 @@ def test_scores_take_no_memory(calls: list[str]) -> None:
         saved.append(tensor)
         return tensor
 
-    net = FastKernels(Net(like_swin).double(), "cpu")
+    net = WAYS[way](Net(like_swin).double())
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         net(torch.rand(2, 2, 4, 4, 3, dtype=torch.float64))
-    assert calls == ["attend"]
+    slabs = SEVERAL.get(way, 1)
+    assert calls == ["attend"] * slabs
     sizes = {tuple(tensor.shape) for tensor in saved}
     assert (3, 12, 12) in {size[-3:] for size in sizes}  # the bias
-    assert (8, 3, 12, 12) not in sizes
+    assert (8 // slabs, 3, 12, 12) not in sizes
+
+
+@pytest.mark.parametrize(("name", "messages"), [("windows", 0), ("tokens", 1), ("crossed, other values", 2)])
+def test_keys_and_values_are_sent_together(name: str, messages: int, calls: list[str]) -> None:
+    """And windows not at all; alike, in one message for both."""
+    gathered: list[int] = []
+    move = LocalDevices.move
+
+    def noted(
+        self: LocalDevices, slabs: Sequence[Tensor], axis: int, dim: int, size: int, wanted: Any, unit: int = 1
+    ) -> list[Tensor]:
+        if list(wanted) == [(0, size)] * 2:
+            gathered.append(dim)
+        return move(self, slabs, axis, dim, size, wanted, unit)
+
+    with patch.object(LocalDevices, "move", noted):
+        WAYS["two"](BLOCKS[name][0]().double())(torch.rand(2, 2, 4, 4, 3, dtype=torch.float64))
+    assert calls == ["attend"] * 2
+    assert len(gathered) == messages
 
 
 def test_broken_numbers_stay_so(calls: list[str]) -> None:

@@ -220,7 +220,7 @@ def _checked(
 def _check_layouts(func: Callable, result: Any) -> None:
     """Refuse slabs that are not those of the volume's layout: a mistake of ours must not pass for a number."""
     for volume in volumes(result):
-        grid = zip(volume.slabs, volume.context.communicator.coordinates, strict=True)
+        grid = zip(volume._slabs, volume.context.communicator.coordinates, strict=True)
         for slab, coordinates in grid:
             for dim, extents, position in zip(volume.dims, volume.extents(), coordinates, strict=True):
                 if slab.shape[dim] != extents[position]:

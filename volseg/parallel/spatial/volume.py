@@ -24,7 +24,7 @@ from volseg.parallel.spatial.versions import Unchanged
 if TYPE_CHECKING:
     from volseg.parallel.spatial.copied_view import Origin
 
-__all__ = ["ShardedVolume", "defer", "from_whole", "relaid", "share_later", "wrap"]
+__all__ = ["ShardedVolume", "defer", "from_whole", "give_whole", "relaid", "share_later", "wrap"]
 
 
 class ShardedVolume(Tensor):
@@ -310,15 +310,15 @@ class _SameSlabs(Waiting):
 
 def share_later(volume: ShardedVolume) -> ShardedVolume:
     """Return a volume of the same slabs as one that may wait, which goes on waiting."""
-    result = defer(_SameSlabs(volume), volume.dims, volume.shape, volume.context)
-    result.merged = volume.merged
-    return result
+    return defer(_SameSlabs(volume), volume.dims, volume.shape, volume.context, volume.merged)
 
 
-def defer(waiting: Waiting, dims: Sequence[int], shape: Sequence[int], context: Context) -> ShardedVolume:
+def defer(
+    waiting: Waiting, dims: Sequence[int], shape: Sequence[int], context: Context, merged: Merged | None = None
+) -> ShardedVolume:
     """Return a volume whose slabs wait to be written, at the latest before any tensor is changed in place."""
     volume = ShardedVolume(waiting.stand_ins, dims, shape, context)
-    volume.pending = waiting
+    volume.pending, volume.merged = waiting, merged
     context.defer(volume)
     return volume
 
@@ -347,6 +347,23 @@ def from_whole(whole: Tensor, dims: Sequence[int], context: Context, merged: Mer
     result = ShardedVolume([slab.flatten(dim, dim + 2) for slab in slabs], dims, whole.shape, context)
     result.merged = merged
     return result
+
+
+def give_whole(volume: ShardedVolume) -> list[Tensor]:
+    """Give each shard the whole volume; the owner of each plane is sent all its gradients, and adds them up.
+
+    So half as much travels back as where a gathered volume is spread, whose gradient is summed everywhere.
+    """
+    outer, unit = volume.merged or (1, 1)
+    if outer > 1:
+        return volume.context.spread(volume.full_tensor())
+    check_history(volume)
+    if volume.origin is not None:
+        volume.origin.check()
+    communicator, slabs = volume.context.communicator, volume.slabs
+    for axis, (dim, size) in enumerate(zip(volume.dims, volume.sizes, strict=True)):
+        slabs = communicator.fetch(slabs, axis, dim, size, [(0, size)] * communicator.grid[axis], unit)
+    return slabs
 
 
 def relaid(volume: ShardedVolume, merged: Merged | None) -> ShardedVolume:

@@ -14,7 +14,8 @@ from torch import Tensor
 from volseg.device import attention
 from volseg.device.attention import Addend
 from volseg.device.first_order import first_order
-from volseg.parallel.spatial.lazy.scores import AddendPlace, WaitingScores, is_whole, take_up, waits
+from volseg.parallel.spatial.lazy.product_cut import find_cut, give_both_whole, is_cut_once, list_shapes
+from volseg.parallel.spatial.lazy.scores import AddendPlace, Steps, WaitingScores, take_up, waits
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import PLAIN, Written
 from volseg.parallel.spatial.versions import Unchanged
@@ -33,30 +34,31 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
     values
         ``(..., M, G)``.
     """
-    if not waits(weights) or not is_whole(values):
+    if not waits(weights) or not is_cut_once(values):
         return None
-    value = values.slabs[0]  # before anything else: it may be of the steps, which are written for it then
+    given = values.slabs  # before anything else: they may be of the steps, which are written for them then
     waiting = take_up(weights)
     if waiting is None or not waiting.steps.is_softened:
         return None
-    steps, context = waiting.steps, weights.context
-    query, key = steps.query, steps.key
-    leading = weights.shape[:-2] == query.shape[:-2] == values.shape[:-2]
-    if values.context is not context or not leading or values.shape[-2] != key.shape[-2]:
+    steps, context, tokens = waiting.steps, weights.context, values.ndim - 2
+    if values.context is not context or not _is_as_computed(weights, steps):
         return None
-    if values.dtype != query.dtype or (waiting.autocast is None and weights.dtype != values.dtype):
+    if values.dtype != steps.key.dtype or (waiting.autocast is None and weights.dtype != values.dtype):
         return None
-    if weights.dims[0] != weights.ndim - 1:
-        dims = weights.dims
-    elif values.dims[0] != values.ndim - 2:
-        dims = values.dims
-    else:
+    cut = find_cut(weights, values, tokens, tokens)
+    if cut is None or values.shape[:-1] != (*steps.sizes, steps.key.shape[-2]):
         return None
-    if not attention.fits(query, key, value):
-        return None
+    features, last = steps.key.shape[-1], values.shape[-1]
+    for *outer, rows, columns in list_shapes(weights):
+        if not attention.fits((*outer, rows, features), (*outer, columns, features), (*outer, columns, last)):
+            return None
     waiting.check()
-    rows = [tensor if tensor.ndim == 4 else tensor.unsqueeze(1) for tensor in (query, key, value)]
-    result = _Attend.apply(*rows, steps.factor, steps.places, *steps.terms)
+    plain = ShardedVolume(given, values.dims, values.shape, context)
+    plain.merged = values.merged
+    keys, given = give_both_whole(steps.key, plain) if cut.gathers else (steps.key.slabs, given)
+    places, terms = ([*zip(*columns, strict=True)] or [()] * len(given) for columns in (steps.places, steps.terms))
+    rows_of_slabs = zip(steps.queries, keys, given, places, terms, strict=True)
+    results = [_attend_slab(query, key, value, steps.factor, *own) for query, key, value, *own in rows_of_slabs]
     step: ShardedVolume | None = weights
     while step is not None:
         own = step.pending
@@ -64,12 +66,33 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
         own.is_taken = True
         step.is_bypassed = step.is_bypassed or torch.is_grad_enabled()
         step = own.before
-    result = result if query.ndim == 4 else result.squeeze(1)
-    attended = ShardedVolume([result], dims, result.shape, context)
-    if result.requires_grad:
+    attended = ShardedVolume(results, (cut.dim,), (*weights.shape[:-1], values.shape[-1]), context)
+    attended.merged = cut.merged
+    if any(result.requires_grad for result in results):
         attended.pending = KeptResult(None, Unchanged(()))
         context.defer(attended)
     return attended
+
+
+def _is_as_computed(weights: ShardedVolume, steps: Steps) -> bool:
+    """Say whether the weights have the shape of the product of queries and keys, and its cut."""
+    alone = weights.context.communicator.num_shards == 1  # where a cut would be tells nothing
+    cut_alike = alone or (weights.dims, weights.merged) == ((steps.cut.dim,), steps.cut.merged)
+    return cut_alike and weights.shape[:-2] == steps.sizes
+
+
+def _attend_slab(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    factor: float,
+    places: tuple[AddendPlace, ...],
+    terms: tuple[Tensor, ...],
+) -> Tensor:
+    """Return what the queries of a slab attend to."""
+    rows = [tensor if tensor.ndim == 4 else tensor.unsqueeze(1) for tensor in (query, key, value)]
+    result: Tensor = _Attend.apply(*rows, factor, places, *terms)
+    return result if query.ndim == 4 else result.squeeze(1)
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,9 @@
 volume of its own that waits. A product with values takes all of them along (see ``attention``). Whoever else reads a
 step gets it as torch computes it, from the step before.
 
+On several shards each has its own scores: of its windows or samples, where those are cut; of its own queries with all
+keys, which are gathered, where the tokens are.
+
 What waits is told by sizes, types and modes alone, and by steps that were made in the same modes: a block that a
 checkpoint computes again is given what was written meanwhile, and has to decide as it did.
 """
@@ -11,6 +14,7 @@ checkpoint computes again is given what was written meanwhile, and has to decide
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -20,12 +24,13 @@ from torch import Tensor, nn
 from volseg.device import attention, fusions
 from volseg.device.fake_internals import FakeTensor
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.lazy.product_cut import Cut, find_cut, is_cut_once, list_shapes, transpose_last
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.recipe import Recipe, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait
 from volseg.parallel.spatial.versions import Unchanged
-from volseg.parallel.spatial.volume import ShardedVolume, defer
+from volseg.parallel.spatial.volume import ShardedVolume, defer, give_whole
 
 __all__ = [
     "AddendPlace",
@@ -33,7 +38,6 @@ __all__ = [
     "WaitingScores",
     "add_term",
     "cast",
-    "is_whole",
     "reshape_scores",
     "scale",
     "score",
@@ -42,7 +46,10 @@ __all__ = [
     "waits",
 ]
 
-Compute = Callable[[Tensor], Tensor]
+Compute = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Of the slabs."""
+
+Reshaped = Callable[[ShardedVolume], Any]
 
 MOST_TERMS = 2
 """That the kernels take."""
@@ -67,21 +74,27 @@ class Steps:
 
     Attributes
     ----------
-    query, key
-        ``(..., N, F)`` and ``(..., M, F)``.
+    queries
+        ``(..., N, F)`` of each slab.
+    key
+        ``(..., M, F)``, not gathered yet.
+    sizes, cut
+        Those in front of the last two dims of the whole product, and how it is cut.
     factor
         Of their product.
     terms, places
-        What is added, as the network has it, and to what.
+        What is added, as the network has it, and to what: of each term, for each slab.
     is_softened
         Whether a softmax over the last dim was taken.
     """
 
-    query: Tensor
-    key: Tensor
+    queries: tuple[Tensor, ...]
+    key: ShardedVolume
+    sizes: tuple[int, ...]
+    cut: Cut
     factor: float = 1.0
-    terms: tuple[Tensor, ...] = ()
-    places: tuple[AddendPlace, ...] = ()
+    terms: tuple[tuple[Tensor, ...], ...] = ()
+    places: tuple[tuple[AddendPlace, ...], ...] = ()
     is_softened: bool = False
 
     @property
@@ -101,8 +114,8 @@ class WaitingScores(Waiting):
         The volume of the step before; None of the product.
     compute
         This step, of the one before; of the product it is given the queries.
-    stand_in
-        Of the slab.
+    stand_ins
+        Of the slabs.
     unchanged
         What all steps read.
 
@@ -120,22 +133,27 @@ class WaitingScores(Waiting):
     )
 
     def __init__(
-        self, steps: Steps, before: ShardedVolume | None, compute: Compute, stand_in: Tensor, unchanged: Unchanged
+        self,
+        steps: Steps,
+        before: ShardedVolume | None,
+        compute: Compute,
+        stand_ins: Sequence[Tensor],
+        unchanged: Unchanged,
     ) -> None:
         self.steps, self.before, self.compute = steps, before, compute
-        self.stand_ins, self.room, self.unchanged = [stand_in], 0, unchanged
+        self.stand_ins, self.room, self.unchanged = list(stand_ins), 0, unchanged
         self.earlier = None if before is None else before.pending
-        self.moment = Moment([term for term in steps.terms if term.is_leaf])
-        self.autocast = _find_autocast(stand_in)
+        self.moment = Moment([term for term in chain(*steps.terms) if term.is_leaf])
+        self.autocast = _find_autocast(self.stand_ins[0])
         self.is_taken = False
         self.written: Unchanged | None = None
 
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Compute this step by torch, and those before it."""
         del halos
-        given = self.steps.query if self.before is None else self.before.slabs[0]
+        given = self.steps.queries if self.before is None else self.before.slabs
         with self.moment.restored(), self._autocast_again():
-            return [self.compute(given)], None, None
+            return self.compute(given), None, None
 
     def check(self) -> None:
         """Refuse to write from what was changed, scores among it that somebody has seen meanwhile."""
@@ -196,32 +214,38 @@ def score(compute: Callable[[Tensor, Tensor], Tensor], query: Any, key: Any, *, 
     turned
         See above.
     """
-    if not is_whole(query) or not is_whole(key) or query.context is not key.context:
+    if not is_cut_once(query) or not is_cut_once(key) or query.context is not key.context:
         return None
     if query.ndim not in (3, 4) or query.shape[:-2] != key.shape[:-2] or query.dtype != key.dtype:
         return None
     if not fusions.is_on("attention"):
         return None
-    rows, columns, inner = query.ndim - 2, query.ndim - 1, key.ndim - 1 if turned else key.ndim - 2
-    if query.dims[0] != query.ndim - 1:
-        dims = query.dims
-    elif key.dims[0] != inner:
-        dims = (key.dims[0] if key.dims[0] < rows else columns,)
-    else:
+    inner, tokens = (key.ndim - 1, key.ndim - 2) if turned else (key.ndim - 2, key.ndim - 1)
+    cut = find_cut(query, key, tokens, inner)
+    if cut is None:
         return None
-    queries, given = query.slabs[0], key.slabs[0]
-    keys = given if turned else given.transpose(-2, -1)
-    if not _has_kernel(queries) or queries.shape[-1] != keys.shape[-1] or not attention.fits(queries, keys):
-        return None
-    if queries.is_inference() or given.is_inference():
+    queries, given = query.slabs, key.slabs
+    if not all(map(_has_kernel, queries)) or any(slab.is_inference() for slab in (*queries, *given)):
         return None  # torch does not count their changes in place
-    if _find_autocast(queries) not in (None, queries.dtype):
+    lying = ShardedVolume(given, key.dims, key.shape, key.context)
+    lying.merged = key.merged
+    turning = lying if turned else transpose_last(lying)
+    shapes = [(*size[:-1], turning.shape[-2]) for size in list_shapes(query)]
+    sides = list_shapes(query), list_shapes(turning, gathered=cut.gathers)
+    if query.shape[-1] != key.shape[inner] or not all(map(attention.fits, *sides)):
         return None
-    shape = (*queries.shape[:-1], keys.shape[-2])
-    stand_in = outline_slab(shape, queries.dtype, queries.device)
-    unchanged = Unchanged((queries, given))
-    waiting = WaitingScores(Steps(queries, keys), None, lambda own: compute(own, given), stand_in, unchanged)
-    return defer(waiting, dims, shape, query.context)
+    if _find_autocast(queries[0]) not in (None, query.dtype):
+        return None
+
+    def compute_all(slabs: Sequence[Tensor]) -> list[Tensor]:
+        return list(map(compute, slabs, give_whole(lying) if cut.gathers else given))
+
+    own = [shapes[number] for number in query.context.communicator.indices]
+    stand_ins = [outline_slab(size, slab.dtype, slab.device) for size, slab in zip(own, queries, strict=True)]
+    shape = (*query.shape[:-1], turning.shape[-2])
+    steps = Steps(tuple(queries), turning, tuple(shape[:-2]), cut)
+    waiting = WaitingScores(steps, None, compute_all, stand_ins, Unchanged((*queries, *given)))
+    return defer(waiting, (cut.dim,), shape, query.context, cut.merged)
 
 
 def scale(func: Callable, volume: ShardedVolume, factor: Any, *, divides: bool) -> ShardedVolume | None:
@@ -241,10 +265,12 @@ def scale(func: Callable, volume: ShardedVolume, factor: Any, *, divides: bool) 
         return None
     found = waiting.steps.factor / factor if divides else waiting.steps.factor * factor
     steps = replace(waiting.steps, factor=found)
-    return _go_on(volume, waiting, steps, lambda own: func(own, factor), volume.dtype)
+    return _go_on(volume, waiting, steps, lambda slabs: [func(slab, factor) for slab in slabs], volume.dtype)
 
 
-def add_term(func: Callable, volume: ShardedVolume, term: Any) -> ShardedVolume | None:
+def add_term(
+    func: Callable, volume: ShardedVolume, term: Any, given: Callable[[Tensor, ShardedVolume], list[Tensor]]
+) -> ShardedVolume | None:
     """Return scores plus an ordinary tensor; None where the kernels do not add such a one.
 
     Parameters
@@ -253,19 +279,26 @@ def add_term(func: Callable, volume: ShardedVolume, term: Any) -> ShardedVolume 
         Adds the second to the first.
     volume, term
         The two.
+    given
+        Returns what each slab of a volume gets of a tensor.
     """
     waiting = take_up(volume)
     if waiting is None or type(term) not in ORDINARY or term.dtype not in WIDTHS or term.ndim == 0:
         return None
-    place = _find_place(volume.shape, term.shape)
-    if place is None or waiting.steps.is_softened or len(waiting.steps.terms) == MOST_TERMS:
+    if _find_place(volume.shape, term.shape) is None:
+        return None
+    if waiting.steps.is_softened or len(waiting.steps.terms) == MOST_TERMS:
         return None
     if term.device != volume.device or term.is_inference():
         return None
-    (own_term,) = volume.context.spread(term)
-    steps = replace(waiting.steps, terms=(*waiting.steps.terms, own_term), places=(*waiting.steps.places, place))
+    alone = volume.context.communicator.num_shards == 1
+    own = tuple(volume.context.spread(term) if alone else given(term, volume))
+    places = [_find_place(slab.shape, part.shape) for slab, part in zip(volume._slabs, own, strict=True)]
+    found = tuple(place for place in places if place is not None)
+    assert len(found) == len(own)  # a slab's matrices of scores are cut as the term is
+    steps = replace(waiting.steps, terms=(*waiting.steps.terms, own), places=(*waiting.steps.places, found))
     dtype = torch.promote_types(volume.dtype, term.dtype)
-    return _go_on(volume, waiting, steps, lambda own: func(own, own_term), dtype, own_term)
+    return _go_on(volume, waiting, steps, lambda slabs: list(map(func, slabs, own)), dtype, *own)
 
 
 def _find_place(shape: Sequence[int], term: Sequence[int]) -> AddendPlace | None:
@@ -287,9 +320,7 @@ def _find_place(shape: Sequence[int], term: Sequence[int]) -> AddendPlace | None
     return AddendPlace(prod(outer[last + 1 :]), prod(own), (height, width))
 
 
-def reshape_scores(
-    volume: ShardedVolume, target: Sequence[int], reshaped: Callable[[ShardedVolume], Any]
-) -> ShardedVolume | None:
+def reshape_scores(volume: ShardedVolume, target: Sequence[int], reshaped: Reshaped) -> ShardedVolume | None:
     """Return scores whose dims in front of the last two are taken apart or together; None for any other shape.
 
     Parameters
@@ -299,17 +330,23 @@ def reshape_scores(
     target
         Its new shape.
     reshaped
-        Reshapes a volume: it says where the cut dim goes.
+        Reshapes a volume: it says where the cut dim goes, and returns None where planes would change shards.
     """
     waiting = take_up(volume)
     if waiting is None or len(target) < 3 or list(target[-2:]) != list(volume.shape[-2:]):
         return None
-    outline = reshaped(ShardedVolume(volume._slabs, volume.dims, volume.shape, volume.context))
-    if not is_whole(outline):
+    outline = ShardedVolume(volume._slabs, volume.dims, volume.shape, volume.context)
+    outline.merged = volume.merged
+    outline = reshaped(outline)
+    if not is_cut_once(outline):
         return None
-    stand_in = outline._slabs[0]
-    later = WaitingScores(waiting.steps, volume, lambda own: own.reshape(stand_in.shape), stand_in, waiting.unchanged)
-    return defer(later, outline.dims, outline.shape, volume.context)
+    stand_ins = outline._slabs
+
+    def compute(slabs: Sequence[Tensor]) -> list[Tensor]:
+        return [slab.reshape(outlined.shape) for slab, outlined in zip(slabs, stand_ins, strict=True)]
+
+    later = WaitingScores(waiting.steps, volume, compute, stand_ins, waiting.unchanged)
+    return defer(later, outline.dims, outline.shape, volume.context, outline.merged)
 
 
 def soften(func: Callable[[Tensor], Tensor], volume: ShardedVolume, dtype: torch.dtype | None) -> ShardedVolume | None:
@@ -329,7 +366,8 @@ def soften(func: Callable[[Tensor], Tensor], volume: ShardedVolume, dtype: torch
         return None
     if dtype is None:
         dtype = volume.dtype if waiting.autocast is None else torch.float32
-    return _go_on(volume, waiting, replace(waiting.steps, is_softened=True), func, dtype)
+    steps = replace(waiting.steps, is_softened=True)
+    return _go_on(volume, waiting, steps, lambda slabs: list(map(func, slabs)), dtype)
 
 
 def cast(volume: ShardedVolume, dtype: torch.dtype) -> ShardedVolume | None:
@@ -339,14 +377,7 @@ def cast(volume: ShardedVolume, dtype: torch.dtype) -> ShardedVolume | None:
     waiting = take_up(volume)
     if waiting is None or dtype not in WIDTHS:
         return None
-    return _go_on(volume, waiting, waiting.steps, lambda own: own.to(dtype), dtype)
-
-
-def is_whole(volume: Any) -> bool:
-    """Say whether a value is a volume on one shard."""
-    if not isinstance(volume, ShardedVolume) or volume.merged is not None or len(volume.dims) != 1:
-        return False
-    return volume.context.communicator.num_shards == 1 and len(volume._slabs) == 1
+    return _go_on(volume, waiting, waiting.steps, lambda slabs: [slab.to(dtype) for slab in slabs], dtype)
 
 
 def _has_kernel(slab: Tensor) -> bool:
@@ -370,7 +401,7 @@ def _go_on(
     volume: ShardedVolume, waiting: WaitingScores, steps: Steps, compute: Compute, dtype: torch.dtype, *read: Tensor
 ) -> ShardedVolume:
     """Return the next step, of the same shape."""
-    stand_in = outline_slab(volume.shape, dtype, waiting.stand_ins[0].device)
+    stand_ins = [outline_slab(slab.shape, dtype, slab.device) for slab in volume._slabs]
     unchanged = waiting.unchanged.including(*read) if read else waiting.unchanged
-    later = WaitingScores(steps, volume, compute, stand_in, unchanged)
-    return defer(later, volume.dims, volume.shape, volume.context)
+    later = WaitingScores(steps, volume, compute, stand_ins, unchanged)
+    return defer(later, volume.dims, volume.shape, volume.context, volume.merged)

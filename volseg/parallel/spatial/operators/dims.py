@@ -124,7 +124,11 @@ def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if "dtype" in named:
         refuse("reinterpreting voxels as another dtype is not supported")
     target = _target_shape(func, volume, args, kwargs)
-    later = reshape_scores(volume, target, lambda outline: reshaped(outline, target)) if waits(volume) else None
+    later = (
+        reshape_scores(volume, target, lambda outline: _reshaped(outline, target, moves=False))
+        if waits(volume)
+        else None
+    )
     if later is not None:
         return later
     if list(target) == list(volume.shape):
@@ -134,6 +138,13 @@ def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def reshaped(volume: ShardedVolume, target: Sequence[int]) -> ShardedVolume | Tensor:
     """Return the volume under another shape; gathered, where no dim of that has the planes of a shard in it."""
+    result = _reshaped(volume, target, moves=True)
+    assert result is not None
+    return result
+
+
+def _reshaped(volume: ShardedVolume, target: Sequence[int], *, moves: bool) -> ShardedVolume | Tensor | None:
+    """Return the volume under another shape; None where planes would change shards for it, and may not."""
     context = volume.context
     if volume.merged is None:
         dims = [_kept_dim(volume.shape, target, dim) for dim in volume.dims]
@@ -143,9 +154,11 @@ def reshaped(volume: ShardedVolume, target: Sequence[int]) -> ShardedVolume | Te
         plain = volume if volume.merged is None else volume.unmerged()
         place = _place(plain.shape, plain.dims[0], target)
         if place is not None:
-            return _merged_or_split(plain, target, *place)
+            return _merged_or_split(plain, target, *place, moves)
         if context.communicator.num_shards == 1 and target:
             return ShardedVolume([volume.slabs[0].reshape(target)], [len(target) - 1], target, context)
+    if not moves:
+        return None
     say_gathered(volume, f"gives the shape {tuple(target)} to")
     return volume.full_tensor().reshape(target)
 
@@ -181,29 +194,30 @@ def _with_slabs(
 
 
 def _merged_or_split(
-    volume: ShardedVolume, target: Sequence[int], dim: int, outer: int, extent: int
-) -> ShardedVolume | Tensor:
+    volume: ShardedVolume, target: Sequence[int], dim: int, outer: int, extent: int, moves: bool
+) -> ShardedVolume | Tensor | None:
     """Reshape where dim ``dim`` of the target runs over ``outer`` dims in front and ``extent`` entries of the cut."""
     context, (cut,), (planes,) = volume.context, volume.dims, volume.sizes
     shards = context.communicator.num_shards
     if extent % planes == 0:
         layout = Merged(outer, extent // planes)
     else:
-        if not can_split(extent, shards):
-            return volume.full_tensor().reshape(target)
         # Each entry takes several planes with it: they must lie on one shard.
         group = planes // extent
+        if not moves and spans(planes, shards, group) != spans(planes, shards):
+            return None
+        if not can_split(extent, shards):
+            return volume.full_tensor().reshape(target)
         slabs = context.communicator.fetch(volume.slabs, 0, cut, planes, spans(planes, shards, group))
         shape = (*volume.shape[:cut], extent, group, *volume.shape[cut + 1 :])
         slabs = [slab.unflatten(cut, (slab.shape[cut] // group, group)) for slab in slabs]
         volume, layout = ShardedVolume(slabs, (cut,), shape, context), Merged(outer, 1)
-    entries = target[dim] // outer
-    plain = outer == 1 and spans(entries, shards, layout.unit) == spans(entries, shards)
     if shards == 1:
         return ShardedVolume([volume.slabs[0].reshape(target)], [dim], target, context)
     result = _with_slabs(volume, target, [dim], [cut], layout)
-    if plain:
-        result.merged = None
+    entries = target[dim] // outer
+    if spans(entries, shards, layout.unit) == spans(entries, shards):  # one layout has one name, and meets itself
+        result.merged = None if outer == 1 else Merged(outer, 1)
     return result
 
 

@@ -13,7 +13,7 @@ from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.lazy import scores
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
-from volseg.parallel.spatial.operators.operands import rewrap, run_local
+from volseg.parallel.spatial.operators.operands import aligned, rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
@@ -240,7 +240,7 @@ def _go_on_waiting(func: Callable, first: Any, second: Any) -> ShardedVolume | N
     if not scores.waits(volume):  # a number by scores, or a tensor less scores
         return None
     if func in SUMS:
-        return scores.add_term(func, volume, operand)
+        return scores.add_term(func, volume, operand, aligned)
     divides = func in QUOTIENTS
     return scores.scale(func, volume, operand, divides=divides) if divides or func in PRODUCTS else None
 

@@ -16,7 +16,7 @@ from volseg.parallel.spatial.lazy.attention import attend
 from volseg.parallel.spatial.lazy.scores import score
 from volseg.parallel.spatial.operators.operands import elementwise
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, from_whole, give_whole, relaid, wrap
 
 __all__ = ["attention", "contract", "einsum", "linear", "matmul"]
 
@@ -75,6 +75,8 @@ def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters
     if isinstance(operand, ShardedVolume):
         if list(operand.dims) == dims:
             return relaid(operand, like.merged).slabs
+        if set(dims) == {-1}:
+            return give_whole(operand)
         operand = operand.full_tensor()
     if -1 not in dims:
         return from_whole(operand, dims, context, like.merged).slabs

@@ -171,13 +171,20 @@ class ProcessGroupShards(Communicator):
         own, mine = spans(size, self.grid[axis], unit)[here], wanted[here]
         shape = list(planes.shape)
         shape[dim] = own[1] - own[0]
-        total = planes.new_zeros(shape)
+        keeps_all = mine[0] <= own[0] and own[1] <= mine[1]
+        if keeps_all:  # one pass instead of zeros and a copy
+            kept = planes.narrow(dim, own[0] - mine[0], shape[dim])
+            total = kept.clone(memory_format=torch.contiguous_format)
+        else:
+            total = planes.new_zeros(shape)
         arrivals, operations, messages = [], [], self.begin_messages()
         for move in transfers(size, wanted, unit):
             if here not in (move.source, move.target):
                 continue
             if move.target == here:
                 piece = planes.narrow(dim, move.start - mine[0], move.stop - move.start)
+                if move.source == here and keeps_all:
+                    continue
                 if move.source == here:
                     total.narrow(dim, move.start - own[0], move.stop - move.start).copy_(piece)
                 else:
