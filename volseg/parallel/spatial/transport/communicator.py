@@ -22,6 +22,7 @@ from functools import cached_property
 from math import prod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device.norm.choice import compute_shares
@@ -125,6 +126,31 @@ class Communicator(ABC):
         unit
             So many planes stay together (see ``spans``).
         """
+
+    def fetch_padded(
+        self,
+        slabs: Sequence[Tensor],
+        axis: int,
+        dim: int,
+        size: int,
+        wanted: Sequence[Span],
+        widths: Sequence[Sequence[int]],
+        fill: float,
+    ) -> list[Tensor]:
+        """Give each shard the planes it wants, in the middle of a margin: one copy, where planes move.
+
+        Parameters
+        ----------
+        slabs, axis, dim, size, wanted
+            See ``fetch``.
+        widths
+            Of each slab's margin, as ``F.pad`` takes them.
+        fill
+            What the margin holds.
+        """
+        fetched = self.fetch(slabs, axis, dim, size, wanted)
+        pairs = zip(fetched, widths, strict=True)
+        return [F.pad(slab, list(own), value=fill) if any(own) else slab for slab, own in pairs]
 
     @abstractmethod
     def collect(self, partials: Sequence[Tensor]) -> Tensor:
