@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device.pretended import keeping
@@ -27,11 +26,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class AxisPlan:
-    """An operator along one cut dim: its window, its number of output planes, what padding holds."""
+    """An operator along one cut dim: its window, its number of output planes, what padding holds.
+
+    ``inside`` are planes of the same padding along other dims, written at once: as ``F.pad`` takes them.
+    """
 
     window: Window
     outputs: int
     fill: float = 0.0
+    inside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +88,16 @@ def fetch_windows(volume: ShardedVolume, plans: Sequence[AxisPlan]) -> tuple[lis
         outputs = spans(plan.outputs, communicator.grid[axis])
         needs = [plan.window.need(*output) for output in outputs]
         wanted = [clip(need, size) for need in needs]
-        slabs = communicator.fetch(slabs, axis, dim, size, wanted)
-        padded = []
-        for slab, coordinates, local in zip(slabs, communicator.coordinates, windows, strict=True):
+        widths = []
+        for coordinates, local in zip(communicator.coordinates, windows, strict=True):
             here = coordinates[axis]
             local.append(LocalWindow(needs[here], outputs[here], outputs[here][0] - plan.window.first(*outputs[here])))
             # A shard may need nothing but padding.
             start, stop = needs[here]
             before = min(max(-start, 0), stop - start)
             after = min(max(stop - size, 0), stop - start)
-            padded.append(pad_planes(slab, dim, before, after, plan.fill))
-        slabs = padded
+            widths.append(_widen(plan.inside, volume.ndim - 1 - dim, before, after))
+        slabs = communicator.fetch_padded(slabs, axis, dim, size, wanted, widths, plan.fill)
     return slabs, windows
 
 
@@ -105,13 +107,11 @@ def clip(span: Span, size: int) -> Span:
     return start, max(start, min(span[1], size))
 
 
-def pad_planes(slab: Tensor, dim: int, before: int, after: int, fill: float = 0.0) -> Tensor:
-    """Add planes of ``fill`` in front and behind along ``dim``."""
-    if before == after == 0:
-        return slab
-    widths = [0] * (2 * (slab.ndim - dim))
-    widths[-2:] = [before, after]
-    return F.pad(slab, widths, value=fill)
+def _widen(inside: Sequence[int], place: int, before: int, after: int) -> list[int]:
+    """Return widths as ``F.pad`` takes them, with those of the dim that is so many places from the last."""
+    widths = [*inside, *([0] * (2 * place + 2 - len(inside)))]
+    widths[2 * place : 2 * place + 2] = before, after
+    return widths
 
 
 def sharded_windows(
