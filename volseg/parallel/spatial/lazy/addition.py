@@ -215,8 +215,8 @@ class _Add(torch.autograd.Function):
             slopes = [row[number].slope for row in rows]
             of_slopes += [sum_to_slope(each, s) for each, s in zip(own, slopes, strict=True) if s is not None]
         inputs = [
-            addition.add_gradients(gradient, *row, list(pairs), ctx.activation, _give_room(ctx, row))
-            for gradient, row, *pairs in zip(gradients, rows, *factors, strict=True)
+            addition.add_gradients(gradient, first, second, list(pairs), ctx.activation, _give_room(ctx, first, second))
+            for gradient, (first, second), *pairs in zip(gradients, rows, *factors, strict=True)
         ]
         columns = list(zip(*inputs, strict=True))
         for column, plan, pairs in zip(columns, ctx.plans, factors, strict=False):
@@ -226,10 +226,10 @@ class _Add(torch.autograd.Function):
         return None, None, None, *of_parameters, *of_slopes, *chain.from_iterable(columns)
 
 
-def _give_room(ctx: Any, row: tuple[Term, Term]) -> list[Tensor | None]:
+def _give_room(ctx: Any, *terms: Term) -> list[Tensor | None]:
     """Return memory for the gradients of norms: the convolution in front wants neighbours' planes around it."""
-    roomy = ctx.room if row[0].slab.shape[0] == 1 else 0
-    return [allocate_with_room(term.slab, roomy) if roomy and term.is_norm else None for term in row]
+    roomy = ctx.room if terms[0].slab.shape[0] == 1 else 0
+    return [allocate_with_room(term.slab, roomy) if roomy and term.is_norm else None for term in terms]
 
 
 class _Plan:

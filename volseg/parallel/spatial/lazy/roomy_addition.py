@@ -1,4 +1,4 @@
-"""A sum of two volumes as they are, in buffers with room: a convolution behind receives its halo there, and copies none.
+"""A sum of volumes as they are, in buffers with room: a convolution behind receives its halo there, and copies nothing.
 
 Such are the residual blocks that have no norm in front of their sum.
 """
@@ -32,7 +32,8 @@ def add_with_room(first: Any, second: Any) -> ShardedVolume | None:
     if not wanted or context.communicator.num_shards == 1 or first.dims != (DIM,) or first.ndim != 5:
         return None
     alike = first.shape == second.shape and first.dims == second.dims and first.dtype == second.dtype
-    if not alike or second.context is not context or first.merged is not None or second.merged is not None:
+    plain = first.merged is second.merged is None and first.dtype.is_floating_point and first.numel() > 0
+    if not alike or not plain or second.context is not context:
         return None
     pairs = zip(first.slabs, second.slabs, strict=True)
     return wrap(first, [_AddWithRoom.apply(*pair, context.room) for pair in pairs])

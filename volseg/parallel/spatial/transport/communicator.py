@@ -22,12 +22,12 @@ from functools import cached_property
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device.norm.choice import compute_shares
 from volseg.device.peer.values import ValueExchange
 from volseg.parallel.spatial.plan.shards import Span, spans
+from volseg.parallel.spatial.transport.pieces import pad_slabs
 
 __all__ = ["Communicator", "narrow_to"]
 
@@ -148,9 +148,7 @@ class Communicator(ABC):
         fill
             What the margin holds.
         """
-        fetched = self.fetch(slabs, axis, dim, size, wanted)
-        pairs = zip(fetched, widths, strict=True)
-        return [F.pad(slab, list(own), value=fill) if any(own) else slab for slab, own in pairs]
+        return pad_slabs(self.fetch(slabs, axis, dim, size, wanted), widths, fill)
 
     @abstractmethod
     def collect(self, partials: Sequence[Tensor]) -> Tensor:

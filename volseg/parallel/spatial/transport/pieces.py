@@ -7,11 +7,12 @@ of them out like the messages, and every operator behind would go on so.
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.device.layout import layout_of
 
-__all__ = ["join_pieces", "start_total", "view_inside"]
+__all__ = ["join_pieces", "pad_slabs", "start_total", "view_inside"]
 
 
 def join_pieces(
@@ -48,6 +49,11 @@ def join_pieces(
         inside.narrow(dim, start, piece.shape[dim]).copy_(piece)
         start += piece.shape[dim]
     return whole
+
+
+def pad_slabs(slabs: Sequence[Tensor], widths: Sequence[Sequence[int]], fill: float) -> list[Tensor]:
+    """Return each slab with a margin, itself where that is empty."""
+    return [F.pad(slab, list(own), value=fill) if any(own) else slab for slab, own in zip(slabs, widths, strict=True)]
 
 
 def view_inside(whole: Tensor, widths: Sequence[int]) -> Tensor:
