@@ -48,7 +48,8 @@ class WaitingSum(Waiting):
     def __init__(self, context: Context, norm: WaitingNorm, other: WaitingNorm | list[Tensor]) -> None:
         self.context, self.norm, self.other = context, norm, other
         self.activation = IDENTITY
-        self.stand_ins, self.room = list(norm.stand_ins), norm.room
+        # Several samples with room around each lie apart, which whoever reads no halo would copy.
+        self.stand_ins, self.room = list(norm.stand_ins), norm.room if len(norm.stand_ins[0]) == 1 else 0
         if isinstance(other, WaitingNorm):
             self.moment, self.unchanged = norm.moment.joined(other.moment), norm.unchanged.joined(other.unchanged)
         else:
@@ -228,8 +229,7 @@ class _Add(torch.autograd.Function):
 
 def _give_room(ctx: Any, *terms: Term) -> list[Tensor | None]:
     """Return memory for the gradients of norms: the convolution in front wants neighbours' planes around it."""
-    roomy = ctx.room if terms[0].slab.shape[0] == 1 else 0
-    return [allocate_with_room(term.slab, roomy) if roomy and term.is_norm else None for term in terms]
+    return [allocate_with_room(term.slab, ctx.room) if ctx.room and term.is_norm else None for term in terms]
 
 
 class _Plan:

@@ -54,7 +54,8 @@ def pad(
         if volume.ndim - 1 - place not in volume.dims:
             inside[2 * place : 2 * place + 2] = pair
     cut = [dim for dim in volume.dims if pairs[dim] != (0, 0)]
-    if any(inside) and not (cut and mode == "constant"):
+    at_once = bool(cut) and mode == "constant" and min(inside) >= 0
+    if any(inside) and not at_once:
         rest = {"mode": mode, "value": value}
         volume = _pad_inside(volume, inside, rest)
         inside = []
