@@ -128,10 +128,14 @@ def _widen(inside: Sequence[int], place: int, before: int, after: int) -> list[i
 def _take_own(slab: Tensor, dim: int, own: Span, wanted: Span) -> Tensor:
     """Return the wanted planes of a slab, to be read alone: itself, or a view."""
     (start, stop), first = wanted, own[0]
-    return slab if own == wanted else _Part.apply(slab, dim, start - first if stop > start else 0, stop - start, False)
+    return (
+        slab
+        if own == wanted
+        else _TakenPlanes.apply(slab, dim, start - first if stop > start else 0, stop - start, False)
+    )
 
 
-class _Part(torch.autograd.Function):
+class _TakenPlanes(torch.autograd.Function):
     """Planes of a slab, whose gradient lies among zeros in its own layout: torch puts it among contiguous ones.
 
     ``apart``, the planes are no view for autograd: the slab is nobody's but theirs, and they may be changed in place.
@@ -189,7 +193,7 @@ def sharded_windows(
             owed = window.output[1] - window.output[0]
             if window.skip or result.shape[dim] != owed:
                 part = dim, window.skip, owed
-                result = _Part.apply(result, *part, True) if reads_only else result.narrow(*part)
+                result = _TakenPlanes.apply(result, *part, True) if reads_only else result.narrow(*part)
         results.append(result)
     shape = list(results[0].shape)
     for dim, plan in zip(volume.dims, plans, strict=True):
