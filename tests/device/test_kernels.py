@@ -224,6 +224,22 @@ def add_norms() -> None:
         wanted = compute_terms(exact, activation)
         assert_near(addition_passes.add(*given, activation), wanted, ROUNDING[dtype])
         assert_near(addition.add(*exact, activation), wanted, 1e-12)
+        for row, rounding in ((given, ROUNDING[dtype]), (exact, 1e-12)):
+            whole, out = with_room(row[0].slab)
+            assert (addition_passes if row is given else addition).add(*row, activation, out) is out
+            assert_near(out, wanted, rounding)
+            assert_untouched(whole)
+
+
+def with_room(slab: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for a slab with a plane before and behind, and that of the slab itself."""
+    batch, channels, planes, *within = slab.shape
+    whole = volume(batch, channels, planes + 2, *within, dtype=slab.dtype, last=slab.stride(1) == 1).fill_(7.0)
+    return whole, whole.narrow(2, 1, planes)
+
+
+def assert_untouched(whole: Tensor) -> None:
+    assert bool((whole[:, :, [0, -1]] == 7.0).all())
 
 
 @covers("device.norm.addition_passes._sums_kernel", "device.norm.addition_passes._input_kernel")
@@ -242,6 +258,17 @@ def differentiate_added_norms() -> None:
             addition_passes.add_gradients(gradient, *given, found, activation), exact_gradients, strict=True
         ):
             assert_near(got, wanted, ROUNDING[dtype])
+        for module, row, own, each in (
+            (addition_passes, given, found, gradient),
+            (addition, exact, exact_found, gradient.double()),
+        ):
+            rooms = [with_room(term.slab) if term.is_norm else (None, None) for term in row]
+            got = module.add_gradients(each, *row, own, activation, [out for _, out in rooms])
+            for (whole, out), one, wanted in zip(rooms, got, exact_gradients, strict=True):
+                assert_near(one, wanted, ROUNDING[dtype])
+                if whole is not None:
+                    assert one is out
+                    assert_untouched(whole)
 
 
 @covers("device.norm.statistics._moments_kernel", "device.norm.statistics._join_kernel")

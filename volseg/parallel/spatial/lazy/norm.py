@@ -24,7 +24,7 @@ from volseg.parallel.spatial.lazy.vanishing import note_vanishing
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.recipe import Outline, Recipe, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
+from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -130,7 +130,7 @@ class _Writing:
 
     def write(self, slabs: Sequence[Tensor]) -> list[Tensor]:
         """Apply scale, shift and activation; with halos to send, to the outermost planes first."""
-        room = self.norm.room
+        room = find_needed_room(self.norm.room, self.halos)
         if self.outline:
             return [outline_slab(slab.shape, slab.dtype, slab.device) for slab in slabs]
         slopes: Sequence[Tensor | None] = self.slopes or [None] * len(slabs)
