@@ -193,7 +193,7 @@ def take_statistics(
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
+class _OneKernel:
     """How one kernel exchanges statistics and computes what follows from them."""
 
     values: ValueExchange | None
@@ -210,7 +210,7 @@ class _Exchange:
         return self.values.run(calls, self.count)
 
 
-def _find_exchange(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> _Exchange | None:
+def _find_exchange(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> _OneKernel | None:
     """Return how one kernel does it; None where several do. All processes decide alike, whichever rows they have."""
     batch, channels = slabs[0].shape[:2]
     if not choice.takes(slabs[0]):
@@ -220,11 +220,11 @@ def _find_exchange(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) ->
         assert pooled.replicas is not None
         values = None if context.over_replicas is None else context.over_replicas.values
         fits = values is not None and count <= CAPACITY and fusions.is_on("pooled statistics")
-        return _Exchange(values, count, pooled.replicas.count) if fits else None
+        return _OneKernel(values, count, pooled.replicas.count) if fits else None
     values = context.communicator.values
     reached = context.communicator.num_shards == 1 or (values is not None and count <= CAPACITY)
     alone = pooled.grouping.is_alone(batch, channels) or fusions.is_on("pooled statistics")
-    return _Exchange(values, count, 1) if reached and alone else None
+    return _OneKernel(values, count, 1) if reached and alone else None
 
 
 def combine_sums(
