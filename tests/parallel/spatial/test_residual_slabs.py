@@ -12,6 +12,7 @@ from in_group import in_group
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel
+from volseg.parallel.spatial.convolution import around
 from volseg.parallel.spatial.convolution import slab as slab_convolution
 from volseg.parallel.spatial.operators import planes
 from volseg.parallel.spatial.transport.pieces import join_pieces, pad_slabs, start_total, view_inside
@@ -83,6 +84,7 @@ class Blocks(nn.Module):
 def list_copies() -> list[bool]:
     """Return, for each slab that a convolution extends in a step, whether it was copied."""
     extend, copied = slab_convolution.extend, []
+    places = (slab_convolution, around)  # inputs, and gradients
 
     def note(slab: Tensor, room: int, own: tuple[int, int]) -> Tensor:
         buffer = extend(slab, room, own)
@@ -91,11 +93,13 @@ def list_copies() -> list[bool]:
 
     torch.manual_seed(0)
     model = ModelParallel(Blocks(), strategy="spatial", channels_last=True)
-    slab_convolution.extend = note
+    for place in places:
+        place.extend = note
     try:
         model(torch.randn(1, 3, 24, 4, 4)).square().mean().backward()
     finally:
-        slab_convolution.extend = extend
+        for place in places:
+            place.extend = extend
     return copied
 
 

@@ -211,8 +211,8 @@ class _Add(torch.autograd.Function):
             mean, rstd = known[2 * number : 2 * number + 2]
             found = combine_sums(ctx.context, plan.pooled, own, mean, rstd, weight, plan.voxels, slabs)
             factors.append(list(zip(*map(ctx.context.spread, found[:2]), strict=True)))
-            moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
-            of_parameters += [None if weight is None else moment.to(weight), None if bias is None else total.to(bias)]
+            of_parameters.append(None if weight is None else found.weight.to(weight))
+            of_parameters.append(None if bias is None else found.bias.to(bias))
             slopes = [row[number].slope for row in rows]
             of_slopes += [sum_to_slope(each, s) for each, s in zip(own, slopes, strict=True) if s is not None]
         inputs = [
