@@ -10,10 +10,8 @@ from torch import Tensor
 from volseg.device.pretended import host_values
 from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.dispatch import in_planes
-from volseg.parallel.spatial.operators.joins import cat
-from volseg.parallel.spatial.operators.operands import cut_like
-from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, select_planes, sharded_windows
-from volseg.parallel.spatial.operators.slices import take_planes
+from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, clip, select_planes, sharded_windows
+from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.plan.windows import Strided, Window
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
@@ -147,7 +145,7 @@ def flip(func: Callable, input: Any, dims: int | Sequence[int]) -> Any:
 
 @handles("Padding and mirroring", "roll")
 def roll(func: Callable, input: Any, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None) -> Any:
-    """Roll along named dims; along the cut two slices change places."""
+    """Roll along named dims; along the cut each shard fetches what comes from either end."""
     source = volume = input
     if dims is None or dims == () or dims == []:
         refuse("rolling the flattened volume is not supported: name dims")
@@ -159,11 +157,18 @@ def roll(func: Callable, input: Any, shifts: int | Sequence[int], dims: int | Se
             volume = wrap(volume, [slab.roll(shift, dim) for slab in volume.slabs])
         elif shift % size:
             volume = in_planes(volume)
-            behind = take_planes(volume, dim, size - shift % size, shift % size)
-            front = take_planes(volume, dim, 0, size - shift % size)
-            whole = [p for p in (behind, front) if isinstance(p, ShardedVolume)]
-            if whole:
-                volume = cat(torch.cat, [behind, front], dim)
-            else:
-                volume = cut_like(torch.cat([behind, front], dim), volume)
+            volume = wrap(volume, _roll_cut(volume, dim, shift % size))
     return _apart(volume, source)
+
+
+def _roll_cut(volume: ShardedVolume, dim: int, shift: int) -> list[Tensor]:
+    """Return the slabs of a volume rolled along a cut dim: of most planes the neighbours send the shift alone."""
+    communicator, size = volume.context.communicator, volume.shape[dim]
+    axis = volume.dims.index(dim)
+    outputs = spans(size, communicator.grid[axis])
+    columns = []
+    for first in (size - shift, -shift):  # the plane that would come to lie at 0: of the last ones, of the others
+        wanted = [clip((start + first, stop + first), size) for start, stop in outputs]
+        columns.append(communicator.fetch(volume.slabs, axis, dim, size, wanted))
+    # Empty pieces too: backward every process takes part in what goes back.
+    return [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)]
