@@ -56,7 +56,7 @@ def compared():
     forecasts = [Forecast(candidate=Candidate(), memory=use, seconds=1.0) for use in memory]
     forecasts.append(Forecast(candidate=Candidate(), refused="it looks at values"))
     told = []
-    found = compare([*rows, {"name": "lost", "failed": "no result"}], told.append, lambda row: forecasts.pop(0))
+    found = compare([*rows, {"name": "lost", "failed": "no result"}], told.append, find=lambda row: forecasts.pop(0))
     assert told == found
     return found
 

@@ -104,7 +104,8 @@ def forecast(chosen: argparse.Namespace) -> None:
         return
     report = json.loads(chosen.compare.read_text(encoding="utf-8"))
     rows = [row for row in report["rows"] if all(words in row["name"] for words in chosen.only)]
-    report["compared"] = compared.compare(rows, lambda found: print(compared.describe(found), flush=True))
+    gpu = compared.name_gpu(report)
+    report["compared"] = compared.compare(rows, lambda found: print(compared.describe(found), flush=True), gpu)
     report["errors"] = compared.summarise(report["compared"])
     unchanged = [found for found in report["compared"] if not found["changed_since"]]
     report["errors_of_unchanged"] = compared.summarise(unchanged)

@@ -121,8 +121,17 @@ def list_changes(row: Row) -> list[str]:
     return [name for name, is_so in found.items() if is_so]
 
 
+def name_gpu(report: Row) -> str:
+    """Return the name of the GPUs that a result was measured on; the first results, of an H200, do not say it."""
+    gpus = (report.get("environment") or {}).get("gpus")
+    return gpus[0]["name"] if gpus else "h200"
+
+
 def compare(
-    rows: Sequence[Row], tell: Callable[[Row], None], find: Callable[[Row], Forecast] | None = None
+    rows: Sequence[Row],
+    tell: Callable[[Row], None],
+    gpu: str = "h200",
+    find: Callable[[Row], Forecast] | None = None,
 ) -> list[Row]:
     """Return a row for each configuration that was measured: forecast over measured, less one.
 
@@ -132,10 +141,12 @@ def compare(
         As ``plan_accuracy.py`` wrote them.
     tell : callable
         Takes each as it is done.
+    gpu : str
+        The kind that they were measured on.
     find : callable
         Forecasts one; by default `forecast_row`, within what was counted on.
     """
-    find = find or (lambda row: forecast_row(row, gpu_bytes=row.get("capacity")))
+    find = find or (lambda row: forecast_row(row, gpu, row.get("capacity")))
     compared: list[Row] = []
     for row in rows:
         if "failed" in row or "out_of_memory" in row:
