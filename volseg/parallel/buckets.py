@@ -44,9 +44,12 @@ def flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], fu
     further
         Values behind them.
     """
+    pairs = list(zip(gradients, parameters, strict=True))
+    missing = [parameter.numel() for gradient, parameter in pairs if gradient is None]
+    zeros = parameters[0].new_zeros(max(missing, default=0))  # made once: what is missing is copied from there
     parts = [
-        parameter.new_zeros(parameter.numel()) if gradient is None else _lie_like(gradient, parameter)
-        for gradient, parameter in zip(gradients, parameters, strict=True)
+        zeros.narrow(0, 0, parameter.numel()) if gradient is None else _lie_like(gradient, parameter)
+        for gradient, parameter in pairs
     ]
     return torch.cat(parts if further is None else [*parts, further])
 
