@@ -51,6 +51,8 @@ class ShardedVolume(Tensor):
         has its own.
     is_bypassed
         Whether a gradient goes past the slabs, to those that they join: the slabs' own is not all of it.
+    is_read
+        Whether an operator has read it, whose history a later hook is no part of.
     is_saved
         Set of what a checkpoint within a recomputed block saves. It says that it needs no gradient: torch would
         detach it, and nothing would be saved of what the block does with it.
@@ -67,6 +69,7 @@ class ShardedVolume(Tensor):
     origin: "Origin | None" = None
     hooks: dict[int, Callable] | None = None
     is_bypassed: bool = False
+    is_read: bool = False
     is_saved: bool = False
     widen: "Callable[[ShardedVolume], ShardedVolume] | None" = None
     _slabs: list[Tensor]

@@ -232,7 +232,7 @@ def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any
     """Call ``hook`` with the gradient of the whole volume, which what it returns takes the place of."""
     if not input.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")  # as torch does
-    used, slabs = isinstance(input.pending, Shown), input.slabs
+    used, slabs = input.is_read or isinstance(input.pending, Shown), input.slabs
     _check_not_bypassed(input)
     dims, shape, context, merged = input.dims, input.shape, input.context, input.merged
 
