@@ -22,6 +22,7 @@ from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation
 from volseg.device.norm.grouping import ALONE, Grouping
+from volseg.device.norm.running import Running
 from volseg.device.norm.term import Term
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import ValueMailbox
@@ -224,6 +225,22 @@ def add_norms() -> None:
         wanted = compute_terms(exact, activation)
         assert_near(addition_passes.add(*given, activation), wanted, ROUNDING[dtype])
         assert_near(addition.add(*exact, activation), wanted, 1e-12)
+        for row, rounding in ((given, ROUNDING[dtype]), (exact, 1e-12)):
+            whole, out = with_room(row[0].slab)
+            assert (addition_passes if row is given else addition).add(*row, activation, out) is out
+            assert_near(out, wanted, rounding)
+            assert_untouched(whole)
+
+
+def with_room(slab: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for a slab with a plane before and behind, and that of the slab itself."""
+    batch, channels, planes, *within = slab.shape
+    whole = volume(batch, channels, planes + 2, *within, dtype=slab.dtype, last=slab.stride(1) == 1).fill_(7.0)
+    return whole, whole.narrow(2, 1, planes)
+
+
+def assert_untouched(whole: Tensor) -> None:
+    assert bool((whole[:, :, [0, -1]] == 7.0).all())
 
 
 @covers("device.norm.addition_passes._sums_kernel", "device.norm.addition_passes._input_kernel")
@@ -242,6 +259,17 @@ def differentiate_added_norms() -> None:
             addition_passes.add_gradients(gradient, *given, found, activation), exact_gradients, strict=True
         ):
             assert_near(got, wanted, ROUNDING[dtype])
+        for module, row, own, each in (
+            (addition_passes, given, found, gradient),
+            (addition, exact, exact_found, gradient.double()),
+        ):
+            rooms = [with_room(term.slab) if term.is_norm else (None, None) for term in row]
+            got = module.add_gradients(each, *row, own, activation, [out for _, out in rooms])
+            for (whole, out), one, wanted in zip(rooms, got, exact_gradients, strict=True):
+                assert_near(one, wanted, ROUNDING[dtype])
+                if whole is not None:
+                    assert one is out
+                    assert_untouched(whole)
 
 
 @covers("device.norm.statistics._moments_kernel", "device.norm.statistics._join_kernel")
@@ -294,20 +322,70 @@ def exchange_coefficients() -> None:
         shares = torch.tensor(counts, device=DEVICE).reshape(-1, 1, 1) / sum(counts)
         sums = [volume(3, 2, 2, channels) for _ in slabs[:shards]]
         for box, slab in zip(boxes, slabs, strict=False):
-            got = exchanged.exchange_coefficients(slab, shares, weight, bias, 1e-5, box, grouping)
+            got, _ = exchanged.exchange_coefficients(slab, shares, weight, bias, 1e-5, box, grouping)
         stacked = torch.stack([reference.moments(slab.double()) for slab in slabs[:shards]])
         assert_near(got, reference.coefficients(stacked, *wide(shares, weight, bias), 1e-5, average), 1e-5)
         stacked = torch.stack([partials.double().sum(0) for partials in sums])
         for given in (False, True):
             for box, partials in zip(boxes, sums, strict=True):
                 settings = grouping, given
-                got = exchanged.exchange_backward_coefficients(
+                back = exchanged.exchange_backward_coefficients(
                     partials, mean, rstd, weight, sum(counts), box, *settings
                 )
             exact = wide(mean, rstd, weight)
-            assert_near(got, reference.backward_coefficients(stacked, *exact, sum(counts), average, given), 1e-5)
+            wanted = reference.backward_coefficients(stacked, *exact, sum(counts), average, given)
+            for value, exactly in zip(back, (*wanted[:2], *wanted[2:].sum(1)), strict=True):
+                assert_near(value, exactly, 1e-5)
         assert all(box is None or box.calls.tolist() == [3, 0] for box in boxes)
         del memory
+    exchange_with_replicas()
+
+
+def exchange_with_replicas() -> None:
+    """Between two slabs each of two replicas with one row and with three; who runs last has heard all others."""
+    channels, rows, depths, grouping = 13, (1, 3), (2, 3), Grouping(over_batch=True)
+    whole = [volume(count, channels, sum(depths), 2, 1) * 3 + 7 for count in rows]
+    slabs = [slab.contiguous() for own in whole for slab in own.split(depths, 2)]
+    sums = [volume(3, 2, count, channels) for count in rows for _ in depths]
+    weight, bias = values(channels), values(channels)
+    samples = torch.cat(whole).double()
+    number, voxels = samples[:, 0].numel(), samples[0, 0].numel()
+    stacked = reference.moments(samples).unsqueeze(0)
+    share = torch.ones(1, 1, 1, device=DEVICE).double()
+    wanted = reference.coefficients(stacked, share, *wide(weight, bias), 1e-5, grouping.average)
+    running = [values(channels) for _ in range(2)]
+    moved = [value.double() for value in running]
+    F.batch_norm(samples, *moved, None, None, True, 0.3)
+    memory, boxes = mailboxes(4)
+    for first in range(4):
+        order = [(first + 1 + n) % 4 for n in range(4)]
+        for rank in order:
+            box = boxes[rank]
+            assert box is not None
+            box.hears = rank == first
+            own = Running(running[0].clone(), running[1].clone(), 0.3)
+            got, count = exchanged.exchange_coefficients(
+                slabs[rank], None, weight, bias, 1e-5, box, grouping, own, voxels, 2
+            )
+        assert count is not None
+        assert count.item() == number
+        assert_near(got, wanted[:, : rows[first // 2]], 1e-5)
+        for value, exactly in zip((own.mean, own.variance), moved, strict=True):
+            assert_near(value, exactly, 1e-5)
+        mean, _, rstd, _, _ = got.unbind(0)
+        for rank in order:
+            of_rows = mean[:1].expand(rows[rank // 2], -1).contiguous(), rstd[:1].expand(rows[rank // 2], -1)
+            back = exchanged.exchange_backward_coefficients(
+                sums[rank], of_rows[0], of_rows[1].contiguous(), weight, count, boxes[rank], grouping, False, 2
+            )
+        of_samples = torch.cat([sum(sums[2 * n + m].double().sum(0) for m in range(2)) for n in range(2)], 1)
+        exact = wide(*(value[:1].expand(4, -1) for value in (mean, rstd)), weight)
+        found = reference.backward_coefficients(of_samples.unsqueeze(0), *exact, voxels, grouping.average)
+        begin = 0 if first < 2 else 1
+        found = found[:, begin : begin + rows[first // 2]]
+        for value, exactly in zip(back, (*found[:2], *found[2:].sum(1)), strict=True):
+            assert_near(value, exactly, 1e-5)
+    del memory
 
 
 def mailboxes(shards: int) -> tuple[Tensor, list[ValueMailbox | None]]:

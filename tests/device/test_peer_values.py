@@ -79,21 +79,22 @@ def test_norms_of_streams_exchange_and_combine(shards: int) -> None:
     mean, _, rstd, scale, shift = wanted
     rows = zip(gradients, slabs, strict=True)
     sums = torch.stack([choice.gradient_sums_of_parts(*row, mean, scale, shift, activation).sum(0) for row in rows])
-    wanted_back = choice.backward_coefficients(sums, mean, rstd, weight, voxels, None)
+    wanted_back = choice.backward_coefficients(sums, mean, rstd, weight, voxels, None)[:2]
 
     def exchanged() -> tuple[list[Tensor], list[Tensor]]:
         got, back = [], []
         for rank, stream in enumerate(streams):
             box = sides[rank] if shards > 1 else None
             with torch.cuda.stream(stream):
-                got.append(choice.exchange_coefficients(slabs[rank], shares, weight, bias, 1e-5, box))
+                got.append(choice.exchange_coefficients(slabs[rank], shares, weight, bias, 1e-5, box).found)
         torch.cuda.synchronize()
         for rank, stream in enumerate(streams):
             box = sides[rank] if shards > 1 else None
             with torch.cuda.stream(stream):
                 row = gradients[rank], slabs[rank], mean, scale, shift, activation, None
                 parts = choice.gradient_sums_of_parts(*row)
-                back.append(choice.exchange_backward_coefficients(parts, mean, rstd, weight, voxels, box))
+                found = choice.exchange_backward_coefficients(parts, mean, rstd, weight, voxels, box)
+                back.append(torch.stack([found.factor, found.offset]))
         torch.cuda.synchronize()
         return got, back
 

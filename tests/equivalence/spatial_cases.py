@@ -79,6 +79,33 @@ class Paths(nn.Module):
         return self.up(y)[..., : x.shape[-1]].softmax(1)
 
 
+class Residual(nn.Module):
+    """Residual blocks with and without a norm in front of their sum, a wide halo, planes cut off and padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv3d(1, 4, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv3d(4, 4, 3, padding=1) for _ in range(4))
+        self.norm, self.other = nn.InstanceNorm3d(4, affine=True), nn.BatchNorm3d(4)
+        self.wide = nn.Conv3d(4, 4, 3, padding=4, dilation=4)
+        self.down, self.skip = nn.Conv3d(4, 8, 3, stride=2, padding=1), nn.Conv3d(4, 8, 1, stride=2)
+        self.up = nn.ConvTranspose3d(8, 4, 3, stride=2, padding=1)
+        self.last = nn.Conv3d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.blocks[0](x)
+        x = self.blocks[1](x) + x
+        fine = F.relu(self.norm(self.blocks[2](x)) + x)
+        fine = F.relu(self.norm(self.blocks[3](fine)) + self.other(fine))
+        fine = fine + self.wide(F.relu(self.other(fine)))
+        coarse = self.down(fine) + self.skip(fine)
+        up = F.pad(F.relu(self.up(coarse), inplace=True), (1, 0, 1, 0, 1, 0), value=0.5)
+        up = up + F.interpolate(coarse[:, :4], scale_factor=2, mode="trilinear")
+        up += fine
+        return self.last(up)
+
+
 def normed(norm: Callable[[int], nn.Module]) -> nn.Module:
     """Return two convolutions with a norm between, strided."""
     return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), norm(4), nn.PReLU(4), nn.Conv3d(4, 4, 3, stride=2, padding=1))
@@ -216,6 +243,23 @@ CASES = {
         ),
         (1, 1, 20, 12, 8),
     ),
+    "segresnet, channels last": Case(
+        monai("SegResNet", 3, 8, 1, 2, blocks_down=(1, 1, 1), blocks_up=(1, 1)),
+        (1, 1, 20, 12, 8),
+        2,
+        options={"channels_last": True},
+    ),
+    "mednext, channels last": Case(
+        monai("MedNeXt", 3, 4, 1, 2, kernel_size=3, blocks_down=(1,), blocks_up=(1,), use_residual_connection=True),
+        (1, 1, 20, 12, 8),
+        options={"channels_last": True},
+    ),
+    "residual": Case(Residual, (2, 1, 20, 8, 6), 2),
+    "residual, channels last": Case(Residual, (1, 1, 24, 8, 6), 2, options={"channels_last": True}),
+    "residual, channels last, several samples, evaluated": Case(
+        Residual, (2, 1, 24, 8, 6), options={"channels_last": True}, evaluate=True
+    ),
+    "residual, recomputed": Case(Residual, (1, 1, 24, 8, 6), options={"channels_last": True, "checkpoint": "all"}),
     "dynunet all recomputed": Case(
         monai("DynUNet", 3, 1, 2, *DYN, filters=WIDTHS), (1, 1, 20, 12, 8), 2, options={"checkpoint": "all"}
     ),

@@ -103,6 +103,43 @@ def test_a_shape_between_two_is_as_near_to_its_bound_as_they_are() -> None:
     assert between <= max(few, many) * 1.3
 
 
+def test_a_shape_of_one_size_grows_as_the_nearest_shapes_do() -> None:
+    """And not as the points of the family do together: it lies far above the others, whose larger ones are faster."""
+    slow = convolve(33, 64)
+    rows = [*MEASURED, (slow, 3000e-6)]
+    table = RateTable.of_rows([measure(*row) for row in rows], PEAKS, processors=100, gap=GAP)
+
+    def grown(samples: float) -> float:
+        (kind,) = classify(slow)
+        return table.seconds(kind._replace(flops=int(kind.flops * samples), bytes_moved=0)) / 3000e-6
+
+    assert grown(1) == pytest.approx(1)
+    assert grown(8) == pytest.approx(1400 / 200, rel=0.05)
+    assert grown(1 / 8) == pytest.approx(40 / 200, rel=0.05)
+    assert grown(64) == pytest.approx(8 * grown(8), rel=0.05)  # where nothing was measured any more
+
+
+def test_passes_over_memory_of_all_shapes_grow_together() -> None:
+    rows = [*MEASURED, (replace(add(2**20), shapes=((1, 64, 2**14, 1, 1),) * 3), 20e-6)]
+    table = RateTable.of_rows([measure(*row) for row in rows], PEAKS, processors=100, gap=GAP)
+    (kind,) = classify(rows[-1][0])
+    assert table.seconds(kind._replace(bytes_moved=16 * kind.bytes_moved)) == pytest.approx(250e-6)
+
+
+def test_a_batch_of_a_quarter_takes_a_v_nets_first_convolution_about_a_quarter() -> None:
+    """Measured at 8 samples of 64 x 64 x 64 voxels: 0.74 ms; other shapes' points say nothing of 32."""
+    seconds = []
+    for samples in (8, 32):
+        volume, out = (samples, 1, 64, 64, 64), (samples, 16, 64, 64, 64)
+        moved = 2 * (math.prod(volume) + math.prod(out))
+        run = KernelRun(
+            "convolution.few_taps._forward_kernel", torch.bfloat16, 0, moved, (volume, (16, 125), out), True
+        )
+        seconds.append(KINDS["h200"].seconds(run))
+    assert seconds[0] == pytest.approx(740e-6, rel=0.05)
+    assert 3 < seconds[1] / seconds[0] < 4.5
+
+
 def test_noise_that_says_more_work_is_faster_is_averaged_out() -> None:
     curve = Curve.through([(1.0, 4.0), (2.0, 1.0), (3.0, 8.0)])
     assert curve.points == ((1.0, pytest.approx(2.0)), (2.0, pytest.approx(2.0)), (3.0, pytest.approx(8.0)))

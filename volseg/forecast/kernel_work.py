@@ -1,5 +1,6 @@
 """How much an operator computes and how many bytes it moves: torch's operators, and kernels of our own."""
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 from math import prod
@@ -97,15 +98,23 @@ def _list_strides(tensor: Tensor) -> tuple[int, ...]:
 def describe_noted(kernel: NotedKernel, stream: int) -> KernelRun:
     """Return what a kernel of ours does: most only read and write, each tensor once."""
     first = kernel.tensors[0]
+    most = _count_reached(kernel)
     return KernelRun(
         kernel.name,
         first.dtype,
-        max(tensor.numel() for tensor in kernel.tensors),
-        sum(_count_bytes(tensor) for tensor in kernel.tensors),
+        min(most, max(tensor.numel() for tensor in kernel.tensors)),
+        sum(min(_count_bytes(tensor), most * tensor.element_size()) for tensor in kernel.tensors),
         tuple(tuple(tensor.shape) for tensor in kernel.tensors),
         layout_of(first) is torch.channels_last_3d,
         stream,
     )
+
+
+def _count_reached(kernel: NotedKernel) -> int:
+    """Return how many elements of a tensor a kernel reads or writes at most: those of the ends of a slab, or all."""
+    if not kernel.options.get("ENDS"):
+        return sys.maxsize
+    return prod(kernel.grid) * int(kernel.options["BV"]) * int(kernel.options["BC"])
 
 
 def list_tensors(values: Any) -> list[Tensor]:

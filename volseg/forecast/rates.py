@@ -8,7 +8,9 @@ says how far from it measured kernels of a family were, as curves from the bound
        |    . '  _ -               before the first and behind the last point a curve goes on as the family does
        +------------------ bound
 
-So a curve goes through its points, more work is never faster, and no network enters it.
+So a curve goes through its points, more work is never faster, and no network enters it. Of kernels that compute, shapes
+come near to the roofline in very different degrees: how high the others' curves lie says nothing of one, but how steep
+those of the nearest shapes are does. Passes over memory are alike, whatever their shape: all points are one curve.
 
 References
 ----------
@@ -16,8 +18,9 @@ References
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import dist, exp, log
 from typing import Any
 
@@ -104,11 +107,18 @@ class Family:
     ----------
     measured
         By shape, the roofline's seconds and those that came.
+    computes
+        Whether its kernels compute, or pass over memory alone.
     """
 
-    def __init__(self, measured: Mapping[tuple[float, ...], Sequence[tuple[float, float]]]) -> None:
+    def __init__(
+        self, measured: Mapping[tuple[float, ...], Sequence[tuple[float, float]]], computes: bool = True
+    ) -> None:
+        self._computes = computes
         self.curves = {shape: Curve.through(points) for shape, points in measured.items()}
         self.together = Curve.through(point for points in measured.values() for point in points)
+        self._bounds = sorted({bound for curve in self.curves.values() for bound, _ in curve.points})
+        self._growths: dict[tuple[float, ...], list[float]] = {}
 
     def seconds(self, shape: tuple[float, ...], bound: float) -> float:
         """Return the seconds of a kernel of a shape, whose roofline is ``bound``."""
@@ -116,7 +126,7 @@ class Family:
         if shape in weights:
             weights = {shape: 1.0}
         total = sum(weights.values())
-        return exp(sum(w * log(self._follow(self.curves[known], bound)) for known, w in weights.items()) / total)
+        return exp(sum(w * log(self._follow(known, bound)) for known, w in weights.items()) / total)
 
     @staticmethod
     def _weigh(known: tuple[float, ...], shape: tuple[float, ...]) -> float:
@@ -124,21 +134,49 @@ class Family:
             return 1e-12
         return 1 / max(dist(known, shape), 1e-6) ** NEARNESS
 
-    def _follow(self, curve: Curve, bound: float) -> float:
-        """Return the seconds on a curve, which goes on beside the whole family's."""
+    def _follow(self, shape: tuple[float, ...], bound: float) -> float:
+        """Return the seconds on the curve of a shape, which goes on beside the family's."""
+        curve = self.curves[shape]
         inside = curve.at(bound)
         if inside is not None:
             return inside
         end, seconds = curve.points[0] if bound < curve.points[0][0] else curve.points[-1]
-        return seconds * self._extend(bound) / self._extend(end)
+        return seconds * exp(self._grow(shape, bound) - self._grow(shape, end))
 
-    def _extend(self, bound: float) -> float:
-        """Return the seconds of the whole family, constant before its first point, proportional behind its last."""
-        inside = self.together.at(bound)
-        if inside is not None:
-            return inside
-        (first, fastest), (last, slowest) = self.together.points[0], self.together.points[-1]
-        return fastest if bound < first else slowest * bound / last
+    def _grow(self, shape: tuple[float, ...], bound: float) -> float:
+        """Return by how much the seconds of a shape have grown, as logarithm, since the family's first point.
+
+        They are constant before that, and proportional to the bound behind the last one.
+        """
+        if shape not in self._growths:
+            self._growths[shape] = list(accumulate(self._list_growths(shape), initial=0.0))
+        grown, bounds = self._growths[shape], self._bounds
+        if bound <= bounds[0]:
+            return 0.0
+        if bound >= bounds[-1]:
+            return grown[-1] + log(bound / bounds[-1])
+        low, high = bounds[(index := bisect_right(bounds, bound)) - 1 : index + 1]
+        share = log(bound / low) / log(high / low)
+        return grown[index - 1] * (1 - share) + grown[index] * share
+
+    def _list_growths(self, shape: tuple[float, ...]) -> Iterator[float]:
+        """Return how much seconds of a shape grow from each of the family's points to the next, as logarithms.
+
+        That is the mean over the curves there, the nearest shapes counting most. Where there is none, and of passes
+        over memory, all points of the family say it together.
+        """
+        weights = {known: self._weigh(known, shape) for known in self.curves}
+        for low, high in pairwise(self._bounds):
+            ends = {known: (curve.at(low), curve.at(high)) for known, curve in self.curves.items()}
+            there = {known: log(end / start) for known, (start, end) in ends.items() if start and end}
+            if there and self._computes:
+                total = sum(weights[known] for known in there)
+                yield sum(weights[known] * growth for known, growth in there.items()) / total
+            else:
+                start, end = self.together.at(low), self.together.at(high)
+                assert start is not None
+                assert end is not None
+                yield log(end / start)
 
 
 class RateTable:
@@ -160,7 +198,11 @@ class RateTable:
         self.peaks, self.processors, self.gap = peaks, processors, gap
         self._families = {
             name: Family(
-                {shape: [(self._bound(name, *point[:2]), point[2]) for point in points] for shape, points in at.items()}
+                {
+                    shape: [(self._bound(name, *point[:2]), point[2]) for point in points]
+                    for shape, points in at.items()
+                },
+                computes=any(flops for points in at.values() for flops, _, _ in points),
             )
             for name, at in families.items()
         }

@@ -192,7 +192,7 @@ class _Replicated:
             self.seeds = CommonSeeds(self._groups, self.home)
             if isinstance(self.inner, SpatialStrategy):
                 self.inner.seeds = None  # a replica's passes are seeded here
-                self.inner.context.replicas = replicas
+                self.inner.context.share_batches(replicas)
         elif isinstance(self.inner, SpatialStrategy):
             self.seeds = self.inner.seeds
         self._sums = _sum_gradients(self.inner, replicas)

@@ -183,7 +183,11 @@ class GradientSums:
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(find_current_stream(self.device))
-        return on_stream(self._stream)
+        return self.beside()
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Put work on the stream of the sums, where there are streams."""
+        return nullcontext() if self._stream is None else on_stream(self._stream)
 
     def add(self, flat: Tensor) -> Tensor:
         """Return the sum over the replicas."""
@@ -304,7 +308,8 @@ class _Sum(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, end: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         del end
-        return None, None, *ctx.work.add(gradients)
+        with ctx.work.sums.beside():  # where autograd has put it already, if that is a real stream
+            return None, None, *ctx.work.add(gradients)
 
 
 class _Tie(torch.autograd.Function):

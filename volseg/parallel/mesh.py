@@ -41,7 +41,8 @@ class Mesh:
 
     def replicas(self, count: int | None = None, fixed_order: bool = False) -> Replicas:
         """Return the replicas along ``data``; as many as processes, unless ``count`` says how many logical ones."""
-        return Replicas(self.data if count is None else count, self.data_group, fixed_order)
+        everyone = dist.group.WORLD if self.data > 1 and self.spatial > 1 else None
+        return Replicas(self.data if count is None else count, self.data_group, fixed_order, everyone)
 
 
 def join_mesh(data: int = 1, spatial: int = 1) -> Mesh:

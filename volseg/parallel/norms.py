@@ -137,14 +137,7 @@ class _BatchNorm(torch.autograd.Function):
         dims = [0, *range(2, value.ndim)]
         wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
         variance, mean = torch.var_mean(wide, dims, correction=0)
-        number = mean.new_full((1,), value.numel() // value.shape[1])
-        means, variances, numbers = (
-            replicas.gather(torch.cat([mean, variance, number])).split([len(mean), len(mean), 1], 1)
-        )  # fmt: skip
-        count = numbers.sum(0)
-        shares = numbers / count
-        mean = (means * shares).sum(0)
-        variance = ((variances + (means - mean).square()) * shares).sum(0)
+        mean, variance, count = replicas.join_moments(mean, variance, value.numel() // value.shape[1])
         rstd = (variance + eps).rsqrt()
         scale = rstd if weight is None else rstd * weight.to(rstd)
         shift = -mean * scale if bias is None else torch.addcmul(bias.to(rstd), mean, scale, value=-1)
@@ -165,7 +158,7 @@ class _BatchNorm(torch.autograd.Function):
         # Those of the weights stay the own ones: they are summed with all other gradients.
         weight_gradient = None if weight is None else moment.to(weight.dtype)
         bias_gradient = None if ctx.bias_type is None else total.to(ctx.bias_type)
-        total, moment = ctx.replicas.gather(torch.cat([total, moment])).sum(0).split(len(total))
+        total, moment = ctx.replicas.add_up(torch.cat([total, moment])).split(len(total))
         slope = slope - _over(total / count, wide) - normal * _over(moment / count, wide)
         scale = rstd if weight is None else rstd * weight.to(rstd)
         return (slope * _over(scale, wide)).to(value.dtype), weight_gradient, bias_gradient, None, None

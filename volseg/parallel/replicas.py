@@ -15,7 +15,7 @@ from torch import Tensor
 from volseg.device.pretended import find_readable, host_values
 from volseg.device.torch_internals import gather_into
 from volseg.errors import ParallelError
-from volseg.parallel.fixed_order import sum_in_order
+from volseg.parallel.fixed_order import fold, sum_in_order
 from volseg.parallel.spatial.plan.shards import spans
 
 __all__ = ["Replicas", "Share"]
@@ -52,6 +52,9 @@ class Replicas:
         computes all. Process ``p`` of ``P`` computes the replicas ``p``, ``p + P``, and so on.
     fixed_order
         Whether sums are taken in one order, whatever the number of processes: the same bits on any of them.
+    everyone
+        The processes of all shards of all replicas, the shards of one replica after the other; by default ``group``,
+        where each process of it holds a whole replica.
 
     Attributes
     ----------
@@ -69,7 +72,13 @@ class Replicas:
     [slice(0, 2, None), slice(2, 5, None)]
     """
 
-    def __init__(self, count: int, group: dist.ProcessGroup | None = None, fixed_order: bool = False) -> None:
+    def __init__(
+        self,
+        count: int,
+        group: dist.ProcessGroup | None = None,
+        fixed_order: bool = False,
+        everyone: dist.ProcessGroup | None = None,
+    ) -> None:
         processes = 1 if group is None else dist.get_world_size(group)
         if count < 1 or count % processes:
             raise ParallelError(f"{count} replicas cannot be dealt evenly to {processes} processes; take a divisor")
@@ -81,6 +90,7 @@ class Replicas:
             )
         rank = 0 if group is None else dist.get_rank(group)
         self.count, self.group, self.fixed_order = count, group, fixed_order
+        self.everyone = everyone
         self.num_processes = processes
         self.own: tuple[int, ...] = tuple(range(rank, count, processes))
 
@@ -136,14 +146,26 @@ class Replicas:
             if len(set(values)) > 1:
                 raise ParallelError(f"the processes of the replicas must be given one {name}, got {values}")
 
-    def average_rows(self, rows: Tensor) -> Tensor:
-        """Return the mean over the rows of all replicas, ``(1, C)``, of the own ones, ``(B, C)``; without gradient."""
-        total = self.sum_values(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]))
-        return (total[:-1] / total[-1]).unsqueeze(0)
+    def join_moments(self, mean: Tensor, variance: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mean, biased variance and number of the values of all replicas, by one message; without gradient.
 
-    def count_rows(self, own: int, like: Tensor) -> Tensor:
-        """Return the rows of all replicas together as a tensor, of which this process has so many of its ``own``."""
-        return self.sum_values(like.new_full((1,), own))
+        Parameters
+        ----------
+        mean, variance
+            Of the own values of each channel, ``(C,)``.
+        number
+            Own values of a channel.
+        """
+        own = torch.cat([mean, variance, mean.new_full((1,), number)])
+        means, variances, numbers = self.gather(own).split([len(mean), len(mean), 1], 1)
+        count = numbers.sum(0)
+        shares = numbers / count
+        mean = (means * shares).sum(0)
+        return mean, ((variances + (means - mean).square()) * shares).sum(0), count
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """Return a small tensor summed over the replicas' processes, by one message in one order; without gradient."""
+        return fold(self.gather(values).unbind(), torch.add)
 
     def check_norm(self, over_batch: bool, has_running: bool) -> None:
         """Refuse a norm in training whose statistics cannot be those of the whole batch.

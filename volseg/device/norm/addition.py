@@ -5,6 +5,8 @@ is. Backward takes two passes, as a norm alone does: the sums, and the gradients
 take the slab, else plain torch, which defines the results.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,8 @@ from volseg.device.triton_tiles import takes
 __all__ = ["add", "add_gradients", "add_sums"]
 
 
-def add(first: Term, second: Term, activation: Activation = IDENTITY) -> Tensor:
-    """Return ``activation(first + second)``, rounded once.
+def add(first: Term, second: Term, activation: Activation = IDENTITY, out: Tensor | None = None) -> Tensor:
+    """Return ``activation(first + second)``, rounded once; in ``out`` where it is given.
 
     Parameters
     ----------
@@ -27,10 +29,13 @@ def add(first: Term, second: Term, activation: Activation = IDENTITY) -> Tensor:
         Another, or a slab as it is; of the first one's shape and type.
     activation
         Of the sum; no PReLU.
+    out
+        Of the first one's shape and type.
     """
     if takes(first.slab):
-        return addition_passes.add(first, second, activation)
-    return activation.apply(_compute(first) + _compute(second)).to(first.slab.dtype)
+        return addition_passes.add(first, second, activation, out)
+    result = activation.apply(_compute(first) + _compute(second)).to(first.slab.dtype)
+    return result if out is None else out.copy_(result)
 
 
 def _compute(term: Term) -> Tensor:
@@ -77,9 +82,14 @@ def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation
 
 
 def add_gradients(
-    gradient: Tensor, first: Term, second: Term, found: list[tuple[Tensor, Tensor]], activation: Activation
+    gradient: Tensor,
+    first: Term,
+    second: Term,
+    found: list[tuple[Tensor, Tensor]],
+    activation: Activation,
+    outs: Sequence[Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of both slabs.
+    """Return the gradients of both slabs; those of norms in ``outs`` where they are given.
 
     Parameters
     ----------
@@ -89,18 +99,23 @@ def add_gradients(
         See ``add``.
     found
         Factor and offset of each term that is a norm: see ``reference.gradient_input``.
+    outs
+        Of the slabs' shapes and types.
     """
     if _passes_on(second, activation):
         slab, _, scale, shift, kind, slope = first
         assert scale is not None
         assert shift is not None
-        return choice.gradient_input(gradient, slab, scale, shift, *found[0], kind, slope=slope), gradient
+        own = choice.gradient_input(gradient, slab, scale, shift, *found[0], kind, out=outs[0], slope=slope)
+        return own, gradient
     if not takes(first.slab):
         inner = _differentiate(gradient, first, second, activation)
         slabs = [
-            reference.gradient_input(inner, term.slab, term.scale, term.shift, *own, term.activation, slope=term.slope)
-            for term, own in zip((first, second), found, strict=False)
+            reference.gradient_input(
+                inner, term.slab, term.scale, term.shift, *own, term.activation, out=out, slope=term.slope
+            )
+            for term, own, out in zip((first, second), found, outs, strict=False)
             if term.scale is not None and term.shift is not None
         ]
         return slabs[0], slabs[1] if second.is_norm else inner.to(second.slab.dtype)
-    return addition_passes.add_gradients(gradient, first, second, found, activation)
+    return addition_passes.add_gradients(gradient, first, second, found, activation, outs)

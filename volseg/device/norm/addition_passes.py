@@ -6,6 +6,8 @@ Kernels apart from those of a norm alone (``passes``), with which they share wha
 alone would be launched with the second term's arguments as well, and its sums would load scale and shift in their loop.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -183,18 +185,19 @@ def _make_even(term: Term, like: Tensor) -> Term:
     return term._replace(slab=make_even(term.slab, like))
 
 
-def add(first: Term, second: Term, activation: Activation) -> Tensor:
+def add(first: Term, second: Term, activation: Activation, out: Tensor | None = None) -> Tensor:
     """Compute ``addition.add``.
 
     Parameters
     ----------
-    first, second, activation
+    first, second, activation, out
         See ``addition.add``.
     """
     first = _make_even(first, first.slab)
     second = _make_even(second, first.slab)
     x, y = first.slab, second.slab
-    out, tile = torch.empty_like(x), choose_tile(x, y)
+    out = torch.empty_like(x) if out is None else out
+    tile = choose_tile(x, y)
     grid = (triton.cdiv(count_voxels(x), tile[0]), triton.cdiv(x.shape[1], tile[1]), x.shape[0])
     with select_device(x):
         _add_kernel[grid](
@@ -235,28 +238,35 @@ def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation
 
 
 def add_gradients(
-    gradient: Tensor, first: Term, second: Term, found: list[tuple[Tensor, Tensor]], activation: Activation
+    gradient: Tensor,
+    first: Term,
+    second: Term,
+    found: list[tuple[Tensor, Tensor]],
+    activation: Activation,
+    outs: Sequence[Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Compute ``addition.add_gradients``.
 
     Parameters
     ----------
-    gradient, first, second, found, activation
+    gradient, first, second, found, activation, outs
         See ``addition.add_gradients``.
     """
     first = _make_even(first, first.slab)
     x = first.slab
     second, gradient = _make_even(second, x), make_even(gradient, x)
     y = second.slab
-    outs, tile = (torch.empty_like(x), torch.empty_like(x)), choose_tile(x, y, gradient)
+    of_first, of_second = (torch.empty_like(x) if out is None else out for out in outs)
+    tile = choose_tile(x, y, gradient)
     pairs = [*found, (None, None)][:2]
     grid = (triton.cdiv(count_voxels(x), tile[0]), triton.cdiv(x.shape[1], tile[1]), x.shape[0])
     with select_device(x):
         _input_kernel[grid](
             gradient, x, *_make_dense(first.scale, first.shift, *pairs[0]), first.slope,
-            y, *_make_dense(second.scale, second.shift, *pairs[1]), second.slope, *outs, x.shape[1], count_voxels(x),
+            y, *_make_dense(second.scale, second.shift, *pairs[1]), second.slope, of_first, of_second,
+            x.shape[1], count_voxels(x),
             *_list_parameters(first, second, activation), *read_strides(gradient), *read_strides(x), *read_strides(y),
-            *read_strides(outs[0]), *read_strides(outs[1]),
+            *read_strides(of_first), *read_strides(of_second),
             **describe_tile(tile, **_describe_kinds(first, second, activation)),
         )  # fmt: skip
-    return outs
+    return of_first, of_second

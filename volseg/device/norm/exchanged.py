@@ -1,13 +1,24 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Coefficients of the norms in Triton, by kernels that join a slab's statistics and exchange them with other shards."""
+"""Coefficients of the norms in Triton, by kernels that join a slab's statistics and exchange them with other shards.
 
-from typing import Any
+With replicas, whose samples are one batch with the own ones, the senders are all slabs of all replicas, one replica
+after the other. How many voxels each has travels with its statistics, for the replicas' rows may differ. The gradients
+of weight and bias are those of the own replica: they are summed over the replicas with all others.
+"""
+
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from volseg.device.norm.gathered import keep_gradients, make_dense, store_backward, store_coefficients
+from volseg.device.norm.gathered import (
+    keep_gradients,
+    make_dense,
+    store_backward,
+    store_coefficients,
+    weigh_sums,
+)
 from volseg.device.norm.grouping import ALONE, TILE, Grouping, PairBlocks, find_pairs, find_slots
 from volseg.device.norm.running import Running
 from volseg.device.norm.statistics import compute_moments_of_parts, join_parts
@@ -15,7 +26,42 @@ from volseg.device.peer.values import CAPACITY, ValueMailbox, count, get, put
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import count_voxels, make_even, select_device
 
-__all__ = ["exchange_backward_coefficients", "exchange_coefficients"]
+__all__ = [
+    "ExchangedCoefficients",
+    "ExchangedGradients",
+    "count_values",
+    "exchange_backward_coefficients",
+    "exchange_coefficients",
+]
+
+
+class ExchangedCoefficients(NamedTuple):
+    """What a norm computes from its input."""
+
+    found: Tensor
+    """As ``reference.coefficients`` returns it, ``(5, B, C)``."""
+    number: Tensor | None = None
+    """Voxels of a channel over the samples of all replicas, ``(1,)``; None where there are no others."""
+
+
+class ExchangedGradients(NamedTuple):
+    """What a norm's backward pass computes from the sums of all shards."""
+
+    factor: Tensor
+    """See ``reference.gradient_input``, ``(B, C)``."""
+    offset: Tensor
+    """The same."""
+    weight: Tensor
+    """Its gradient over all samples of the own replica, ``(C,)``."""
+    bias: Tensor
+    """The same."""
+
+
+def count_values(grouping: Grouping, batch: int, channels: int, over_replicas: bool = False) -> int:
+    """Return how many values a shard sends at most: the same number whichever rows a replica has."""
+    if over_replicas:
+        return 3 * channels
+    return 2 * channels * (1 if grouping.over_batch else batch)
 
 
 @triton.jit
@@ -34,10 +80,10 @@ def _sum_parts(partials, i, inside, pairs, parts, rows, PARTS: tl.constexpr, BLO
 
 @kernel(do_not_specialize=["rank", "patience", "parts", "V", "per_program"])  # counts, which change no instruction
 def _exchange_coefficients_kernel(
-    means, squares, shares, weight, bias, out, running_mean, running_var, momentum, bessel, eps,
+    means, squares, shares, weight, bias, out, running_mean, running_var, momentum, bessel, eps, number,
     C, groups, members, steps, pairs, parts, V, per_program, boxes, calls, rank, patience,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RUNNING: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr,
-    ACROSS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RUNNING: tl.constexpr, REPLICAS: tl.constexpr, SHARDS: tl.constexpr,
+    CAPACITY: tl.constexpr, ACROSS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     mean, variance = join_parts(
         means, squares, groups, members, steps, pairs, parts, V, per_program, ACROSS, PARTS, BLOCK
@@ -47,14 +93,28 @@ def _exchange_coefficients_kernel(
         call = (tl.load(calls) + 1).to(tl.int64)
         put(mean, slot, speaks, boxes, call, rank, SHARDS, CAPACITY)
         put(variance, groups + slot, speaks, boxes, call, rank, SHARDS, CAPACITY)
+        total = tl.zeros((BLOCK,), tl.float32)
+        if REPLICAS > 1:
+            put(total + V * 1.0 * members, 2 * groups + slot, speaks, boxes, call, rank, SHARDS, CAPACITY)
         tl.debug_barrier()  # nothing that is sent may wait for what is awaited
+        if REPLICAS > 1:
+            for peer in tl.static_range(SHARDS):
+                total += get(2 * groups + slot, listens, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+            tl.store(number + 0 * slot, total, mask=slot == 0)
+            bessel = momentum / (total - 1.0)
         mean = tl.zeros((BLOCK,), tl.float32)
         for peer in tl.static_range(SHARDS):
-            share = tl.load(shares + peer)
+            if REPLICAS > 1:
+                share = get(2 * groups + slot, listens, boxes, call, rank, peer, patience, SHARDS, CAPACITY) / total
+            else:
+                share = tl.load(shares + peer)
             mean += share * get(slot, listens, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
         variance = tl.zeros((BLOCK,), tl.float32)
         for peer in tl.static_range(SHARDS):
-            share = tl.load(shares + peer)
+            if REPLICAS > 1:
+                share = get(2 * groups + slot, listens, boxes, call, rank, peer, patience, SHARDS, CAPACITY) / total
+            else:
+                share = tl.load(shares + peer)
             delta = get(slot, listens, boxes, call, rank, peer, patience, SHARDS, CAPACITY) - mean
             own = get(groups + slot, listens, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
             variance += share * (own + delta * delta)
@@ -71,54 +131,91 @@ def _exchange_coefficients_kernel(
 
 @kernel(do_not_specialize=["rank", "patience", "parts"])
 def _exchange_backward_kernel(
-    partials, mean, rstd, weight, out, voxels, C, groups, members, steps, pairs, parts, rows,
-    boxes, calls, rank, patience, WEIGHT: tl.constexpr, SHARDS: tl.constexpr, CAPACITY: tl.constexpr,
-    ACROSS: tl.constexpr, GIVEN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    partials, mean, rstd, weight, out, kept, number, C, groups, members, steps, pairs, parts, rows,
+    boxes, calls, rank, patience, WEIGHT: tl.constexpr, REPLICAS: tl.constexpr, SHARDS: tl.constexpr,
+    CAPACITY: tl.constexpr, ACROSS: tl.constexpr, GIVEN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.zeros((BLOCK,), tl.float32)
     second = tl.zeros((BLOCK,), tl.float32)
     call = tl.full((), 0, tl.int64)
     if SHARDS > 1:
         call = (tl.load(calls) + 1).to(tl.int64)
-    for step in range(steps):
-        i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
-        total, moment = _sum_parts(partials, i, inside, pairs, parts, rows, PARTS, BLOCK)
-        if SHARDS > 1:
-            put(total, i, inside, boxes, call, rank, SHARDS, CAPACITY)
-            put(moment, pairs + i, inside, boxes, call, rank, SHARDS, CAPACITY)
-        else:
-            total, moment = keep_gradients(total, moment, rstd, weight, out, i, inside, C, pairs, WEIGHT)
-            first += total
-            second += moment
-    if SHARDS > 1:
-        tl.debug_barrier()
+    if ACROSS:  # channels of a group have a weight each
         for step in range(steps):
             i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
-            total = tl.zeros((BLOCK,), tl.float32)
-            moment = tl.zeros((BLOCK,), tl.float32)
-            for peer in tl.static_range(SHARDS):
-                total += get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
-                moment += get(pairs + i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
-            # PairBlocks without a pair have heard nothing, which is NaN.
-            total = tl.where(inside, total, 0.0)
-            moment = tl.where(inside, moment, 0.0)
-            total, moment = keep_gradients(total, moment, rstd, weight, out, i, inside, C, pairs, WEIGHT)
+            total, moment = _sum_parts(partials, i, inside, pairs, parts, rows, PARTS, BLOCK)
+            if SHARDS > 1:
+                put(total, i, inside, boxes, call, rank, SHARDS, CAPACITY)
+                put(moment, pairs + i, inside, boxes, call, rank, SHARDS, CAPACITY)
+            else:
+                keep_gradients(total, moment, rstd, kept, i, inside, pairs)
+                total, moment = weigh_sums(total, moment, rstd, weight, i, inside, C, WEIGHT)
+                first += total
+                second += moment
+        if SHARDS > 1:
+            tl.debug_barrier()
+            for step in range(steps):
+                i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
+                total = tl.zeros((BLOCK,), tl.float32)
+                moment = tl.zeros((BLOCK,), tl.float32)
+                for peer in tl.static_range(SHARDS):
+                    total += get(i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+                    moment += get(pairs + i, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+                # PairBlocks without a pair have heard nothing, which is NaN.
+                total = tl.where(inside, total, 0.0)
+                moment = tl.where(inside, moment, 0.0)
+                keep_gradients(total, moment, rstd, kept, i, inside, pairs)
+                total, moment = weigh_sums(total, moment, rstd, weight, i, inside, C, WEIGHT)
+                first += total
+                second += moment
+            count(calls, call)
+    else:  # the samples of a channel have one weight, and one deviation
+        slot, inside, _ = find_slots(groups, ACROSS, BLOCK)
+        for step in range(steps):
+            i, _ = find_pairs(step, groups, members, ACROSS, BLOCK)
+            total, moment = _sum_parts(partials, i, inside, pairs, parts, rows, PARTS, BLOCK)
             first += total
             second += moment
-        count(calls, call)
+        own_first, own_second = first, second
+        if SHARDS > 1:
+            put(first, slot, inside, boxes, call, rank, SHARDS, CAPACITY)
+            put(second, groups + slot, inside, boxes, call, rank, SHARDS, CAPACITY)
+            tl.debug_barrier()
+            first = tl.zeros((BLOCK,), tl.float32)
+            second = tl.zeros((BLOCK,), tl.float32)
+            own_first = tl.zeros((BLOCK,), tl.float32)
+            own_second = tl.zeros((BLOCK,), tl.float32)
+            slabs: tl.constexpr = SHARDS // REPLICAS
+            for peer in tl.static_range(SHARDS):
+                total = get(slot, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+                moment = get(groups + slot, inside, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
+                first += total
+                second += moment
+                if REPLICAS > 1:
+                    is_own = rank // slabs == peer // slabs
+                    own_first += tl.where(is_own, total, 0.0)
+                    own_second += tl.where(is_own, moment, 0.0)
+            if REPLICAS == 1:
+                own_first, own_second = first, second
+            count(calls, call)
+        keep_gradients(own_first, own_second, rstd, kept, slot, inside, groups)
+        first, second = weigh_sums(first, second, rstd, weight, slot, inside, C, WEIGHT)
+    voxels = tl.load(number) if REPLICAS > 1 else number
     store_backward(first, second, mean, rstd, out, voxels, groups, members, steps, pairs, ACROSS, GIVEN, BLOCK)
 
 
 def exchange_coefficients(
     slab: Tensor,
-    shares: Tensor,
+    shares: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     mailbox: ValueMailbox | None,
     grouping: Grouping = ALONE,
     running: Running | None = None,
-) -> Tensor:
+    voxels: int | None = None,
+    replicas: int = 1,
+) -> ExchangedCoefficients:
     """Return ``reference.coefficients`` of a slab and those of the others, exchanged by the kernel that uses them.
 
     Parameters
@@ -126,36 +223,43 @@ def exchange_coefficients(
     slab
         One that Triton ``takes``.
     shares, weight, bias, eps
-        See ``reference.coefficients``; where the kernel runs.
+        See ``reference.coefficients``; where the kernel runs. There are no shares where there are replicas.
     mailbox
         How the kernel exchanges; None where there is one slab.
     grouping
         Which pairs of sample and channel share their statistics.
     running
-        What the kernel moves towards them, where there is one slab: elsewhere it may run more than once.
+        What the kernel moves towards them, where it hears all others.
+    voxels
+        Of a channel in a sample, of all shards; by default those of the slab.
+    replicas
+        Whose samples are one batch with the own ones; among several, statistics are over the batch.
     """
-    assert running is None or mailbox is None
+    assert replicas == 1 or (mailbox is not None and grouping.over_batch)
+    home = slab.device if mailbox is None else mailbox.calls.device
     slab = make_even(slab, slab)
     means, squares, per_program = compute_moments_of_parts(slab)
-    means, squares = (part.to(shares.device, non_blocking=True) for part in (means, squares))
+    means, squares = (part.to(home, non_blocking=True) for part in (means, squares))
     parts, batch, channels = means.shape
     lanes = grouping.find_lanes(batch, channels)
     out = means.new_empty((5, batch, channels))
-    if running is None:
-        kept: tuple[Any, ...] = None, None, 0.0, 0.0
-    else:
-        count = lanes.members * count_voxels(slab)
-        kept = running.mean, running.variance, running.momentum, running.momentum / (count - 1)
+    number = means.new_empty(1) if replicas > 1 else None
+    moves = running is not None and (mailbox is None or mailbox.hears)
+    kept: tuple[Any, ...] = None, None, 0.0, 0.0
+    if running is not None and moves:
+        count = lanes.members * (count_voxels(slab) if voxels is None else voxels)
+        bessel = running.momentum / (count - 1) if replicas == 1 else 0.0  # of replicas the kernel finds the count
+        kept = running.mean, running.variance, running.momentum, bessel
     with select_device(means):
         _exchange_coefficients_kernel[(lanes.blocks,)](
-            means, squares, shares, make_dense(weight), make_dense(bias), out, *kept, eps, channels,
+            means, squares, shares, make_dense(weight), make_dense(bias), out, *kept, eps, number, channels,
             lanes.groups, lanes.members, lanes.steps, batch * channels, parts, count_voxels(slab), per_program,
-            **_describe_peers(mailbox), WEIGHT=weight is not None, BIAS=bias is not None, RUNNING=running is not None,
-            **_describe_lanes(lanes),
+            **_describe_peers(mailbox), WEIGHT=weight is not None, BIAS=bias is not None, RUNNING=moves,
+            REPLICAS=replicas, **_describe_lanes(lanes),
         )  # fmt: skip
-    if running is not None:
+    if running is not None and moves:
         increment_version((running.mean, running.variance))
-    return out
+    return ExchangedCoefficients(out, number)
 
 
 def exchange_backward_coefficients(
@@ -163,12 +267,13 @@ def exchange_backward_coefficients(
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    voxels: int,
+    voxels: int | Tensor,
     mailbox: ValueMailbox | None,
     grouping: Grouping = ALONE,
     given: bool = False,
-) -> Tensor:
-    """Return ``reference.backward_coefficients`` likewise.
+    replicas: int = 1,
+) -> ExchangedGradients:
+    """Return what ``reference.backward_coefficients`` computes likewise, its gradients summed over the samples.
 
     Parameters
     ----------
@@ -177,21 +282,25 @@ def exchange_backward_coefficients(
     mean, rstd
         Of the slab; the second where the kernel runs.
     weight, voxels, given
-        See ``reference.backward_coefficients``.
-    mailbox, grouping
+        See ``reference.backward_coefficients``; where there are replicas, the voxels are the ``number`` that was found.
+    mailbox, grouping, replicas
         See ``exchange_coefficients``.
     """
     partials, mean = (value.to(rstd.device, non_blocking=True) for value in (partials, mean))
     parts, rows, batch, channels = partials.shape
     lanes = grouping.find_lanes(batch, channels)
-    out = partials.new_empty((4, batch, channels))
+    out = partials.new_empty((2, batch, channels))
+    kept = partials.new_empty((2, batch if lanes.across or lanes.members == 1 else 1, channels))
+    number = voxels if isinstance(voxels, Tensor) else float(voxels * lanes.members)
     with select_device(partials):
         _exchange_backward_kernel[(lanes.blocks,)](
-            partials, mean, rstd, make_dense(weight), out, float(voxels), channels,
+            partials, mean, rstd, make_dense(weight), out, kept, number, channels,
             lanes.groups, lanes.members, lanes.steps, batch * channels, parts, rows,
-            **_describe_peers(mailbox), WEIGHT=weight is not None, GIVEN=given, **_describe_lanes(lanes),
+            **_describe_peers(mailbox), WEIGHT=weight is not None, REPLICAS=replicas, GIVEN=given,
+            **_describe_lanes(lanes),
         )  # fmt: skip
-    return out
+    of_weight, of_bias = kept[:, 0] if kept.shape[1] == 1 else kept.sum(1)  # one launch less
+    return ExchangedGradients(out[0], out[1], of_weight, of_bias)
 
 
 def _describe_lanes(lanes: PairBlocks) -> dict[str, Any]:

@@ -17,6 +17,7 @@ __all__ = [
     "make_dense",
     "store_backward",
     "store_coefficients",
+    "weigh_sums",
 ]
 
 
@@ -40,13 +41,16 @@ def store_coefficients(
 
 
 @triton.jit
-def keep_gradients(
-    total, moment, rstd, weight, out, i, inside, C, pairs, WEIGHT: tl.constexpr
-):  # fmt: skip
-    """Store the gradients of bias and weight of the pairs ``i``; return what they add to their groups' sums."""
+def keep_gradients(total, moment, rstd, kept, i, inside, count):
+    """Store the gradients of bias and weight at the places ``i`` of so many."""
+    tl.store(kept + i, moment * tl.load(rstd + i, mask=inside, other=0.0), mask=inside)
+    tl.store(kept + count + i, total, mask=inside)
+
+
+@triton.jit
+def weigh_sums(total, moment, rstd, weight, i, inside, C, WEIGHT: tl.constexpr):
+    """Return what the sums of the pairs ``i`` add to those of their groups."""
     moment *= tl.load(rstd + i, mask=inside, other=0.0)
-    tl.store(out + 2 * pairs + i, moment, mask=inside)
-    tl.store(out + 3 * pairs + i, total, mask=inside)
     if WEIGHT:
         w = tl.load(weight + i % C, mask=inside, other=0.0).to(tl.float32)
         total *= w
@@ -56,18 +60,18 @@ def keep_gradients(
 
 @triton.jit
 def store_backward(
-    first, second, mean, rstd, out, voxels, groups, members, steps, pairs,
+    first, second, mean, rstd, out, number, groups, members, steps, pairs,
     ACROSS: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store factor and offset of the input's gradient for the pairs of a program."""
-    first = join_lanes(first, ACROSS) / members
-    second = join_lanes(second, ACROSS) / members
+    """Store factor and offset of the input's gradient for a program's pairs; a group has a ``number`` of voxels."""
+    first = join_lanes(first, ACROSS) / number
+    second = join_lanes(second, ACROSS) / number
     for step in range(steps):
         i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
         m = tl.load(mean + i, mask=inside, other=0.0)
         r = tl.load(rstd + i, mask=inside, other=0.0)
-        slope = -r * r * second / voxels
-        offset = -r * first / voxels - slope * m
+        slope = -r * r * second
+        offset = -r * first - slope * m
         if GIVEN:  # statistics that do not come from the input have no gradient to it
             slope = tl.zeros((BLOCK,), tl.float32)
             offset = slope
@@ -117,7 +121,8 @@ def _backward_kernel(
     for shard in range(shards):
         total += tl.load(stacked + shard * 2 * pairs + i, mask=inside, other=0.0)
         moment += tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
-    first, second = keep_gradients(total, moment, rstd, weight, out, i, inside, C, pairs, WEIGHT)
+    keep_gradients(total, moment, rstd, out + 2 * pairs, i, inside, pairs)
+    first, second = weigh_sums(total, moment, rstd, weight, i, inside, C, WEIGHT)
     store_backward(first, second, mean, rstd, out, voxels, pairs, 1, 1, pairs, False, False, BLOCK)
 
 

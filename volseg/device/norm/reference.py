@@ -15,9 +15,11 @@ __all__ = [
     "affine",
     "backward_coefficients",
     "coefficients",
+    "find_scale_and_shift",
     "given_coefficients",
     "gradient_input",
     "gradient_sums",
+    "join_moments",
     "moments",
 ]
 
@@ -59,18 +61,24 @@ def coefficients(
     average
         Replaces each pair's value by its group's mean; None where each pair is its own group.
     """
-    means, variances = stacked.unbind(1)
-    mean = (means * shares).sum(0)
-    variance = ((variances + (means - mean).square()) * shares).sum(0)
+    mean, variance = join_moments(stacked, shares)
     if average is not None:
         center = average(mean)
         mean, variance = center, average(variance + (mean - center).square())
-    return _find_scale_and_shift(mean, variance, weight, bias, eps)
+    return find_scale_and_shift(mean, variance, weight, bias, eps)
 
 
-def _find_scale_and_shift(
+def join_moments(stacked: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of each pair over all shards, ``(B, C)``; see ``coefficients``."""
+    means, variances = stacked.unbind(1)
+    mean = (means * shares).sum(0)
+    return mean, ((variances + (means - mean).square()) * shares).sum(0)
+
+
+def find_scale_and_shift(
     mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
+    """Return what ``coefficients`` returns, of mean and variance of each pair."""
     rstd = (variance + eps).rsqrt()
     scale = rstd if weight is None else rstd * weight.to(rstd)
     shift = -mean * scale if bias is None else torch.addcmul(bias.to(rstd), mean, scale, value=-1)
@@ -93,7 +101,7 @@ def given_coefficients(
     """
     pairs = slab.shape[:2]
     wide = torch.promote_types(mean.dtype, torch.float32)
-    return _find_scale_and_shift(mean.to(wide).expand(pairs), variance.to(wide).expand(pairs), weight, bias, eps)
+    return find_scale_and_shift(mean.to(wide).expand(pairs), variance.to(wide).expand(pairs), weight, bias, eps)
 
 
 def backward_coefficients(

@@ -15,7 +15,7 @@ call ``n`` before it sent them. What travels is read in the order of the grid, s
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 
 __all__ = ["CAPACITY", "RelayedValues", "ValueExchange", "ValueMailbox", "ValuesOfSlabs"]
+
+Result = TypeVar("Result")
 
 CAPACITY = 8192
 """Float32 values that one process sends at most: 2 statistics of 16 samples and 256 channels."""
@@ -90,6 +92,8 @@ class ValueMailbox(Mailbox):
     ) -> None:
         super().__init__(boxes, rank, device, patience, memory)
         self.boxes = torch.tensor(boxes, dtype=torch.int64).to(device)
+        self.hears = True
+        """Whether a kernel that runs now has the values of all others: where it runs several times, the last one."""
 
     @staticmethod
     def size(shards: int) -> int:
@@ -112,7 +116,7 @@ class ValueMailbox(Mailbox):
             "CAPACITY": CAPACITY,
         }
 
-    def run(self, calls: Sequence["Call"], count: int) -> Tensor:
+    def run(self, calls: Sequence["Callable[[ValueMailbox], Result]"], count: int) -> Result:
         """Run the kernel of this process's one slab, which waits for the others'."""
         del count
         (call,) = calls
@@ -134,10 +138,6 @@ class ValueMailbox(Mailbox):
         return bool(self.stack(own).flatten().tolist() == list(range(self.shards)))
 
 
-Call: TypeAlias = Callable[[ValueMailbox], Tensor]
-"""Runs a kernel that sends the values of one slab and uses those of all."""
-
-
 class ValueExchange(Protocol):
     """How a kernel that sends values, and uses those of all shards, is run for the slabs of this process.
 
@@ -145,13 +145,13 @@ class ValueExchange(Protocol):
     slab's values, sends them, and adds up what came. So all get the same bits.
     """
 
-    def run(self, calls: Sequence[Call], count: int) -> Tensor:
+    def run(self, calls: Sequence[Callable[[ValueMailbox], Result]], count: int) -> Result:
         """Return what the kernel returns, once it has the values of all shards.
 
         Parameters
         ----------
         calls
-            One for each slab of this process.
+            One for each slab of this process: runs a kernel that sends the slab's values and uses those of all.
         count
             Values that each sends.
         """
@@ -175,8 +175,10 @@ class ValuesOfSlabs:
         memory = torch.zeros(2, shards, CAPACITY, dtype=torch.int64, device=device)
         boxes = [find_address(memory)] * shards
         self.sides = [ValueMailbox(boxes, rank, device, patience=0, memory=memory) for rank in range(shards)]
+        for side in self.sides[:-1]:
+            side.hears = False
 
-    def run(self, calls: Sequence[Call], count: int) -> Tensor:
+    def run(self, calls: Sequence[Callable[[ValueMailbox], Result]], count: int) -> Result:
         """Run all slabs' kernels."""
         del count
         return [call(side) for call, side in zip(calls, self.sides, strict=True)][-1]
@@ -185,29 +187,36 @@ class ValuesOfSlabs:
 class RelayedValues:
     """The exchange between processes that do not reach each other's memory, by messages.
 
-    The kernel runs twice: it leaves its values in a box of its own, the boxes are gathered, and it runs again.
+    The kernels run once: they leave their values in a box of the process. The boxes are gathered, and the last kernel
+    runs again.
 
     Parameters
     ----------
     group
-        The processes, one shard each.
+        The processes.
     device
         This process's GPU.
+    slabs
+        Of each process, whose numbers are neighbours.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, shards = group, dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, slabs: int = 1) -> None:
+        self.group, self.processes = group, dist.get_world_size(group)
+        shards, first = slabs * self.processes, slabs * dist.get_rank(group)
         self.memory = torch.zeros(2, shards, CAPACITY, dtype=torch.int64, device=device)
         boxes = [find_address(self.memory)] * shards
-        self.side = ValueMailbox(boxes, dist.get_rank(group), device, patience=0, memory=self.memory)
+        self.own = slice(first, first + slabs)
+        self.sides = [ValueMailbox(boxes, first + n, device, patience=0, memory=self.memory) for n in range(slabs)]
 
-    def run(self, calls: Sequence[Call], count: int) -> Tensor:
-        """Run the kernel of this process's one slab before the others' values are there, and again."""
-        (call,) = calls
-        call(self.side)
-        own = self.memory[:, self.side.rank, :count].contiguous()  # of even and of odd calls
-        gathered = own.new_empty((self.side.shards, *own.shape))
+    def run(self, calls: Sequence[Callable[[ValueMailbox], Result]], count: int) -> Result:
+        """Run the kernels of this process's slabs before the others' values are there, and the last one again."""
+        for call, side in zip(calls, self.sides, strict=True):
+            side.hears = False
+            call(side)
+        own = self.memory[:, self.own, :count].contiguous()  # of even and of odd calls
+        gathered = own.new_empty((self.processes, *own.shape))
         gather_into(gathered.view(-1), own.view(-1), group=self.group)
-        self.memory[:, :, :count] = gathered.movedim(0, 1)
-        self.side.calls[:1].sub_(1)  # the same call
-        return call(self.side)
+        self.memory[:, :, :count] = gathered.movedim(0, 1).flatten(1, 2)
+        side.calls[:1].sub_(1)  # the same call
+        side.hears = True
+        return call(side)

@@ -15,6 +15,7 @@ from volseg.device.torch_internals import find_backward_pass, find_saved_tensors
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel.spatial.parameters import Copies, Parameters, copy_plain
 from volseg.parallel.spatial.transport.communicator import Communicator
+from volseg.parallel.spatial.transport.over_replicas import SlabsOfReplicas
 
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
@@ -62,6 +63,8 @@ class Context:
         Whether gradients are averaged or summed with processes that train on other volumes.
     replicas
         Those whose samples are one batch with the own ones, for norms over the batch; None where a batch is whole.
+    over_replicas
+        Their slabs and the own ones; None likewise.
     parameters
         Their copies on the shards' devices.
     hooks
@@ -85,6 +88,7 @@ class Context:
         self.graph_generators: list[torch.Generator] | None = None
         self.has_replicas = False
         self.replicas: Replicas | None = None
+        self.over_replicas: SlabsOfReplicas | None = None
         self.parameters = Parameters(communicator)
         self.hooks: Any = None
         # Not a WeakSet: it compares its members, and comparing volumes is an operator.
@@ -121,6 +125,10 @@ class Context:
             yield
         finally:
             self.hooks = before
+
+    def share_batches(self, replicas: "Replicas") -> None:
+        """Take the statistics of norms over the batch over the samples of all replicas from now on."""
+        self.replicas, self.over_replicas = replicas, SlabsOfReplicas(self.communicator, replicas)
 
     @contextmanager
     def without_replicas(self) -> Iterator[None]:

@@ -170,7 +170,7 @@ class Waiting(Pending):
     stand_ins
         What the volume holds instead of its slabs, of their element type and on their devices.
     room
-        Planes of room to leave around each slab (see ``transport.room``).
+        Planes of room to leave around each slab (see ``transport.room``), or more where a wider halo comes.
     unchanged
         What the slabs are written from.
     """
@@ -185,7 +185,7 @@ class Waiting(Pending):
 
     @abstractmethod
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Return the slabs, how to write them again, and the wait for ``halos``, which fit into the room."""
+        """Return the slabs, how to write them again, and the wait for ``halos``; there are none without room."""
 
     def outline(self) -> Outline | None:
         """Return the slabs without memory, with their history, and how to write them; None where nobody can."""
@@ -204,7 +204,7 @@ class Waiting(Pending):
     def settle(self, volume: "ShardedVolume", halos: Sequence[Halo] = ()) -> Wait | None:
         """Write the slabs."""
         self.check()
-        slabs, recipe, wait = self.write(halos if halos and halos[0].width <= self.room else ())
+        slabs, recipe, wait = self.write(halos if self.room else ())
         volume._slabs = slabs
         volume.pending = PLAIN if recipe is None else Written(recipe, Unchanged((*slabs, *recipe.tensors)), self.parts)
         return wait

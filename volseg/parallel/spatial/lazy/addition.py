@@ -4,7 +4,7 @@
 What is added to a norm that waits need not be written in between, nor its gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from volseg.device import fusions
 from volseg.device.first_order import first_order
+from volseg.device.layout import DIM
 from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
@@ -23,7 +24,8 @@ from volseg.parallel.spatial.lazy.statistics import Pooled, combine_sums
 from volseg.parallel.spatial.lazy.vanishing import note_vanishing
 from volseg.parallel.spatial.pending import PLAIN, Waiting
 from volseg.parallel.spatial.recipe import Recipe
-from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
+from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
@@ -46,7 +48,8 @@ class WaitingSum(Waiting):
     def __init__(self, context: Context, norm: WaitingNorm, other: WaitingNorm | list[Tensor]) -> None:
         self.context, self.norm, self.other = context, norm, other
         self.activation = IDENTITY
-        self.stand_ins, self.room = list(norm.stand_ins), 0
+        # Several samples with room around each lie apart, which whoever reads no halo would copy.
+        self.stand_ins, self.room = list(norm.stand_ins), norm.room if len(norm.stand_ins[0]) == 1 else 0
         if isinstance(other, WaitingNorm):
             self.moment, self.unchanged = norm.moment.joined(other.moment), norm.unchanged.joined(other.unchanged)
         else:
@@ -84,15 +87,34 @@ class WaitingSum(Waiting):
 
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Add up."""
-        del halos
         norms = [norm for norm in (self.norm, self.other) if isinstance(norm, WaitingNorm)]
+        wait: Wait | None = None
+
+        def fill(rows: Sequence[tuple[Term, Term]]) -> list[Tensor]:
+            nonlocal wait
+            outs, wait = self._fill(rows, halos)
+            return outs
+
         spread = self.context.spread
         second = self.other.stand_ins if isinstance(self.other, WaitingNorm) else self.other
         parameters = chain.from_iterable((norm.weight, norm.bias) for norm in norms)
         with self.moment.restored():
             slopes = [[] if norm.slope is None else spread(norm.slope) for norm in norms]
-            slabs = _Add.apply(self, norms, *parameters, *chain.from_iterable(slopes), *self.stand_ins, *second)
-        return list(slabs), None, None
+            slabs = _Add.apply(self, fill, norms, *parameters, *chain.from_iterable(slopes), *self.stand_ins, *second)
+        return list(slabs), None, wait
+
+    def _fill(self, rows: Sequence[tuple[Term, Term]], halos: Sequence[Halo]) -> tuple[list[Tensor], Wait | None]:
+        """Return the slabs, with room where convolutions take a halo, and the wait for the halos."""
+        room = find_needed_room(self.room, halos)
+        if not room:
+            return [addition.add(*row, self.activation) for row in rows], None
+        outs = [allocate_with_room(first.slab, room) for first, _ in rows]
+
+        def planes(number: int, start: int, count: int) -> None:
+            first, second = (term._replace(slab=term.slab.narrow(DIM, start, count)) for term in rows[number])
+            addition.add(first, second, self.activation, outs[number].narrow(DIM, start, count))
+
+        return outs, write_outer_first(outs, room, halos, planes)
 
 
 def add_waiting(first: Any, second: Any) -> ShardedVolume | None:
@@ -153,8 +175,14 @@ class _Add(torch.autograd.Function):
     """Gets weight and bias of each norm, then a slope for each slab of each that has one, then the slabs of both."""
 
     @staticmethod
-    def forward(ctx: Any, waiting: WaitingSum, norms: Sequence[WaitingNorm], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.context, ctx.activation = waiting.context, waiting.activation
+    def forward(
+        ctx: Any,
+        waiting: WaitingSum,
+        fill: Callable[[Sequence[tuple[Term, Term]]], list[Tensor]],
+        norms: Sequence[WaitingNorm],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.context, ctx.activation, ctx.room = waiting.context, waiting.activation, waiting.room
         ctx.plans = [_Plan(norm) for norm in norms]
         ctx.count = len(waiting.stand_ins)
         ctx.is_pair = len(norms) == 2
@@ -164,7 +192,7 @@ class _Add(torch.autograd.Function):
         # What is added as it is, with nothing behind the sum, has the sum's gradient: torch does not keep it either.
         ctx.keeps_both = ctx.is_pair or waiting.activation != IDENTITY
         ctx.save_for_backward(*known, *affine, *(tensors if ctx.keeps_both else tensors[: -ctx.count]))
-        return tuple(addition.add(*row, waiting.activation) for row in rows)
+        return tuple(fill(rows))
 
     @staticmethod
     @first_order
@@ -183,12 +211,12 @@ class _Add(torch.autograd.Function):
             mean, rstd = known[2 * number : 2 * number + 2]
             found = combine_sums(ctx.context, plan.pooled, own, mean, rstd, weight, plan.voxels, slabs)
             factors.append(list(zip(*map(ctx.context.spread, found[:2]), strict=True)))
-            moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
-            of_parameters += [None if weight is None else moment.to(weight), None if bias is None else total.to(bias)]
+            of_parameters.append(None if weight is None else found.weight.to(weight))
+            of_parameters.append(None if bias is None else found.bias.to(bias))
             slopes = [row[number].slope for row in rows]
             of_slopes += [sum_to_slope(each, s) for each, s in zip(own, slopes, strict=True) if s is not None]
         inputs = [
-            addition.add_gradients(gradient, first, second, list(pairs), ctx.activation)
+            addition.add_gradients(gradient, first, second, list(pairs), ctx.activation, _give_room(ctx, first, second))
             for gradient, (first, second), *pairs in zip(gradients, rows, *factors, strict=True)
         ]
         columns = list(zip(*inputs, strict=True))
@@ -196,7 +224,12 @@ class _Add(torch.autograd.Function):
             if plan.pooled.ignores_channels(*known[0].shape):
                 for gradient, (_, offset) in zip(column, pairs, strict=True):
                     note_vanishing(gradient, offset)
-        return None, None, *of_parameters, *of_slopes, *chain.from_iterable(columns)
+        return None, None, None, *of_parameters, *of_slopes, *chain.from_iterable(columns)
+
+
+def _give_room(ctx: Any, *terms: Term) -> list[Tensor | None]:
+    """Return memory for the gradients of norms: the convolution in front wants neighbours' planes around it."""
+    return [allocate_with_room(term.slab, ctx.room) if ctx.room and term.is_norm else None for term in terms]
 
 
 class _Plan:

@@ -15,7 +15,7 @@ from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting, find_likes
 from volseg.parallel.spatial.recipe import Outline, Recipe, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
+from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
@@ -93,12 +93,13 @@ class WaitingJoin(Waiting):
 
         def fill() -> list[Tensor]:
             nonlocal wait
-            outs = self._allocate()
+            room = find_needed_room(self.room, halos)
+            outs = self._allocate(room)
 
             def planes(number: int, start: int, count: int) -> None:
                 self.recipe.write(self.recipe.rows[number], outs[number].narrow(DIM, start, count), start)
 
-            wait = write_outer_first(outs, self.room, halos, planes)
+            wait = write_outer_first(outs, room, halos, planes)
             return outs
 
         return self._run(fill), self.recipe, wait
@@ -114,10 +115,10 @@ class WaitingJoin(Waiting):
 
         return Outline(self._run(fill), self.recipe, layout_of(self.likes[0]))
 
-    def _allocate(self) -> list[Tensor]:
+    def _allocate(self, room: int) -> list[Tensor]:
         channels = sum(column[0].shape[1] for column in self.columns)
         places = zip(self.likes, self.stand_ins, strict=True)
-        return [allocate_with_room(like, self.room, channels, slab.device) for like, slab in places]
+        return [allocate_with_room(like, room, channels, slab.device) for like, slab in places]
 
     def _run(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
         with self.moment.restored():

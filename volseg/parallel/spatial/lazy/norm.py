@@ -24,7 +24,7 @@ from volseg.parallel.spatial.lazy.vanishing import note_vanishing
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.recipe import Outline, Recipe, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
+from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -130,7 +130,7 @@ class _Writing:
 
     def write(self, slabs: Sequence[Tensor]) -> list[Tensor]:
         """Apply scale, shift and activation; with halos to send, to the outermost planes first."""
-        room = self.norm.room
+        room = find_needed_room(self.norm.room, self.halos)
         if self.outline:
             return [outline_slab(slab.shape, slab.dtype, slab.device) for slab in slabs]
         slopes: Sequence[Tensor | None] = self.slopes or [None] * len(slabs)
@@ -181,10 +181,8 @@ class _Normalize(torch.autograd.Function):
         rows = zip(gradients, slabs, spread(mean), scales, shifts, strict=True)
         sums = [choice.gradient_sums_of_parts(*row, activation, slope) for row, slope in zip(rows, slopes, strict=True)]
         found = combine_sums(context, pooled, sums, mean, rstd, weight, voxels, slabs)
-        factor, offset = found[0], found[1]
-        moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
-        offsets = spread(offset)
-        rows = zip(gradients, slabs, scales, shifts, spread(factor), offsets, strict=True)
+        offsets = spread(found.offset)
+        rows = zip(gradients, slabs, scales, shifts, spread(found.factor), offsets, strict=True)
         # The convolution in front of the norm wants neighbours' planes around its gradient.
         roomy = room if mean.shape[0] == 1 else 0
         inputs = [
@@ -196,8 +194,8 @@ class _Normalize(torch.autograd.Function):
         if pooled.ignores_channels(*mean.shape):
             for gradient, own in zip(inputs, offsets, strict=True):
                 note_vanishing(gradient, own)
-        weight_gradient = moment.to(weight) if weight is not None else None
-        bias_gradient = total.to(rstd if weight is None else weight) if has_bias else None
+        weight_gradient = found.weight.to(weight) if weight is not None else None
+        bias_gradient = found.bias.to(rstd if weight is None else weight) if has_bias else None
         of_slopes = [sum_to_slope(own, slope) for own, slope in zip(sums, tensors[:number], strict=False)]
         return None, weight_gradient, bias_gradient, *of_slopes, *inputs
 

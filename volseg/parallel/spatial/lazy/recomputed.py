@@ -8,7 +8,7 @@ from torch import Tensor
 from volseg.device.layout import DIM
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.recipe import Recipe
-from volseg.parallel.spatial.transport.halo import Halo, Wait, write_outer_first
+from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -60,11 +60,11 @@ class RecomputedInput(Waiting):
 
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Write the slabs."""
-        rows = self.recipe.rows
+        rows, room = self.recipe.rows, find_needed_room(self.room, halos)
         with torch.no_grad():
             slabs = [
-                allocate_with_room(like, self.room, device=row[0].device)
-                if self.room
+                allocate_with_room(like, room, device=row[0].device)
+                if room
                 else torch.empty_like(like, device=row[0].device)
                 for like, row in zip(self.likes, rows, strict=True)
             ]
@@ -72,5 +72,5 @@ class RecomputedInput(Waiting):
             def planes(number: int, start: int, count: int) -> None:
                 self.recipe.write(rows[number], slabs[number].narrow(DIM, start, count), start)
 
-            wait = write_outer_first(slabs, self.room, halos, planes)
+            wait = write_outer_first(slabs, room, halos, planes)
         return [slab.requires_grad_(self.requires_grad) for slab in slabs], self.recipe, wait

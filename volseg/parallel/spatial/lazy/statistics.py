@@ -4,16 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from volseg.device import fusions
-from volseg.device.norm import choice
+from volseg.device.norm import choice, reference
+from volseg.device.norm.exchanged import ExchangedCoefficients, ExchangedGradients, count_values
 from volseg.device.norm.grouping import ALONE, Grouping
 from volseg.device.norm.running import Running
-from volseg.device.peer.values import CAPACITY, ValueMailbox
+from volseg.device.peer.values import CAPACITY, ValueExchange, ValueMailbox
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
 
 __all__ = ["NormStatistics", "Pooled", "combine_sums", "compute_statistics", "take_statistics"]
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +43,27 @@ class Pooled:
         return self.grouping.over_batch and self.replicas is not None
 
     def needed(self, batch: int, channels: int) -> Callable[[Tensor], Tensor] | None:
-        """Return ``average``, or None where every pair is its own group."""
-        return None if self.grouping.is_alone(batch, channels) and not self.over_replicas else self.average
+        """Return the mean over the pairs of a group, for each of them; None where every pair is its own group."""
+        return None if self.grouping.is_alone(batch, channels) else self.grouping.average
 
     def ignores_channels(self, batch: int, channels: int) -> bool:
         """Say whether a number that is added to a channel changes nothing, so that its gradient is zero."""
         return not self.given and (self.grouping.over_batch or self.grouping.is_alone(batch, channels))
 
-    def average(self, pairs: Tensor) -> Tensor:
-        """Replace each entry of ``(B, C)`` by the mean of its group."""
-        if self.over_replicas:
-            assert self.replicas is not None
-            return self.replicas.average_rows(pairs).expand_as(pairs)
-        return self.grouping.average(pairs)
-
 
 @dataclass(frozen=True, slots=True)
 class NormStatistics:
-    """What a norm computes from its input, ``(B, C)`` on the home device, and the number of voxels of a channel."""
+    """What a norm computes from its input, ``(B, C)`` on the home device, and the number of voxels of a channel.
+
+    These are the voxels of a sample, but a tensor of those of all samples where replicas have some.
+    """
 
     mean: Tensor
     variance: Tensor
     rstd: Tensor
     scale: Tensor
     shift: Tensor
-    voxels: int
+    voxels: int | Tensor
 
 
 @lru_cache(maxsize=1024)
@@ -102,43 +101,65 @@ def compute_statistics(
     """
     context = volume.context
     counts = count_slab_voxels(context.communicator.grid, volume.dims, volume.shape)
+    voxels = sum(counts)
     with torch.no_grad():  # the gradient through the statistics is part of the norm's own
-        if _fits_one_kernel(context, pooled, slabs):
-            shares = context.communicator.shares(counts, torch.float32, context.communicator.home)
-            given = weight, bias, eps
-            settings: dict[str, Any] = {"grouping": pooled.grouping}
-            if running is not None and _moves(context, running):
+        exchange = _find_exchange(context, pooled, slabs)
+        if exchange is not None:
+            settings: dict[str, Any] = {"grouping": pooled.grouping, "replicas": exchange.replicas, "voxels": voxels}
+            if running is not None and running.fits_kernel() and fusions.is_on("pooled statistics"):
                 settings["running"], running = running, None
-            calls = [partial(_exchange_coefficients, slab, shares, given, settings) for slab in slabs]
-            found = _exchange(context, calls, slabs[0])
+            home = context.communicator.home
+            shares = None if pooled.over_replicas else context.communicator.shares(counts, torch.float32, home)
+            calls = [partial(_exchange_coefficients, slab, shares, (weight, bias, eps), settings) for slab in slabs]
+            found, number = exchange.run(calls)
         else:
             # (num_shards, 2, B, C)
             stacked = context.communicator.collect([choice.moments(slab) for slab in slabs])
             shares = context.communicator.shares(counts, stacked.dtype, stacked.device)
-            found = choice.coefficients(stacked, shares, weight, bias, eps, pooled.needed(*volume.shape[:2]))
+            if pooled.over_replicas:
+                found, number = _join_replicas(pooled, stacked, shares, voxels, (weight, bias, eps))
+            else:
+                average, number = pooled.needed(*volume.shape[:2]), None
+                found = choice.coefficients(stacked, shares, weight, bias, eps, average)
         mean, variance, rstd, scale, shift = found.unbind(0)
         if running is not None:
             # Samples that share their statistics have the same ones: no average of them is needed.
-            running.update(mean[0], variance[0], _count_of_batch(pooled, len(mean), sum(counts), variance))
-    return NormStatistics(mean, variance, rstd, scale, shift, sum(counts))
+            running.update(mean[0], variance[0], len(mean) * voxels if number is None else number)
+    return NormStatistics(mean, variance, rstd, scale, shift, voxels if number is None else number)
 
 
-def _moves(context: Context, running: Running) -> bool:
-    """Say whether the kernel that computes the statistics moves the running ones: not where it may run twice."""
-    return context.communicator.values is None and running.fits_kernel() and fusions.is_on("pooled statistics")
+def _join_replicas(
+    pooled: Pooled, stacked: Tensor, shares: Tensor, voxels: int, given: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return what ``reference.coefficients`` returns, over the samples of all replicas, and how many voxels these have.
 
-
-def _count_of_batch(pooled: Pooled, samples: int, voxels: int, like: Tensor) -> int | Tensor:
-    """Return the voxels of a channel over all samples, of all replicas."""
-    if not pooled.over_replicas:
-        return samples * voxels
+    Parameters
+    ----------
+    pooled
+        Whose replicas.
+    stacked, shares
+        See ``reference.coefficients``.
+    voxels
+        Of a channel in a sample, of all shards.
+    given
+        Weight, bias and eps.
+    """
     assert pooled.replicas is not None
-    return pooled.replicas.count_rows(samples, like) * voxels
+    means, variances = reference.join_moments(stacked, shares)
+    center = means.mean(0)
+    spread = (variances + (means - center).square()).mean(0)
+    mean, variance, number = pooled.replicas.join_moments(center, spread, len(means) * voxels)
+    own = mean.expand_as(means), variance.expand_as(means)
+    return reference.find_scale_and_shift(*own, *given), number
 
 
 def _exchange_coefficients(
-    slab: Tensor, shares: Tensor, given: tuple[Any, ...], settings: dict[str, Any], mailbox: ValueMailbox | None
-) -> Tensor:
+    slab: Tensor,
+    shares: Tensor | None,
+    given: tuple[Any, ...],
+    settings: dict[str, Any],
+    mailbox: ValueMailbox | None,
+) -> ExchangedCoefficients:
     weight, bias, eps = given
     return choice.exchange_coefficients(slab, shares, weight, bias, eps, mailbox, **settings)
 
@@ -171,22 +192,39 @@ def take_statistics(
     return NormStatistics(mean, variance, rstd, scale, shift, sum(counts))
 
 
-def _fits_one_kernel(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> bool:
-    """Say whether one kernel exchanges statistics and computes what follows from them."""
+@dataclass(frozen=True, slots=True)
+class _OneKernel:
+    """How one kernel exchanges statistics and computes what follows from them."""
+
+    values: ValueExchange | None
+    """None where there is one slab."""
+    count: int
+    """Values that a slab sends."""
+    replicas: int
+
+    def run(self, calls: Sequence[Callable[[Any], Result]]) -> Result:
+        """Run the kernel of each slab of this process."""
+        if self.values is None:
+            (call,) = calls
+            return call(None)
+        return self.values.run(calls, self.count)
+
+
+def _find_exchange(context: Context, pooled: Pooled, slabs: Sequence[Tensor]) -> _OneKernel | None:
+    """Return how one kernel does it; None where several do. All processes decide alike, whichever rows they have."""
     batch, channels = slabs[0].shape[:2]
+    if not choice.takes(slabs[0]):
+        return None
+    count = count_values(pooled.grouping, batch, channels, pooled.over_replicas)
+    if pooled.over_replicas:
+        assert pooled.replicas is not None
+        values = None if context.over_replicas is None else context.over_replicas.values
+        fits = values is not None and count <= CAPACITY and fusions.is_on("pooled statistics")
+        return _OneKernel(values, count, pooled.replicas.count) if fits else None
     values = context.communicator.values
-    reached = context.communicator.num_shards == 1 or (values is not None and 2 * batch * channels <= CAPACITY)
+    reached = context.communicator.num_shards == 1 or (values is not None and count <= CAPACITY)
     alone = pooled.grouping.is_alone(batch, channels) or fusions.is_on("pooled statistics")
-    return reached and alone and not pooled.over_replicas and choice.takes(slabs[0])
-
-
-def _exchange(context: Context, calls: Sequence[Callable[[Any], Tensor]], like: Tensor) -> Tensor:
-    """Run the kernel of each slab of this process that exchanges statistics, of which ``like`` has the channels."""
-    values = context.communicator.values
-    if values is None:
-        (call,) = calls
-        return call(None)
-    return values.run(calls, 2 * like.shape[0] * like.shape[1])
+    return _OneKernel(values, count, 1) if reached and alone else None
 
 
 def combine_sums(
@@ -196,10 +234,10 @@ def combine_sums(
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    voxels: int,
+    voxels: int | Tensor,
     slabs: Sequence[Tensor],
-) -> Tensor:
-    """Return ``reference.backward_coefficients`` of all slabs.
+) -> ExchangedGradients:
+    """Return factor and offset of all slabs, and the gradients of weight and bias.
 
     Parameters
     ----------
@@ -207,20 +245,41 @@ def combine_sums(
         Of the norm.
     sums
         Of the parts of each slab of this process, ``(parts, 2 or 3, B, C)``.
-    mean, rstd, weight, voxels
+    mean, rstd, weight
         See ``reference.backward_coefficients``.
+    voxels
+        As ``NormStatistics`` has them.
     slabs
         The norm's input.
     """
-    if _fits_one_kernel(context, pooled, slabs):
-        calls = [partial(_exchange_backward, (own, mean, rstd, weight, voxels), pooled) for own in sums]
-        return _exchange(context, calls, slabs[0])
+    if exchange := _find_exchange(context, pooled, slabs):
+        settings = {"grouping": pooled.grouping, "given": pooled.given, "replicas": exchange.replicas}
+        calls = [partial(_exchange_backward, (own, mean, rstd, weight, voxels), settings) for own in sums]
+        return exchange.run(calls)
     stacked = context.communicator.collect([own[:, :2].sum(0) for own in sums])
+    if isinstance(voxels, Tensor):
+        return _combine_over_replicas(pooled, stacked, mean, rstd, weight, voxels)
     average = pooled.needed(*mean.shape)
-    return choice.backward_coefficients(stacked, mean, rstd, weight, voxels, average, pooled.given)
+    found = choice.backward_coefficients(stacked, mean, rstd, weight, voxels, average, pooled.given)
+    of_weight, of_bias = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
+    return ExchangedGradients(found[0], found[1], of_weight, of_bias)
 
 
-def _exchange_backward(given: tuple[Any, ...], pooled: Pooled, mailbox: ValueMailbox | None) -> Tensor:
+def _combine_over_replicas(
+    pooled: Pooled, stacked: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, number: Tensor
+) -> ExchangedGradients:
+    """Return what follows from the sums over the samples of all replicas; see ``combine_sums``."""
+    assert pooled.replicas is not None
+    of_bias, moment = stacked.sum(0).sum(1)
+    of_weight = moment * rstd[0]
+    total, moment = pooled.replicas.add_up(torch.stack([of_bias, of_weight])) / number
+    scale = rstd if weight is None else rstd * weight.to(rstd)
+    factor = -rstd * scale * moment
+    return ExchangedGradients(factor, -scale * total - factor * mean, of_weight, of_bias)
+
+
+def _exchange_backward(
+    given: tuple[Any, ...], settings: dict[str, Any], mailbox: ValueMailbox | None
+) -> ExchangedGradients:
     partials, mean, rstd, weight, voxels = given
-    settings = mailbox, pooled.grouping, pooled.given
-    return choice.exchange_backward_coefficients(partials, mean, rstd, weight, voxels, *settings)
+    return choice.exchange_backward_coefficients(partials, mean, rstd, weight, voxels, mailbox, **settings)

@@ -225,7 +225,6 @@ class _AddInTiles(torch.autograd.Function):
         slabs = [row[0] for row in rows]
         sums = [_add_sums(ctx.write, *own) for own in zip(gradients, rows, means, strict=True)]
         found = combine_sums(ctx.context, ctx.pooled, sums, mean, rstd, weight, ctx.voxels, slabs)
-        moment, total = found[2:, 0] if mean.shape[0] == 1 else found[2:].sum(1)  # one launch less
         factors = list(zip(*map(ctx.context.spread, found[:2]), strict=True))
         first = 4 + len(ctx.slopes) + len(slabs)
         columns = [
@@ -238,8 +237,8 @@ class _AddInTiles(torch.autograd.Function):
         if ctx.pooled.ignores_channels(*mean.shape):
             for gradient, (_, offset) in zip(inputs[0], factors, strict=True):
                 note_vanishing(gradient, offset)
-        of_weight = None if weight is None else moment.to(weight)
-        of_bias = total.to(rstd if weight is None else weight) if ctx.has_bias else None
+        of_weight = None if weight is None else found.weight.to(weight)
+        of_bias = found.bias.to(rstd if weight is None else weight) if ctx.has_bias else None
         slopes = [row[3] for row in rows] if ctx.slopes else []
         of_slopes = [sum_to_slope(own, slope) for own, slope in zip(sums, slopes, strict=False)]
         return None, None, of_weight, of_bias, *of_slopes, *chain.from_iterable(inputs)

@@ -79,7 +79,7 @@ def convolution(
         own = (weights[0], biases[0]) if volume.context.communicator.num_shards == 1 else (weight, bias)
         return func(tensor, *own, stride, padding, dilation, groups)
 
-    return sharded_windows(volume, plans, local, whole)
+    return sharded_windows(volume, plans, local, whole, reads_only=True)
 
 
 @handles("Convolution", "torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d")
@@ -146,7 +146,7 @@ def transposed_convolution(
         alone = volume.context.communicator.num_shards == 1
         return run(tensor, (weights[0], None if waits else biases[0]) if alone else (weight, bias), padding, extra)
 
-    result = sharded_windows(volume, plans, local, whole)
+    result = sharded_windows(volume, plans, local, whole, reads_only=True)
     if not waits or not isinstance(result, ShardedVolume):
         return result
     biases = [volume.context.cast(copy, result.dtype) for copy in biases]

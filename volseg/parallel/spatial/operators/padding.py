@@ -53,14 +53,17 @@ def pad(
     for place, pair in enumerate(zip(widths[::2], widths[1::2], strict=True)):
         if volume.ndim - 1 - place not in volume.dims:
             inside[2 * place : 2 * place + 2] = pair
-    if any(inside):
+    cut = [dim for dim in volume.dims if pairs[dim] != (0, 0)]
+    at_once = bool(cut) and mode == "constant" and min(inside) >= 0
+    if any(inside) and not at_once:
         rest = {"mode": mode, "value": value}
         volume = _pad_inside(volume, inside, rest)
-    for dim in volume.dims:
-        if pairs[dim] != (0, 0):
-            volume = _pad_cut(in_planes(volume), dim, pairs[dim], mode, value or 0.0, len(widths))
-            if not isinstance(volume, ShardedVolume):
-                refuse("the padded volume is thinner than the number of shards")
+        inside = []
+    for dim in cut:
+        volume = _pad_cut(in_planes(volume), dim, pairs[dim], mode, value or 0.0, len(widths), inside)
+        inside = []  # with the first
+        if not isinstance(volume, ShardedVolume):
+            refuse("the padded volume is thinner than the number of shards")
     return _apart(volume, source)
 
 
@@ -83,8 +86,15 @@ def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) 
 
 
 def _pad_cut(
-    volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float, length: int
+    volume: ShardedVolume,
+    dim: int,
+    pair: tuple[int, int],
+    mode: str,
+    value: float,
+    length: int,
+    inside: Sequence[int],
 ) -> ShardedVolume | Tensor:
+    """Pad along a cut dim, and by constants inside the slabs."""
     before, after = pair
     size = volume.shape[dim]
     outputs = size + before + after
@@ -95,7 +105,7 @@ def _pad_cut(
             numbers = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
             window = _GatheredPlanes([int(n) for n in F.pad(numbers, (before, after), mode=mode).flatten().tolist()])
     plans = [
-        AxisPlan(window, outputs, value) if cut == dim else AxisPlan(Strided(), planes)
+        AxisPlan(window, outputs, value, tuple(inside)) if cut == dim else AxisPlan(Strided(), planes)
         for cut, planes in zip(volume.dims, volume.sizes, strict=True)
     ]
     axis = volume.dims.index(dim)
@@ -107,7 +117,7 @@ def _pad_cut(
         return select_planes(slab, dim, [plane - own.span[0] for plane in window.planes[slice(*own.output)]])
 
     def whole(tensor: Tensor) -> Tensor:
-        widths, place = [0] * length, 2 * (tensor.ndim - 1 - dim)
+        widths, place = [*inside, *([0] * (length - len(inside)))], 2 * (tensor.ndim - 1 - dim)
         widths[place : place + 2] = [before, after]
         return F.pad(tensor, widths, mode=mode, value=value) if mode == "constant" else F.pad(tensor, widths, mode=mode)
 

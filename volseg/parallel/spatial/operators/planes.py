@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.device.first_order import first_order
 from volseg.device.pretended import keeping
-from volseg.parallel.spatial.plan.shards import Span, can_split, spans
+from volseg.parallel.spatial.plan.shards import Span, can_split, spans, transfers
 from volseg.parallel.spatial.plan.windows import Convolution, Window
+from volseg.parallel.spatial.transport.pieces import pad_slabs, start_total
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = [
@@ -27,11 +28,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class AxisPlan:
-    """An operator along one cut dim: its window, its number of output planes, what padding holds."""
+    """An operator along one cut dim: its window, its number of output planes, what padding holds.
+
+    ``inside`` are planes of the same padding along other dims, written at once: as ``F.pad`` takes them.
+    """
 
     window: Window
     outputs: int
     fill: float = 0.0
+    inside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +78,13 @@ def outside_cut(volume: ShardedVolume, padding: Sequence[int]) -> list[int]:
     return [0 if first + i in volume.dims else planes for i, planes in enumerate(padding)]
 
 
-def fetch_windows(volume: ShardedVolume, plans: Sequence[AxisPlan]) -> tuple[list[Tensor], list[list[LocalWindow]]]:
+def fetch_windows(
+    volume: ShardedVolume, plans: Sequence[AxisPlan], reads_only: bool = False
+) -> tuple[list[Tensor], list[list[LocalWindow]]]:
     """Give each slab the planes its outputs need, padding included.
 
-    Returns the extended slabs and, for each of them, one ``LocalWindow`` per cut dim.
+    Returns the extended slabs and, for each of them, one ``LocalWindow`` per cut dim. With ``reads_only`` nobody
+    changes them in place, or hands them on.
     """
     communicator = volume.context.communicator
     slabs = volume.slabs
@@ -85,17 +93,22 @@ def fetch_windows(volume: ShardedVolume, plans: Sequence[AxisPlan]) -> tuple[lis
         outputs = spans(plan.outputs, communicator.grid[axis])
         needs = [plan.window.need(*output) for output in outputs]
         wanted = [clip(need, size) for need in needs]
-        slabs = communicator.fetch(slabs, axis, dim, size, wanted)
-        padded = []
-        for slab, coordinates, local in zip(slabs, communicator.coordinates, windows, strict=True):
+        widths = []
+        for coordinates, local in zip(communicator.coordinates, windows, strict=True):
             here = coordinates[axis]
             local.append(LocalWindow(needs[here], outputs[here], outputs[here][0] - plan.window.first(*outputs[here])))
             # A shard may need nothing but padding.
             start, stop = needs[here]
             before = min(max(-start, 0), stop - start)
             after = min(max(stop - size, 0), stop - start)
-            padded.append(pad_planes(slab, dim, before, after, plan.fill))
-        slabs = padded
+            widths.append(_widen(plan.inside, volume.ndim - 1 - dim, before, after))
+        if reads_only and all(move.source == move.target for move in transfers(size, wanted)):
+            owned = spans(size, communicator.grid[axis])
+            places = [(owned[own[axis]], wanted[own[axis]]) for own in communicator.coordinates]
+            slabs = [_take_own(slab, dim, *place) for slab, place in zip(slabs, places, strict=True)]
+            slabs = pad_slabs(slabs, widths, plan.fill)
+        else:
+            slabs = communicator.fetch_padded(slabs, axis, dim, size, wanted, widths, plan.fill)
     return slabs, windows
 
 
@@ -105,13 +118,43 @@ def clip(span: Span, size: int) -> Span:
     return start, max(start, min(span[1], size))
 
 
-def pad_planes(slab: Tensor, dim: int, before: int, after: int, fill: float = 0.0) -> Tensor:
-    """Add planes of ``fill`` in front and behind along ``dim``."""
-    if before == after == 0:
-        return slab
-    widths = [0] * (2 * (slab.ndim - dim))
-    widths[-2:] = [before, after]
-    return F.pad(slab, widths, value=fill)
+def _widen(inside: Sequence[int], place: int, before: int, after: int) -> list[int]:
+    """Return widths as ``F.pad`` takes them, with those of the dim that is so many places from the last."""
+    widths = [*inside, *([0] * (2 * place + 2 - len(inside)))]
+    widths[2 * place : 2 * place + 2] = before, after
+    return widths
+
+
+def _take_own(slab: Tensor, dim: int, own: Span, wanted: Span) -> Tensor:
+    """Return the wanted planes of a slab, to be read alone: itself, or a view."""
+    (start, stop), first = wanted, own[0]
+    return (
+        slab
+        if own == wanted
+        else _TakenPlanes.apply(slab, dim, start - first if stop > start else 0, stop - start, False)
+    )
+
+
+class _TakenPlanes(torch.autograd.Function):
+    """Planes of a slab, whose gradient lies among zeros in its own layout: torch puts it among contiguous ones.
+
+    ``apart``, the planes are no view for autograd: the slab is nobody's but theirs, and they may be changed in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, slab: Tensor, dim: int, start: int, count: int, apart: bool) -> Tensor:
+        ctx.plan = dim, slab.shape[dim], start
+        part = slab.narrow(dim, start, count)
+        if not apart:
+            return part
+        alone = torch.empty(0, dtype=slab.dtype, device=slab.device)
+        return alone.set_(slab.untyped_storage(), part.storage_offset(), part.shape, part.stride())
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        dim, size, start = ctx.plan
+        return start_total(gradient, dim, size, start, gradient), None, None, None, None
 
 
 def sharded_windows(
@@ -119,6 +162,7 @@ def sharded_windows(
     plans: Sequence[AxisPlan],
     local: Callable[[Tensor, list[LocalWindow], int], Tensor],
     whole: Callable[[Tensor], Any],
+    reads_only: bool = False,
 ) -> Any:
     """Run an operator that looks along the cut dims.
 
@@ -131,20 +175,25 @@ def sharded_windows(
         The plain operator. It runs on the gathered volume where the result has fewer planes than shards: coarse
         levels are small, and everybody computes them. On the slab of an only shard it runs too: what pads by itself
         needs no copy with planes of zeros around, and leaves no planes over to be cut off.
+    reads_only
+        Whether ``local`` only reads its slab, and returns new memory that no backward pass reads.
     """
     context = volume.context
     if context.communicator.num_shards == 1:
         return wrap(volume, [whole(slab) for slab in volume.slabs])
     if not all(can_split(plan.outputs, count) for plan, count in zip(plans, context.communicator.grid, strict=True)):
         return whole(volume.full_tensor())
-    slabs, windows = fetch_windows(volume, plans)
+    # Elsewhere second derivatives may be asked for.
+    reads_only = reads_only and context.communicator.is_direct and context.in_network
+    slabs, windows = fetch_windows(volume, plans, reads_only)
     results = []
     for position, (slab, own) in enumerate(zip(slabs, windows, strict=True)):
         result = local(slab, own, position)
         for dim, window in zip(volume.dims, own, strict=True):
             owed = window.output[1] - window.output[0]
             if window.skip or result.shape[dim] != owed:
-                result = result.narrow(dim, window.skip, owed)
+                part = dim, window.skip, owed
+                result = _TakenPlanes.apply(result, *part, True) if reads_only else result.narrow(*part)
         results.append(result)
     shape = list(results[0].shape)
     for dim, plan in zip(volume.dims, plans, strict=True):

@@ -12,6 +12,7 @@ from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.lazy import scores
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting
+from volseg.parallel.spatial.lazy.roomy_addition import add_with_room
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
 from volseg.parallel.spatial.operators.operands import aligned, rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
@@ -223,6 +224,7 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func in SUMS and len(args) == 2 and not kwargs:
         waiting = _add_later(*args)
         waiting = add_waiting(*args) if waiting is None else waiting
+        waiting = add_with_room(*args) if waiting is None else waiting
         if waiting is not None:
             return waiting
     if func in PRODUCTS and len(args) == 2 and not kwargs:

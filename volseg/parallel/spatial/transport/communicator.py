@@ -27,6 +27,7 @@ from torch import Tensor
 from volseg.device.norm.choice import compute_shares
 from volseg.device.peer.values import ValueExchange
 from volseg.parallel.spatial.plan.shards import Span, spans
+from volseg.parallel.spatial.transport.pieces import pad_slabs
 
 __all__ = ["Communicator", "narrow_to"]
 
@@ -125,6 +126,29 @@ class Communicator(ABC):
         unit
             So many planes stay together (see ``spans``).
         """
+
+    def fetch_padded(
+        self,
+        slabs: Sequence[Tensor],
+        axis: int,
+        dim: int,
+        size: int,
+        wanted: Sequence[Span],
+        widths: Sequence[Sequence[int]],
+        fill: float,
+    ) -> list[Tensor]:
+        """Give each shard the planes it wants, in the middle of a margin: one copy, where planes move.
+
+        Parameters
+        ----------
+        slabs, axis, dim, size, wanted
+            See ``fetch``.
+        widths
+            Of each slab's margin, as ``F.pad`` takes them.
+        fill
+            What the margin holds.
+        """
+        return pad_slabs(self.fetch(slabs, axis, dim, size, wanted), widths, fill)
 
     @abstractmethod
     def collect(self, partials: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from volseg.parallel.spatial.transport.room import extend, own_planes
 __all__ = [
     "Halo",
     "Wait",
+    "find_needed_room",
     "plan_halos",
     "return_gradients",
     "start_filling",
@@ -93,6 +94,19 @@ def plan_halos(
     if not any(map(any, planes)):
         return ()
     return tuple(Halo(communicator, planes, channels_last, index) for index in communicator.indices)
+
+
+def find_needed_room(room: int, halos: Sequence[Halo]) -> int:
+    """Return the planes of room to leave around slabs: more than usual where a wider halo is known to come.
+
+    Parameters
+    ----------
+    room
+        What is left without halos; 0 where slabs may have none.
+    halos
+        Of the convolution that reads the slabs next.
+    """
+    return max(room, halos[0].width) if room and halos else room
 
 
 def start_filling(buffers: Sequence[Tensor], halos: Sequence[Halo], keep: bool = False) -> Wait:

@@ -17,6 +17,7 @@ from volseg.parallel.buckets import flatten, split_like
 from volseg.parallel.fixed_order import fold
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
+from volseg.parallel.spatial.transport.pieces import join_pieces, start_total
 
 __all__ = ["LocalDevices"]
 
@@ -93,9 +94,10 @@ class LocalDevices(Communicator):
                 pieces.append(planes if move.source == here else self._send(planes, device))
             if not pieces:
                 pieces = [slab.narrow(dim, 0, 0)]
-            # A process copies what it wants even where that is one piece of its own.
-            alone = len(pieces) == 1 and not self.fixed_order
-            fetched.append(pieces[0] if alone else torch.cat(pieces, dim))
+            if self.fixed_order:  # a process copies what it wants even where that is one piece of its own
+                fetched.append(join_pieces(pieces, dim, slab))
+            else:
+                fetched.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim))
         return fetched
 
     def _send(self, planes: Tensor, device: torch.device) -> Tensor:
@@ -121,17 +123,15 @@ class LocalDevices(Communicator):
         totals = []
         for coordinates, device in zip(self.coordinates, self.devices, strict=True):
             here = coordinates[axis]
-            shape = list(held[coordinates].shape)
-            shape[dim] = owned[here][1] - owned[here][0]
-            total = held[coordinates].new_zeros(shape)
-            for move in sorted((m for m in moves if m.source == here), key=lambda m: m.target != here):
+            pieces = []
+            for move in (move for move in moves if move.source == here):
                 arrived = held[(*coordinates[:axis], move.target, *coordinates[axis + 1 :])]
                 planes = arrived.narrow(dim, move.start - wanted[move.target][0], move.stop - move.start)
-                own = total.narrow(dim, move.start - owned[here][0], move.stop - move.start)
-                if move.target == here:
-                    own.copy_(planes)
-                else:
-                    own.add_(planes.to(device, non_blocking=True))
+                pieces.append((move.target == here, move.start - owned[here][0], planes))
+            first, kept = next(((start, planes) for is_own, start, planes in pieces if is_own), (0, None))
+            total = start_total(held[coordinates], dim, owned[here][1] - owned[here][0], first, kept)
+            for _, start, planes in (piece for piece in pieces if not piece[0]):
+                total.narrow(dim, start, planes.shape[dim]).add_(planes.to(device, non_blocking=True))
             totals.append(total)
         return totals
 

@@ -5,7 +5,7 @@ of one device in the reverse order of their creation. So each function below is 
 also by a process that has nothing to send.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
 from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages
+from volseg.parallel.spatial.transport.pieces import join_pieces, start_total, view_inside
 
 __all__ = ["ProcessGroupShards"]
 
@@ -123,16 +124,35 @@ class ProcessGroupShards(Communicator):
             if (start, stop) == own:  # itself: the gradient of a view of it would be copied
                 return [slab]
             return [slab.narrow(dim, start - own[0] if stop > start else 0, stop - start)]
-        return [_Fetch.apply(slab, self, axis, dim, size, tuple(wanted), unit)]
+        return [_Fetch.apply(slab, self, axis, dim, size, tuple(wanted), unit, (), 0.0)]
 
-    def exchange(self, slab: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1) -> Tensor:
-        """Return the wanted planes, outside autograd; arguments as those of ``Communicator.fetch``."""
-        return self.start_exchange(slab, axis, dim, size, wanted, unit)()
+    def fetch_padded(
+        self,
+        slabs: Sequence[Tensor],
+        axis: int,
+        dim: int,
+        size: int,
+        wanted: Sequence[Span],
+        widths: Sequence[Sequence[int]],
+        fill: float,
+    ) -> list[Tensor]:
+        """Write the planes into the middle of their margin; see ``Communicator``."""
+        if all(move.source == move.target for move in transfers(size, wanted)):
+            return super().fetch_padded(slabs, axis, dim, size, wanted, widths, fill)
+        return [_Fetch.apply(slabs[0], self, axis, dim, size, tuple(wanted), 1, tuple(widths[0]), fill)]
 
-    def start_exchange(
-        self, slab: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
-    ) -> Callable[[], Tensor]:
-        """Start to move planes; the returned function waits for them and assembles the wanted span."""
+    def exchange(
+        self,
+        slab: Tensor,
+        axis: int,
+        dim: int,
+        size: int,
+        wanted: Sequence[Span],
+        unit: int = 1,
+        widths: Sequence[int] = (),
+        fill: float = 0.0,
+    ) -> Tensor:
+        """Return the wanted planes, and a margin around them, outside autograd; see ``Communicator.fetch_padded``."""
         here = self.coordinates[0][axis]
         own = spans(size, self.grid[axis], unit)[here]
         pieces, operations, messages = [], [], self.begin_messages()
@@ -152,16 +172,11 @@ class ProcessGroupShards(Communicator):
                 shape[dim] = move.stop - move.start
                 pieces.append(messages.make_room(shape, slab.dtype))
                 operations.append(dist.P2POp(dist.irecv, pieces[-1], self.peer(axis, move.source), self.group))
-        work = dist.batch_isend_irecv(operations) if operations else []
-
-        def finish() -> Tensor:
-            for request in work:
-                request.wait()
-            whole = torch.cat(pieces, dim) if pieces else slab.narrow(dim, 0, 0).clone()
-            messages.end()
-            return whole
-
-        return finish
+        for request in dist.batch_isend_irecv(operations) if operations else []:
+            request.wait()
+        whole = join_pieces(pieces or [slab.narrow(dim, 0, 0)], dim, slab, widths, fill)
+        messages.end()
+        return whole
 
     def give_back(
         self, planes: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
@@ -169,24 +184,16 @@ class ProcessGroupShards(Communicator):
         """Return every plane to its owner and add what comes back: the transpose of ``exchange``."""
         here = self.coordinates[0][axis]
         own, mine = spans(size, self.grid[axis], unit)[here], wanted[here]
-        shape = list(planes.shape)
-        shape[dim] = own[1] - own[0]
-        keeps_all = mine[0] <= own[0] and own[1] <= mine[1]
-        if keeps_all:  # one pass instead of zeros and a copy
-            kept = planes.narrow(dim, own[0] - mine[0], shape[dim])
-            total = kept.clone(memory_format=torch.contiguous_format)
-        else:
-            total = planes.new_zeros(shape)
+        kept: Tensor | None = None
+        first, shape = 0, list(planes.shape)
         arrivals, operations, messages = [], [], self.begin_messages()
         for move in transfers(size, wanted, unit):
             if here not in (move.source, move.target):
                 continue
             if move.target == here:
                 piece = planes.narrow(dim, move.start - mine[0], move.stop - move.start)
-                if move.source == here and keeps_all:
-                    continue
                 if move.source == here:
-                    total.narrow(dim, move.start - own[0], move.stop - move.start).copy_(piece)
+                    first, kept = move.start - own[0], piece
                 else:
                     operations.append(
                         dist.P2POp(dist.isend, messages.pack(piece), self.peer(axis, move.source), self.group)
@@ -195,9 +202,10 @@ class ProcessGroupShards(Communicator):
                 shape[dim] = move.stop - move.start
                 arrivals.append((move, messages.make_room(shape, planes.dtype)))
                 operations.append(dist.P2POp(dist.irecv, arrivals[-1][1], self.peer(axis, move.target), self.group))
-        if operations:
-            for request in dist.batch_isend_irecv(operations):
-                request.wait()
+        work = dist.batch_isend_irecv(operations) if operations else []
+        total = start_total(planes, dim, own[1] - own[0], first, kept)
+        for request in work:
+            request.wait()
         for move, arrival in arrivals:
             total.narrow(dim, move.start - own[0], move.stop - move.start).add_(arrival)
         messages.end()
@@ -289,15 +297,17 @@ class _Fetch(torch.autograd.Function):
         size: int,
         wanted: tuple[Span, ...],
         unit: int,
+        widths: tuple[int, ...],
+        fill: float,
     ) -> Tensor:
-        ctx.plan = communicator, axis, dim, size, wanted, unit
-        return communicator.exchange(slab, axis, dim, size, wanted, unit)
+        ctx.plan, ctx.widths = (communicator, axis, dim, size, wanted, unit), widths
+        return communicator.exchange(slab, axis, dim, size, wanted, unit, widths, fill)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         communicator, *plan = ctx.plan
-        return communicator.give_back(gradient, *plan), None, None, None, None, None, None
+        return communicator.give_back(view_inside(gradient, ctx.widths), *plan), *([None] * 8)
 
 
 class _Collect(torch.autograd.Function):

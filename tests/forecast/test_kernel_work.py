@@ -1,0 +1,32 @@
+"""What kernels of our own move, as a forecast counts it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from volseg.device import pretended
+from volseg.device.norm import passes
+from volseg.device.pretended import NotedKernel
+from volseg.forecast.kernel_work import describe_noted
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str = "a GPU"
+    processors: int = 132
+    capability: tuple[int, int] = (9, 0)
+
+
+def count_bytes(ends: tuple[int, int] | None) -> int:
+    noted: list[NotedKernel] = []
+    x, scale = torch.zeros(1, 32, 16, 16, 16, dtype=torch.bfloat16), torch.ones(1, 32)
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    with pretended.pretending(Gpu(), noted.append):
+        passes.affine(x, scale, scale, out=torch.empty_like(x), ends=ends)
+    return describe_noted(noted[0], 0).bytes_moved
+
+
+def test_the_ends_of_a_slab_are_not_all_of_it() -> None:
+    plane, scales = 32 * 16 * 16 * 2, 2 * 32 * 4
+    assert count_bytes(None) == 2 * 16 * plane + scales
+    assert count_bytes((1, 1)) == 2 * 2 * plane + scales

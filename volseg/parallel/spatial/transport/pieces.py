@@ -1,0 +1,94 @@
+"""Planes of several shards put side by side, and given back, in the layout of the slab that they join.
+
+Messages bring planes in torch's own order. Joined with a slab that has its channels last, ``torch.cat`` would lay all
+of them out like the messages, and every operator behind would go on so.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from volseg.device.layout import layout_of
+
+__all__ = ["join_pieces", "pad_slabs", "start_total", "view_inside"]
+
+
+def join_pieces(
+    pieces: Sequence[Tensor], dim: int, like: Tensor, widths: Sequence[int] = (), fill: float = 0.0
+) -> Tensor:
+    """Return pieces one behind the other along ``dim``, with a margin around them.
+
+    Parameters
+    ----------
+    pieces
+        At least one.
+    dim
+        Along which.
+    like
+        The slab whose layout the result has.
+    widths, fill
+        Of the margin, as ``F.pad`` takes them.
+    """
+    layout = layout_of(like)
+    if layout is torch.contiguous_format and not any(widths):
+        return torch.cat(list(pieces), dim)
+    shape = list(pieces[0].shape)
+    shape[dim] = sum(piece.shape[dim] for piece in pieces)
+    for place, before, after in _list_margins(len(shape), widths):
+        shape[place] += before + after
+    whole = inside = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
+    for place, before, after in _list_margins(len(shape), widths):
+        planes = inside.shape[place]
+        inside.narrow(place, 0, before).fill_(fill)
+        inside.narrow(place, planes - after, after).fill_(fill)
+        inside = inside.narrow(place, before, planes - before - after)
+    start = 0
+    for piece in pieces:
+        inside.narrow(dim, start, piece.shape[dim]).copy_(piece)
+        start += piece.shape[dim]
+    return whole
+
+
+def pad_slabs(slabs: Sequence[Tensor], widths: Sequence[Sequence[int]], fill: float) -> list[Tensor]:
+    """Return each slab with a margin, itself where that is empty."""
+    return [F.pad(slab, list(own), value=fill) if any(own) else slab for slab, own in zip(slabs, widths, strict=True)]
+
+
+def view_inside(whole: Tensor, widths: Sequence[int]) -> Tensor:
+    """Return what lies within a margin."""
+    for place, before, after in _list_margins(whole.ndim, widths):
+        whole = whole.narrow(place, before, whole.shape[place] - before - after)
+    return whole
+
+
+def start_total(planes: Tensor, dim: int, size: int, first: int, own: Tensor | None) -> Tensor:
+    """Return ``size`` planes along ``dim``, laid out as ``planes`` are: ``own`` from the first on, and zeros.
+
+    Parameters
+    ----------
+    planes
+        A slab of the volume that they belong to.
+    dim, size
+        See above.
+    first, own
+        What is there already, if anything is, and where.
+    """
+    shape = list(planes.shape)
+    shape[dim] = size
+    total = torch.empty(shape, dtype=planes.dtype, device=planes.device, memory_format=layout_of(planes))
+    count = 0 if own is None else own.shape[dim]
+    if own is not None:
+        total.narrow(dim, first, count).copy_(own)
+    for start, stop in ((0, first), (first + count, size)):
+        if stop > start:
+            total.narrow(dim, start, stop - start).zero_()
+    return total
+
+
+def _list_margins(ndim: int, widths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield each dim that has a margin, and its planes before and behind."""
+    for place, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True)):
+        if before or after:
+            yield ndim - 1 - place, before, after
