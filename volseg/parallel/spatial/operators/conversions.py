@@ -8,6 +8,7 @@ from torch import Tensor
 
 from volseg.device.torch_internals import get_base
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.copied_view import mark_copies
 from volseg.parallel.spatial.lazy.scores import cast, waits
 from volseg.parallel.spatial.operators.operands import rewrap, run_local
 from volseg.parallel.spatial.operators.pointwise import pointwise
@@ -69,7 +70,12 @@ def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         later = _cast_later(volume, kept, named)
         if later is not None:
             return later
-    return _converted(volume, [func(slab, *kept, **named) if kept or named else slab for slab in volume.slabs])
+    found = _converted(volume, [func(slab, *kept, **named) if kept or named else slab for slab in volume.slabs])
+    layouts = {value for value in (*kept, *named.values()) if isinstance(value, torch.memory_format)}
+    if not layouts - {torch.preserve_format} or found.dtype != volume.dtype or named.get("copy"):
+        return found
+    # Whether torch copies depends on how the whole volume lies in memory, which nobody knows.
+    return mark_copies(wrap(volume, found.slabs), [volume], perhaps=True)
 
 
 def _cast_later(volume: ShardedVolume, told: list[Any], named: dict[str, Any]) -> ShardedVolume | None:
