@@ -72,7 +72,7 @@ def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             return later
     found = _converted(volume, [func(slab, *kept, **named) if kept or named else slab for slab in volume.slabs])
     layouts = {value for value in (*kept, *named.values()) if isinstance(value, torch.memory_format)}
-    if not layouts - {torch.preserve_format} or found.dtype != volume.dtype or named.get("copy"):
+    if not layouts - {torch.preserve_format} or found.dtype != volume.dtype:
         return found
     # Whether torch copies depends on how the whole volume lies in memory, which nobody knows.
     return mark_copies(wrap(volume, found.slabs), [volume], perhaps=True)
