@@ -310,6 +310,27 @@ class _SameSlabs(Waiting):
         volume.pending.show(volume)
         return wait
 
+    def settle_apart(self, volume: ShardedVolume) -> None:
+        """Have the other one written, if it has to be."""
+        self.volume.pending.settle_apart(self.volume)
+        if not isinstance(self.volume.pending, Waiting):
+            self.settle(volume)
+
+    def settle_with_history(self, volume: ShardedVolume) -> None:
+        """Do likewise."""
+        self.volume.pending.settle_with_history(self.volume)
+        if not isinstance(self.volume.pending, Waiting):
+            self.settle(volume)
+
+    @property
+    def reads_messages(self) -> bool:
+        """Whether the other one is written from messages."""
+        return self.volume.pending.reads_messages
+
+    def wait_for_readers(self) -> None:
+        """Leave it to the other one, too."""
+        self.volume.pending.wait_for_readers()
+
 
 def share_later(volume: ShardedVolume) -> ShardedVolume:
     """Return a volume of the same slabs as one that may wait, which goes on waiting."""
