@@ -174,6 +174,29 @@ READERS: dict[str, Callable[[Late, Tensor], Tensor]] = {
 }
 
 
+LAID: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "channels last": lambda x: x.to(memory_format=torch.channels_last_3d),
+}
+ASKED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "hook": lambda x, y: y.register_hook(lambda gradient: gradient * 2),
+    "retained": lambda x, y: y.retain_grad(),
+    "asked for": lambda x, y: torch.autograd.grad((x * y).sum(), y),
+}
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]], ids=len)
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("laid", LAID)
+def test_the_gradient_of_what_is_perhaps_the_volume_itself_is_refused(
+    laid: str, asked: str, devices: list[str]
+) -> None:
+    """A hook on x.contiguous() was called with one path's gradient alone, where torch has x itself."""
+    x = from_whole(random(0).requires_grad_(), (2,), Context(LocalDevices(devices))) * 1
+    with pytest.raises(UnsupportedOperatorError, match="depends on how the whole lies"):
+        ASKED[asked](x, LAID[laid](x))
+
+
 @pytest.mark.parametrize("checkpoint", [None, "tiled"])
 @pytest.mark.parametrize("hooked", ["product", "norm", "convolution"])
 @pytest.mark.parametrize("reader", READERS)

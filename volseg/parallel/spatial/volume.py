@@ -53,6 +53,9 @@ class ShardedVolume(Tensor):
         Whether a gradient goes past the slabs, to those that they join: the slabs' own is not all of it.
     is_read
         Whether an operator has read it, whose history a later hook is no part of.
+    is_perhaps_given
+        Whether torch may have returned the volume that this one was made of, as ``contiguous`` does: its gradient, and
+        a hook for it, would be that volume's.
     is_saved
         Set of what a checkpoint within a recomputed block saves. It says that it needs no gradient: torch would
         detach it, and nothing would be saved of what the block does with it.
@@ -70,6 +73,7 @@ class ShardedVolume(Tensor):
     hooks: dict[int, Callable] | None = None
     is_bypassed: bool = False
     is_read: bool = False
+    is_perhaps_given: bool = False
     is_saved: bool = False
     widen: "Callable[[ShardedVolume], ShardedVolume] | None" = None
     _slabs: list[Tensor]

@@ -30,7 +30,10 @@ def contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             apart = sorted(strides, reverse=True) == list(strides) or strides[1] == 1  # a view, or channels last
             if apart and func(slab, *args[1:], **kwargs) is not slab:
                 refuse("under no_grad it would lose the history of slabs that lie otherwise: call detach() before")
-    return pointwise(func, args, kwargs)
+    result = pointwise(func, args, kwargs)
+    if isinstance(result, ShardedVolume) and result is not volume:
+        result.is_perhaps_given = True
+    return result
 
 
 @handles("Copies and conversions", "empty_like", "full_like", "ones_like", "zeros_like", rehearse=False)
@@ -75,7 +78,9 @@ def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not layouts - {torch.preserve_format} or found.dtype != volume.dtype:
         return found
     # Whether torch copies depends on how the whole volume lies in memory, which nobody knows.
-    return mark_copies(wrap(volume, found.slabs), [volume], perhaps=True)
+    laid = wrap(volume, found.slabs)
+    laid.is_perhaps_given = True
+    return mark_copies(laid, [volume], perhaps=True)
 
 
 def _cast_later(volume: ShardedVolume, told: list[Any], named: dict[str, Any]) -> ShardedVolume | None:
