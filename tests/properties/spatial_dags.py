@@ -9,6 +9,7 @@ import random
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from volseg.device import attention
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -84,6 +86,28 @@ class VoxelAttention(nn.Module):
         q = self.query(x).flatten(2).transpose(1, 2)
         k, v = self.key(coarse).flatten(2), self.value(coarse).flatten(2).transpose(1, 2)
         return x + (torch.softmax(q @ k, -1) @ v).transpose(1, 2).reshape(x.shape)
+
+
+class WrittenAttention(nn.Module):
+    """Heads of voxels that attend to all others, or to those of their window along D, with a bias for each distance."""
+
+    def __init__(self, window: int = 0, heads: int = 2) -> None:
+        super().__init__()
+        self.mix, self.bias = nn.Linear(CHANNELS, 3 * CHANNELS), nn.Parameter(torch.randn(heads, 1, 1))
+        self.window, self.heads = window, heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[2:].numel() > 800:
+            return x * 0.9
+        last = x.movedim(1, -1)
+        planes = self.window if self.window and x.shape[2] % self.window == 0 else x.shape[2]
+        tokens = last.reshape(-1, planes * x.shape[3:].numel(), CHANNELS)
+        mixed = self.mix(tokens).reshape(*tokens.shape[:2], 3, self.heads, -1)
+        q, k, v = mixed.permute(2, 0, 3, 1, 4).unbind(0)
+        places = torch.linspace(-1, 1, tokens.shape[1], dtype=x.dtype)
+        scores = q @ k.transpose(-2, -1) * 0.5 + self.bias * (places[:, None] - places)
+        found = (scores.softmax(-1) @ v).transpose(1, 2).reshape(last.shape)
+        return x + found.movedim(-1, 1)
 
 
 class LastNorm(nn.Module):
@@ -161,6 +185,14 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "conv, stride is kernel": lambda: nn.Conv3d(CHANNELS, CHANNELS, 2, 2),
     "transposed conv": lambda: nn.ConvTranspose3d(CHANNELS, CHANNELS, 2, 2),
     "transposed conv, overlapping": lambda: nn.ConvTranspose3d(CHANNELS, CHANNELS, 3, 2, 1, 1),
+    "transposed conv, 4 by 2": lambda: nn.ConvTranspose3d(CHANNELS, CHANNELS, 4, 2, 1, bias=False),
+    "transposed conv, 5 by 2": lambda: nn.ConvTranspose3d(CHANNELS, CHANNELS, 5, 2, 2, 1, groups=2),
+    "transposed conv, 5 by 3": lambda: nn.ConvTranspose3d(CHANNELS, CHANNELS, (5, 1, 1), (3, 1, 1), (1, 0, 0)),
+    "transposed conv, same size": lambda: nn.ConvTranspose3d(CHANNELS, CHANNELS, 5, 1, 2),
+    "transposed conv, dilated": lambda: nn.ConvTranspose3d(CHANNELS, CHANNELS, 3, 1, 2, dilation=2, groups=CHANNELS),
+    "written attention": WrittenAttention,
+    "written attention, windows": lambda: WrittenAttention(2),
+    "written attention, one head": lambda: WrittenAttention(heads=1),
     "batch norm": lambda: nn.BatchNorm3d(CHANNELS, eps=0.1),
     "batch norm, untracked": lambda: nn.BatchNorm3d(CHANNELS, eps=0.1, track_running_stats=False),
     "batch norm, cumulative": lambda: nn.BatchNorm3d(CHANNELS, eps=0.1, momentum=None),
@@ -461,8 +493,15 @@ ONLY_FUSED = frozenset(
 """Which ``draw`` leaves out."""
 
 
+OF_SLABS = (
+    *("transposed conv, 4 by 2", "transposed conv, 5 by 2", "transposed conv, 5 by 3", "transposed conv, same size"),
+    *("transposed conv, dilated", "written attention", "written attention, windows", "written attention, one head"),
+)
+"""What exchanges planes, or keys, in ways of its own; ``draw_slabs`` alone draws it."""
+
+
 def _drawn(table: dict[str, Any]) -> list[str]:
-    return [name for name in table if name not in ONLY_FUSED]
+    return [name for name in table if name not in ONLY_FUSED and name not in OF_SLABS]
 
 
 def draw_fused(seed: int) -> Plan:
@@ -491,7 +530,9 @@ def draw_fused(seed: int) -> Plan:
 def draw_deep(seed: int) -> Plan:
     """Draw a network of many fused operators among others, with hooks and changes before and behind each."""
     rng = random.Random(seed)
-    layers = tuple(rng.choices(list(FUSED["layer"]), k=3)) + tuple(rng.choices(list(LAYERS), k=2))
+    layers = tuple(rng.choices(list(FUSED["layer"]), k=3)) + tuple(
+        rng.choices([name for name in LAYERS if name not in OF_SLABS], k=2)
+    )
     steps = []
     for _ in range(rng.randint(10, 24)):
         kind = rng.choices(("layer", "unary", "binary", "in place"), (6, 3, 4, 1))[0]
@@ -511,6 +552,38 @@ def draw_deep(seed: int) -> Plan:
         grid=None,
         shards=rng.choice([1, 2, 2, 3]),
         outputs=rng.choice(["last", "all"]),
+    )
+
+
+def draw_slabs(seed: int, shards: int | None = None) -> Plan:
+    """Draw a network of transposed convolutions, attention and sums, with hooks and changes before and behind each."""
+    rng = random.Random(seed)
+    others = ("conv", "conv 5", "conv, strided", "norm and activation", "group norm", "batch norm alone behind conv")
+    layers = (*rng.choices(OF_SLABS, k=2), *rng.choices((*OF_SLABS, "transposed conv, overlapping", *others), k=2))
+    tables: dict[str, dict[str, Any]] = {"unary": UNARY, "binary": BINARY, "in place": IN_PLACE}
+    steps = []
+    for _ in range(rng.randint(2, 8)):
+        kind = rng.choices(("layer", "unary", "binary", "in place"), (7, 2, 3, 1))[0]
+        name = str(rng.randrange(4)) if kind == "layer" else rng.choice(list(tables[kind]))
+        around = rng.choice(AROUND) if rng.random() < 0.8 else rng.choice(BEHIND)
+        steps.append(Step(kind, name, 1 if rng.random() < 0.7 else rng.randint(1, 4), rng.randint(1, 5), around))
+    options: dict[str, Any] = {}
+    if rng.random() < 0.4:
+        options["checkpoint"] = rng.choice(["all", 1, "tiled"])
+    if rng.random() < 0.25:
+        options["channels_last"] = True
+    if shards is None and rng.random() < 0.6:
+        options["fixed_order"] = True  # which goes the way of processes
+    sizes = rng.choice([(12, 5, 4), (9, 6, 5), (16, 4, 4), (5, 4, 3), (8, 4, 4), (6, 4, 4), (13, 3, 4), (24, 2, 2)])
+    return replace(
+        draw(seed),
+        layers=layers,
+        steps=tuple(steps),
+        shape=(rng.choice([1, 1, 2, 3]), CHANNELS, *sizes),
+        second=rng.choice(["same", "another"]),
+        options=options,
+        grid=None,
+        shards=rng.choice([2, 2, 3]) if shards is None else shards,
     )
 
 
@@ -723,6 +796,21 @@ def observed(net: nn.Module, plan: Plan, nudge: float = 0.0) -> Iterator[tuple[s
         yield f"buffer {name} after evaluation", buffer.clone()
 
 
+@contextmanager
+def as_if_large(plan: Plan) -> Iterator[None]:
+    """Let small volumes on a CPU go the ways of large ones on a GPU: tiles, gradients where they lie, attention."""
+    spatial = "volseg.parallel.spatial"
+    with (
+        patch(f"{spatial}.convolution.plan.TILE_ELEMENTS", TILE_ELEMENTS),
+        patch(f"{spatial}.convolution.around.LARGE", (0, 0, 3000, 2**26)[plan.seed % 4]),
+        patch(f"{spatial}.lazy.scores._has_kernel", return_value=True),
+        patch(f"{spatial}.lazy.scores.WIDTHS", {torch.float64}),
+        patch.object(attention, "attend", attention.attend_plainly),
+        patch.object(attention, "differentiate", attention.differentiate_plainly),
+    ):
+        yield
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What came of one comparison: "equal", "refused", "torch refuses" (the plain network too), "WRONG" or "CRASH"."""
@@ -773,7 +861,7 @@ def compared(plan: Plan, **where: Any) -> Outcome:
         if not all(t.isfinite().all() for _, t in expected if isinstance(t, Tensor) and t.is_floating_point()):
             return Outcome("torch refuses", "not finite")
         try:
-            with patch("volseg.parallel.spatial.convolution.plan.TILE_ELEMENTS", TILE_ELEMENTS):
+            with as_if_large(plan):
                 model = ModelParallel(other, strategy="spatial", **where, **plan.options)
                 found = list(observed(model, plan))
         except (UnsupportedOperatorError, ParallelError) as fault:
@@ -833,11 +921,14 @@ def shrunken(plan: Plan, same: Callable[[Plan], bool]) -> Plan:
     return plan
 
 
-def compared_on_processes(first: int, count: int, deep: bool = False) -> dict[int, tuple[str, str]]:
-    """Compare the networks of a range of seeds, deep ones if told, where each process of a group holds one slab."""
+def compared_on_processes(first: int, count: int, kind: str = "draw") -> dict[int, tuple[str, str]]:
+    """Compare the networks that ``kind`` draws of a range of seeds, where each process of a group holds one slab."""
     outcomes = {}
     for seed in range(first, first + count):
-        plan = draw_deep(seed) if deep else draw(seed, shards=dist.get_world_size())
+        shards = dist.get_world_size()
+        plan = {"draw": draw, "draw_deep": lambda seed, _: draw_deep(seed), "draw_slabs": draw_slabs}[kind](
+            seed, shards
+        )
         outcome = compared(plan)
         outcomes[seed] = outcome.verdict, outcome.what if outcome.ok else f"{outcome.what}\n{plan}"
         if outcome.verdict == "CRASH":  # the processes may have parted

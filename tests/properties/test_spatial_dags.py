@@ -42,6 +42,16 @@ def test_a_deep_random_network_equals_itself_or_is_refused() -> None:
     assert assert_equal_or_refused(range(60), dags.draw_deep)["equal"] >= 15
 
 
+def test_a_random_network_of_transposed_convolutions_and_attention_equals_itself_or_is_refused() -> None:
+    assert assert_equal_or_refused(range(80), dags.draw_slabs)["equal"] >= 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 3000, 500))
+def test_more_random_networks_of_transposed_convolutions_and_attention(first: int) -> None:
+    assert_equal_or_refused(range(first, first + 500), dags.draw_slabs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 3000, 500))
 def test_more_deep_random_networks(first: int) -> None:
@@ -54,8 +64,8 @@ def test_more_random_networks(first: int) -> None:
     assert_equal_or_refused(range(first, first + 500))
 
 
-def check_ranks(processes: int, first: int, count: int, deep: bool = False) -> None:
-    found = in_group(processes, dags.compared_on_processes, first, count, deep, seconds=count * 10)
+def check_ranks(processes: int, first: int, count: int, kind: str = "draw") -> None:
+    found = in_group(processes, dags.compared_on_processes, first, count, kind, seconds=count * 10)
     for rank, outcomes in enumerate(found):
         for seed, (verdict, what) in outcomes.items():
             assert verdict not in ("WRONG", "CRASH"), f"seed {seed} on rank {rank} is {verdict}: {what}"
@@ -66,20 +76,16 @@ def check_ranks(processes: int, first: int, count: int, deep: bool = False) -> N
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_random_networks_on_processes(processes: int) -> None:
-    check_ranks(processes, 0, 25)
-
-
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_deep_random_networks_on_processes(processes: int) -> None:
-    check_ranks(processes, 0, 25, deep=True)
+@pytest.mark.parametrize("kind", ["draw", "draw_deep", "draw_slabs"])
+def test_random_networks_on_processes(processes: int, kind: str) -> None:
+    check_ranks(processes, 0, 25, kind)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("kind", ["draw", "draw_deep", "draw_slabs"])
 @pytest.mark.parametrize("processes", [2, 3])
-def test_more_random_networks_on_processes(processes: int, deep: bool) -> None:
-    check_ranks(processes, 1000, 400, deep)
+def test_more_random_networks_on_processes(processes: int, kind: str) -> None:
+    check_ranks(processes, 1000, 400, kind)
 
 
 def plan_of(*steps: tuple[str, str]) -> object:

@@ -1,12 +1,15 @@
 """What an attack on written attention and layer norms found: wrong numbers without a word, and networks that broke."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from in_group import in_group
 from kernels import DEVICE, INTERPRETED, with_kernels
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -272,3 +275,56 @@ def test_lines_of_other_types_are_torchs(dtype: torch.dtype, monkeypatch: pytest
     monkeypatch.setattr(layer_norm, "available", lambda: True)
     assert not layer_norm.takes_lines(torch.empty(3, 8, dtype=dtype), 8)
     assert layer_norm.takes_lines(torch.empty(3, 8), 8)
+
+
+class Thrown(nn.Module):
+    """Throws scores away that nobody has read, which Python collects in one process alone."""
+
+    def __init__(self, then: str) -> None:
+        super().__init__()
+        self.qkv, self.then = nn.Linear(2, 6), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.flatten(2).transpose(1, 2)).chunk(3, -1)
+        kept = [q @ k.mT]
+        if self.then == "behind a product":
+            kept = [weights := kept[0].softmax(-1), weights @ v]
+        kept.append(kept)  # type: ignore[arg-type]
+        del kept
+        if torch.distributed.get_rank() == 0:
+            gc.collect()
+        y = x * 1.0
+        y.detach().detach_() if self.then == "detached" else y.relu_()
+        found = (q @ k.mT).softmax(-1) @ v
+        return y + found.transpose(1, 2).reshape(x.shape)
+
+
+def throw_away(then: str) -> str:
+    torch.manual_seed(0)
+    plain, x = Thrown(then).double(), torch.randn(1, 2, 6, 2, 2, dtype=torch.float64)
+    gc.collect()
+    gc.disable()
+    try:
+        with (
+            mock.patch.object(attention, "attend", attention.attend_plainly),
+            mock.patch.object(attention, "differentiate", attention.differentiate_plainly),
+            mock.patch("volseg.parallel.spatial.lazy.scores._has_kernel", return_value=True),
+            mock.patch("volseg.parallel.spatial.lazy.scores.WIDTHS", {torch.float64}),
+        ):
+            ours = copy.deepcopy(plain)
+            model = ModelParallel(ours, strategy="spatial")
+            got = observe(ours, lambda image: whole(model(image)), x)
+            if then == "behind the pass" and torch.distributed.get_rank():
+                gc.collect()
+            model.strategy.context.write_waiting()
+    finally:
+        gc.enable()
+    for name, value in observe(plain, plain, x).items():
+        torch.testing.assert_close(got[name], value)
+    return "well"
+
+
+@pytest.mark.parametrize("then", ["changed", "detached", "behind a product", "behind the pass"])
+def test_scores_that_one_process_has_collected_were_gathered_by_the_others(then: str) -> None:
+    """They wrote them before the next change in place, and waited for its keys."""
+    assert in_group(2, throw_away, then, seconds=30) == ["well"] * 2

@@ -143,3 +143,14 @@ def test_what_torch_copies_too_may_be_changed(devices: list[str]) -> None:
         picked, planes = x[:, [0, 2]].mul_(2.0), x[:, :, [1, 1, 4]].add_(1.0)
         results.append([whole(value) for value in (picked, planes, x[x > 0].mul_(3.0), x)])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+def test_another_layout_may_be_the_volume_itself_and_is_not_written_to(layout: torch.memory_format) -> None:
+    """Slabs with channels last were returned themselves, where torch had copied the volume: the change was theirs."""
+    for given in (image(), image().contiguous(memory_format=torch.channels_last_3d)):
+        volume = sharded(given, DEVICES[0])
+        laid = volume.to(memory_format=layout)
+        torch.testing.assert_close(whole(laid * 2), given * 2)
+        with pytest.raises(UnsupportedOperatorError, match="in place"):
+            laid.mul_(2)

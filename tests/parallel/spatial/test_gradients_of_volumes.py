@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel import ModelParallel
 from volseg.parallel.spatial import ShardedVolume
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.transport.one_process import LocalDevices
@@ -144,6 +145,72 @@ def hooked_module(x: ShardedVolume) -> None:
 def test_what_is_refused(call: Callable, message: str) -> None:
     with pytest.raises(UnsupportedOperatorError, match=message):
         call(volume())
+
+
+class Late(nn.Module):
+    """Hooks a volume that a layer has read, which borrows its slabs, or keeps how to write them."""
+
+    def __init__(self, read: Callable[["Late", Tensor], Tensor], hooked: Callable[["Late", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv3d(3, 3, 3, padding=1), nn.InstanceNorm3d(3)
+        self.up = nn.ConvTranspose3d(3, 3, 3, 2, 1, 1)
+        self.read, self.hooked = read, hooked
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.hooked(self, x)
+        result = self.read(self, y)
+        y.register_hook(lambda gradient: gradient * 2)
+        return result
+
+
+READERS: dict[str, Callable[[Late, Tensor], Tensor]] = {
+    "convolution": lambda net, y: net.conv(y),
+    "transposed convolution": lambda net, y: net.up(y),
+    "norm": lambda net, y: net.norm(y),
+    "norm and convolution": lambda net, y: net.conv(net.norm(y).relu()),
+    "join and convolution": lambda net, y: net.conv(torch.cat([y[:, :2], y[:, 2:]], 1)),
+    "upsampling": lambda net, y: nn.functional.interpolate(y, scale_factor=2.0, mode="trilinear"),
+    "sum": lambda net, y: y + y,
+}
+
+
+LAID: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "channels last": lambda x: x.to(memory_format=torch.channels_last_3d),
+}
+ASKED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "hook": lambda x, y: y.register_hook(lambda gradient: gradient * 2),
+    "retained": lambda x, y: y.retain_grad(),
+    "asked for": lambda x, y: torch.autograd.grad((x * y).sum(), y),
+}
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]], ids=len)
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("laid", LAID)
+def test_the_gradient_of_what_is_perhaps_the_volume_itself_is_refused(
+    laid: str, asked: str, devices: list[str]
+) -> None:
+    """A hook on x.contiguous() was called with one path's gradient alone, where torch has x itself."""
+    x = from_whole(random(0).requires_grad_(), (2,), Context(LocalDevices(devices))) * 1
+    with pytest.raises(UnsupportedOperatorError, match="depends on how the whole lies"):
+        ASKED[asked](x, LAID[laid](x))
+
+
+@pytest.mark.parametrize("checkpoint", [None, "tiled"])
+@pytest.mark.parametrize("hooked", ["product", "norm", "convolution"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_late_hook_is_refused_whoever_has_read_the_volume(reader: str, hooked: str, checkpoint: str | None) -> None:
+    """A convolution had borrowed the slabs without a trace: the hook was taken, and never called."""
+    made = {
+        "product": lambda _, x: x * 2,
+        "norm": lambda net, x: net.norm(x),
+        "convolution": lambda net, x: net.conv(x),
+    }
+    net, devices = Late(READERS[reader], made[hooked]).double(), ["cpu", "cpu:1"]
+    model = ModelParallel(net, strategy="spatial", devices=devices, fixed_order=True, checkpoint=checkpoint)
+    with pytest.raises(UnsupportedOperatorError, match=r"has been used: register it before|before the volume is used"):
+        model(random(0).requires_grad_())
 
 
 def test_mistakes_that_torch_reports() -> None:

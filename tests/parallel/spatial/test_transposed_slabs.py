@@ -242,3 +242,23 @@ def test_nothing_is_cropped_or_joined() -> None:
         net(x.detach())._slabs[0].sum().backward()
     assert "convolution" in calls
     assert not {"cat", "slice_backward", "constant_pad_nd"} & set(calls)
+
+
+@pytest.mark.parametrize("fixed_order", [False, True])
+@pytest.mark.parametrize("planes", [8, 9])
+def test_what_came_without_gradients_may_be_changed_in_place_with_them(planes: int, fixed_order: bool) -> None:
+    """It was a view of some more planes, which torch lets nobody change once there are gradients again."""
+
+    class Changed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.scale = nn.ConvTranspose3d(1, 2, 3, 2, 1, 1), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                found: Tensor = self.up(x)
+            return found.mul_(self.scale)
+
+    torch.manual_seed(0)
+    report = verify(Changed(), (1, 1, planes, 4, 4), devices(2), axes="D", fixed_order=fixed_order)
+    assert report.ok, str(report)

@@ -92,7 +92,7 @@ class Context:
         self.parameters = Parameters(communicator)
         self.hooks: Any = None
         # Not a WeakSet: it compares its members, and comparing volumes is an operator.
-        self._waiting: list[weakref.ref] = []
+        self._waiting: list[Callable[[], Any]] = []
         self._said: set[str] = set()
         self._plans: dict[Hashable, Any] = {}
         self._alone = communicator.devices[0] if len(communicator.devices) == 1 else None
@@ -115,7 +115,10 @@ class Context:
     def forward_pass(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Run a forward pass with these parameters: each is copied, and its gradient summed, once."""
         with self.parameters.used(Copies(self.communicator, parameters)), self.own_hooks():
-            yield
+            try:
+                yield
+            finally:
+                self._part_with_messages()
 
     @contextmanager
     def own_hooks(self) -> Iterator[None]:
@@ -172,9 +175,29 @@ class Context:
         return self._plans[key]
 
     def defer(self, volume: Any) -> None:
-        """Remember a volume whose slabs wait for the next operator."""
-        self._waiting = [waiting for waiting in self._waiting if waiting() is not None]
-        self._waiting.append(weakref.ref(volume))
+        """Remember a volume whose slabs wait for the next operator.
+
+        One that is written from messages is kept until the forward pass ends: each process would write what it has not
+        collected yet, and wait for those that have.
+        """
+        self.forget_written()
+        self._waiting.append((lambda: volume) if volume.pending.reads_messages else weakref.ref(volume))
+
+    def forget_written(self) -> None:
+        """Keep no volume that need not be written any more."""
+        found = [(waiting, waiting()) for waiting in self._waiting]
+        self._waiting = [
+            waiting if isinstance(waiting, weakref.ref) or volume.pending.reads_messages else weakref.ref(volume)
+            for waiting, volume in found
+            if volume is not None
+        ]
+
+    def _part_with_messages(self) -> None:
+        """Keep no volume behind the forward pass; what reads messages is written when it is read, or not at all."""
+        for volume in [waiting() for waiting in self._waiting]:
+            if volume is not None and volume.pending.reads_messages:
+                volume.pending.wait_for_readers()
+        self.forget_written()
 
     def change(self, volume: Any) -> None:
         """Count that a volume is changed in place next, as torch does; what waits is written before.
@@ -201,7 +224,7 @@ class Context:
     def write_waiting(self) -> None:
         """Write what waits, before a tensor that it follows from loses its history."""
         for other in self._take_waiting():
-            other.pending.settle(other)
+            other.pending.settle_with_history(other)
 
     def _take_waiting(self) -> list[Any]:
         waiting, self._waiting = self._waiting, []

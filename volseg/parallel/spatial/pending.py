@@ -95,6 +95,11 @@ class Pending(ABC):
     __slots__ = ()
     parts: list[list[Tensor]] | None = None
 
+    @property
+    def reads_messages(self) -> bool:
+        """Whether the slabs will be written from what other processes send, before anything is changed in place."""
+        return False
+
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "Waiting | None":
         """Return the state with an activation behind it, or None where none can be taken along.
 
@@ -115,6 +120,13 @@ class Pending(ABC):
 
     def settle_apart(self, volume: "ShardedVolume") -> None:
         """Write what waits before any tensor is changed in place: what torch would not keep must not be kept then."""
+        self.settle(volume)
+
+    def wait_for_readers(self) -> None:  # noqa: B027  (most read no messages)
+        """Write what reads messages only when it is read: the forward pass is over, and nobody else may have it."""
+
+    def settle_with_history(self, volume: "ShardedVolume") -> None:
+        """Write what waits before any tensor loses its history."""
         self.settle(volume)
 
     @abstractmethod

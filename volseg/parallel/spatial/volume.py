@@ -51,6 +51,11 @@ class ShardedVolume(Tensor):
         has its own.
     is_bypassed
         Whether a gradient goes past the slabs, to those that they join: the slabs' own is not all of it.
+    is_read
+        Whether an operator has read it, whose history a later hook is no part of.
+    is_perhaps_given
+        Whether torch may have returned the volume that this one was made of, as ``contiguous`` does: its gradient, and
+        a hook for it, would be that volume's.
     is_saved
         Set of what a checkpoint within a recomputed block saves. It says that it needs no gradient: torch would
         detach it, and nothing would be saved of what the block does with it.
@@ -67,6 +72,8 @@ class ShardedVolume(Tensor):
     origin: "Origin | None" = None
     hooks: dict[int, Callable] | None = None
     is_bypassed: bool = False
+    is_read: bool = False
+    is_perhaps_given: bool = False
     is_saved: bool = False
     widen: "Callable[[ShardedVolume], ShardedVolume] | None" = None
     _slabs: list[Tensor]
@@ -306,6 +313,27 @@ class _SameSlabs(Waiting):
         wait = super().settle(volume, halos)
         volume.pending.show(volume)
         return wait
+
+    def settle_apart(self, volume: ShardedVolume) -> None:
+        """Have the other one written, if it has to be."""
+        self.volume.pending.settle_apart(self.volume)
+        if not isinstance(self.volume.pending, Waiting):
+            self.settle(volume)
+
+    def settle_with_history(self, volume: ShardedVolume) -> None:
+        """Do likewise."""
+        self.volume.pending.settle_with_history(self.volume)
+        if not isinstance(self.volume.pending, Waiting):
+            self.settle(volume)
+
+    @property
+    def reads_messages(self) -> bool:
+        """Whether the other one is written from messages."""
+        return self.volume.pending.reads_messages
+
+    def wait_for_readers(self) -> None:
+        """Leave it to the other one, too."""
+        self.volume.pending.wait_for_readers()
 
 
 def share_later(volume: ShardedVolume) -> ShardedVolume:

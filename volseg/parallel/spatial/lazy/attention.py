@@ -66,6 +66,7 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
         own.is_taken = True
         step.is_bypassed = step.is_bypassed or torch.is_grad_enabled()
         step = own.before
+    context.forget_written()
     attended = ShardedVolume(results, (cut.dim,), (*weights.shape[:-1], values.shape[-1]), context)
     attended.merged = cut.merged
     if any(result.requires_grad for result in results):

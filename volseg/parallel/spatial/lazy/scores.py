@@ -123,6 +123,10 @@ class WaitingScores(Waiting):
     ----------
     is_taken
         Whether a product with values was computed together with it.
+    is_alone
+        Whether it is written only when it is read, because its forward pass is over.
+    is_stale
+        Whether a tensor has lost its history since, which may be one that it is written from.
     written
         The slabs that were written, once they are: who changes them in place changes what later steps are read from.
     """
@@ -145,7 +149,7 @@ class WaitingScores(Waiting):
         self.earlier = None if before is None else before.pending
         self.moment = Moment([term for term in chain(*steps.terms) if term.is_leaf])
         self.autocast = _find_autocast(self.stand_ins[0])
-        self.is_taken = False
+        self.is_taken = self.is_alone = self.is_stale = False
         self.written: Unchanged | None = None
 
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
@@ -158,6 +162,11 @@ class WaitingScores(Waiting):
     def check(self) -> None:
         """Refuse to write from what was changed, scores among it that somebody has seen meanwhile."""
         super().check()
+        if self.is_stale:
+            raise UnsupportedOperatorError(
+                "scores of attention are read after a tensor was detached in place, which they may be computed from; "
+                "use detach(), or read them before"
+            )
         step = self.earlier
         while isinstance(step, WaitingScores):
             if step.written is not None and not step.written.holds():
@@ -175,7 +184,23 @@ class WaitingScores(Waiting):
 
     def settle_apart(self, volume: ShardedVolume) -> None:
         """Write, unless a product has taken the step along: it is hardly read again, and refused where it cannot be."""
-        if not self.is_taken:
+        if not self.is_taken and not self.is_alone:
+            self.settle(volume)
+
+    @property
+    def reads_messages(self) -> bool:
+        """Whether keys are gathered for it, before anything is changed in place."""
+        return self.steps.cut.gathers and not self.is_taken and not self.is_alone
+
+    def wait_for_readers(self) -> None:
+        """Be written only when read: who has it yet is each process's own matter."""
+        self.is_alone = True
+
+    def settle_with_history(self, volume: ShardedVolume) -> None:
+        """Write; but only who reads it may gather keys where processes may have thrown it away."""
+        if self.steps.cut.gathers and not self.reads_messages:
+            self.is_stale = True
+        else:
             self.settle(volume)
 
     def is_now(self) -> bool:

@@ -198,7 +198,14 @@ def _check_not_bypassed(volume: ShardedVolume) -> None:
     That of a join which a convolution has read goes to what was joined, and that of a norm's result, which an
     activation or a sum has taken along, past it; that of a convolution which a norm has read without its bias, too, and
     that of an upsampled volume which was read in float32, or of scores that a product with values has taken along.
+    Refuse, too, that of a volume which torch has perhaps returned itself where there are two here.
     """
+    if volume.is_perhaps_given:
+        refuse(
+            "whether torch lays it out anew, or returns the volume that is given, depends on how the whole lies in "
+            "memory, and the gradient would be that volume's. Ask for the gradient of that one, or register the hook "
+            "for it, before it is used"
+        )
     if volume.is_bypassed:
         refuse(
             "its gradient is not computed: a convolution that has read this join hands it to the volumes that were "
@@ -232,7 +239,7 @@ def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any
     """Call ``hook`` with the gradient of the whole volume, which what it returns takes the place of."""
     if not input.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")  # as torch does
-    used, slabs = isinstance(input.pending, Shown), input.slabs
+    used, slabs = input.is_read or isinstance(input.pending, Shown), input.slabs
     _check_not_bypassed(input)
     dims, shape, context, merged = input.dims, input.shape, input.context, input.merged
 

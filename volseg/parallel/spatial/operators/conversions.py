@@ -8,6 +8,7 @@ from torch import Tensor
 
 from volseg.device.torch_internals import get_base
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.copied_view import mark_copies
 from volseg.parallel.spatial.lazy.scores import cast, waits
 from volseg.parallel.spatial.operators.operands import rewrap, run_local
 from volseg.parallel.spatial.operators.pointwise import pointwise
@@ -29,7 +30,10 @@ def contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             apart = sorted(strides, reverse=True) == list(strides) or strides[1] == 1  # a view, or channels last
             if apart and func(slab, *args[1:], **kwargs) is not slab:
                 refuse("under no_grad it would lose the history of slabs that lie otherwise: call detach() before")
-    return pointwise(func, args, kwargs)
+    result = pointwise(func, args, kwargs)
+    if isinstance(result, ShardedVolume) and result is not volume:
+        result.is_perhaps_given = True
+    return result
 
 
 @handles("Copies and conversions", "empty_like", "full_like", "ones_like", "zeros_like", rehearse=False)
@@ -69,7 +73,14 @@ def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         later = _cast_later(volume, kept, named)
         if later is not None:
             return later
-    return _converted(volume, [func(slab, *kept, **named) if kept or named else slab for slab in volume.slabs])
+    found = _converted(volume, [func(slab, *kept, **named) if kept or named else slab for slab in volume.slabs])
+    layouts = {value for value in (*kept, *named.values()) if isinstance(value, torch.memory_format)}
+    if not layouts - {torch.preserve_format} or found.dtype != volume.dtype:
+        return found
+    # Whether torch copies depends on how the whole volume lies in memory, which nobody knows.
+    laid = wrap(volume, found.slabs)
+    laid.is_perhaps_given = True
+    return mark_copies(laid, [volume], perhaps=True)
 
 
 def _cast_later(volume: ShardedVolume, told: list[Any], named: dict[str, Any]) -> ShardedVolume | None:

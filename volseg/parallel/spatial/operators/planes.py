@@ -183,6 +183,8 @@ def sharded_windows(
         return wrap(volume, [whole(slab) for slab in volume.slabs])
     if not all(can_split(plan.outputs, count) for plan, count in zip(plans, context.communicator.grid, strict=True)):
         return whole(volume.full_tensor())
+    # Where nothing is differentiated the result is no view either: torch lets nobody change that in place later.
+    apart = reads_only and not torch.is_grad_enabled()
     # Elsewhere second derivatives may be asked for.
     reads_only = reads_only and context.communicator.is_direct and context.in_network
     slabs, windows = fetch_windows(volume, plans, reads_only)
@@ -193,7 +195,7 @@ def sharded_windows(
             owed = window.output[1] - window.output[0]
             if window.skip or result.shape[dim] != owed:
                 part = dim, window.skip, owed
-                result = _TakenPlanes.apply(result, *part, True) if reads_only else result.narrow(*part)
+                result = _TakenPlanes.apply(result, *part, True) if reads_only or apart else result.narrow(*part)
         results.append(result)
     shape = list(results[0].shape)
     for dim, plan in zip(volume.dims, plans, strict=True):
