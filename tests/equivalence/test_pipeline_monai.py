@@ -132,6 +132,7 @@ def test_network_equals_the_plain_one_or_is_refused(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")  # MONAI's, once per process
 @pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_network(name: str, record: bool) -> None:

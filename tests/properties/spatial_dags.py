@@ -847,11 +847,39 @@ def differences(found: list[tuple[str, Any]], expected: list[tuple[str, Any]]) -
     return wrong
 
 
+class _LaidOut(torch.autograd.Function):
+    """Nothing, whose gradient comes in torch's own order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone(memory_format=torch.contiguous_format)
+
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+
+
+def lay_gradients_out(net: nn.Module) -> nn.Module:
+    """Give the norms of a plain network gradients in torch's own order.
+
+    On a CPU torch 2.13's own norms of a batch of one return wrong gradients for one with other strides: by finite
+    differences ours were right where the plain network's were not (seeds 4296 and 4954).
+    """
+    for module in net.modules():
+        if isinstance(module, NORMS):
+            module.register_forward_hook(lambda _, __, output: _LaidOut.apply(output).clone())
+    return net
+
+
 def compared(plan: Plan, **where: Any) -> Outcome:
     """Compare the plan's network with itself on shards."""
     torch.manual_seed(plan.seed)
     plain = Dag(plan).double()
     other, nudged = copy.deepcopy(plain), copy.deepcopy(plain)
+    lay_gradients_out(plain), lay_gradients_out(nudged)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -131,6 +131,8 @@ def mutate(content: bytes, kind: str, seed: int) -> bytes:
     if kind in ("nhdr", "mhd"):
         header = len(content)
     for _ in range(draw.randint(1, 3)):
+        if not content:
+            break  # a fault before has cut all of it off
         content = draw.choice(TEXT_FAULTS if kind in ("nrrd", "nhdr", "mha", "mhd") else FAULTS)(content, header, draw)
     return content
 
