@@ -1,17 +1,23 @@
 """Tensors that are sent together: parameters in buckets, gradients in one piece of memory."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-__all__ = ["fill_buckets", "flatten", "read_layout", "split_like"]
+from volseg.device.torch_internals import get_storage_key
+
+__all__ = ["GradientRoom", "fill_buckets", "is_large", "read_layout"]
 
 BUCKET_BYTES = 16 * 2**20
 """Gradients summed in one call: large enough for the links' full speed, small enough to start early."""
 
 FIRST_BUCKET_BYTES = 2**20
 """Of the first parameters, whose gradients come last: nothing is left to hide their sum behind."""
+
+LARGE = 2**16
+"""Values of a gradient that is put to its place by itself; smaller ones are gathered by one kernel."""
 
 
 def fill_buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
@@ -32,35 +38,104 @@ def fill_buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> lis
     return result
 
 
-def flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], further: Tensor | None = None) -> Tensor:
-    """Return gradients in one piece, each in the layout of its parameter, None as zeros.
+class GradientRoom:
+    """Memory in which the gradients of a bucket lie in one piece: they are sent together.
 
-    The layouts do not depend on the gradients: a library may lay out those of other processes in another way.
+    Large ones come first: they may be put there as they are computed, so that nobody gathers them. Small ones follow,
+    and further values. The places depend on the parameters alone, so that other processes have the same: a library may
+    lay out their gradients in another way.
 
     Parameters
     ----------
-    gradients, parameters
-        In the same order.
-    further
-        Values behind them.
+    parameters : sequence of Tensor
+        Of one dtype, on one device.
+    num_further : int
+        Values behind the gradients.
     """
-    pairs = list(zip(gradients, parameters, strict=True))
-    missing = [parameter.numel() for gradient, parameter in pairs if gradient is None]
-    zeros = parameters[0].new_zeros(max(missing, default=0))  # made once: what is missing is copied from there
-    parts = [
-        zeros.narrow(0, 0, parameter.numel()) if gradient is None else _lie_like(gradient, parameter)
-        for gradient, parameter in pairs
-    ]
-    return torch.cat(parts if further is None else [*parts, further])
+
+    def __init__(self, parameters: Sequence[Tensor], num_further: int = 0) -> None:
+        self.parameters = parameters
+        self._num_large = sum(map(is_large, parameters))
+        self._order = sorted(range(len(parameters)), key=lambda number: not is_large(parameters[number]))
+        sizes = [parameters[number].numel() for number in self._order]
+        self._starts = dict(zip(self._order, accumulate(sizes, initial=0), strict=False))
+        self._size = sum(sizes) + num_further
+        self._flat: Tensor | None = None
+        self._put: set[int] = set()
+
+    def put(self, number: int, gradient: Tensor) -> Tensor:
+        """Write the gradient of a large parameter, in any dtype, to its place, and return it there.
+
+        What a second use of the parameter gives is returned beside it: autograd adds both, and `gather` takes the sum.
+        """
+        if number in self._put:
+            return gradient.to(self.parameters[number].dtype)
+        if self._flat is None:
+            self._flat = self.parameters[0].new_empty(self._size)
+        self._put.add(number)
+        return self._find(self._flat, number).copy_(gradient)
+
+    def gather(self, gradients: Sequence[Tensor | None], further: Tensor | None = None) -> Tensor:
+        """Return the gradients in one piece, each in the layout of its parameter, None as zeros; begin anew behind it.
+
+        Parameters
+        ----------
+        gradients : sequence of Tensor or None
+            In the order of the parameters; those that were put there, or others.
+        further : Tensor, optional
+            Values behind them.
+        """
+        flat, self._flat = self._flat, None
+        self._put.clear()
+        if flat is None:
+            return torch.cat(self._lay_out(self._order, gradients, further))
+        large, small = self._order[: self._num_large], self._order[self._num_large :]
+        for number in large:
+            gradient, place = gradients[number], self._find(flat, number)
+            if gradient is None:
+                place.zero_()
+            elif not _is_same(gradient, place):
+                place.copy_(gradient)
+        rest = self._lay_out(small, gradients, further)
+        if rest:
+            begin = sum(self.parameters[number].numel() for number in large)
+            torch.cat(rest, out=flat.narrow(0, begin, self._size - begin))
+        return flat
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Return the gradients in what `gather` returned, each in the shape and layout of its parameter."""
+        return [self._find(flat, number) for number in range(len(self.parameters))]
+
+    def _find(self, flat: Tensor, number: int) -> Tensor:
+        parameter = self.parameters[number]
+        offset = flat.storage_offset() + self._starts[number]
+        return flat.as_strided(parameter.shape, read_layout(parameter), offset)
+
+    def _lay_out(
+        self, numbers: Sequence[int], gradients: Sequence[Tensor | None], further: Tensor | None
+    ) -> list[Tensor]:
+        pairs = [(gradients[number], self.parameters[number]) for number in numbers]
+        missing = [parameter.numel() for gradient, parameter in pairs if gradient is None]
+        # Made once: what is missing is copied from there.
+        zeros = self.parameters[0].new_zeros(max(missing, default=0))
+        parts = [
+            zeros.narrow(0, 0, parameter.numel()) if gradient is None else _lie_like(gradient, parameter)
+            for gradient, parameter in pairs
+        ]
+        return parts if further is None else [*parts, further]
 
 
-def split_like(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the pieces of ``flatten``, each in the shape and layout of its parameter."""
-    parts = flat.split([parameter.numel() for parameter in parameters])
-    return [
-        part.as_strided(parameter.shape, read_layout(parameter), part.storage_offset())
-        for part, parameter in zip(parts, parameters, strict=True)
-    ]
+def is_large(parameter: Tensor) -> bool:
+    """Say whether a gradient has a place of its own, where it is put as it is computed."""
+    return parameter.numel() >= LARGE
+
+
+def _is_same(gradient: Tensor, place: Tensor) -> bool:
+    return (
+        get_storage_key(gradient.untyped_storage()) == get_storage_key(place.untyped_storage())
+        and gradient.storage_offset() == place.storage_offset()
+        and gradient.stride() == place.stride()
+    )
 
 
 def _lie_like(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from volseg.device.pretended import find_address, is_gpu
 from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.errors import ParallelError
-from volseg.parallel.buckets import fill_buckets, flatten, split_like
+from volseg.parallel.buckets import GradientRoom, fill_buckets
 from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 
@@ -128,7 +128,7 @@ class GradientSums:
             accept_gradients_of_other_streams()
         self._guard = None if average else _Guard()
         self._differences: dict[tuple[str, ...], Differences] = {}
-        self.numbers = LayoutNumbers()
+        self.numbers = LayoutNumbers(self.count)
         self._ever_trained: set[str] = set()
         self._edges: weakref.ref[_Edges] | None = None
 
@@ -265,13 +265,13 @@ class _Work(NamedTuple):
 
     def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients summed over the replicas; None stays None."""
-        sums, own = self.sums, self.sums.numbers.read(gradients, self.parameters)
-        total = sums.add(flatten(gradients, self.parameters, own))
-        self.differences.note(self.first, total[-len(own) :] != own * sums.count)
+        sums, room = self.sums, GradientRoom(self.parameters)
+        own, equal = sums.numbers.read(gradients, self.parameters)
+        total = sums.add(room.gather(gradients, own))
+        self.differences.note(self.first, total[-len(own) :] != equal)
         if sums.average:
             total = total / sums.count
-        summed = split_like(total[: -len(own)], self.parameters)
-        return [None if given is None else part for given, part in zip(gradients, summed, strict=True)]
+        return [None if given is None else part for given, part in zip(gradients, room.split(total), strict=True)]
 
 
 def is_trained(parameter: Tensor) -> bool:

@@ -18,20 +18,32 @@ __all__ = ["Differences", "LayoutNumbers"]
 
 
 class LayoutNumbers:
-    """The numbers of gradients, kept on their device, as a step waits for no copy."""
+    """The numbers of gradients, kept on their device, as a step waits for no copy.
 
-    def __init__(self) -> None:
-        self._kept: dict[Any, Tensor] = {}
+    Parameters
+    ----------
+    count
+        Processes that add.
+    """
 
-    def read(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-        """Return the layout of each gradient, which is its parameter's, as a number; zero for each None."""
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._kept: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def read(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the layout of each gradient, which is its parameter's, as a number, and their sums among equals.
+
+        The number of a None is zero.
+        """
         codes = tuple(
             0 if gradient is None else _number_layout(parameter)
             for gradient, parameter in zip(gradients, parameters, strict=True)
         )
         key = codes, parameters[0].dtype, parameters[0].device
         if key not in self._kept:
-            self._kept[key] = torch.tensor(codes, dtype=parameters[0].dtype).to(parameters[0].device)
+            own = torch.tensor(codes, dtype=parameters[0].dtype)
+            sums = own * self._count
+            self._kept[key] = own.to(parameters[0].device), sums.to(parameters[0].device)
         return self._kept[key]
 
 

@@ -87,7 +87,7 @@ class Copies:
         found = self._casts.get(key)
         state = get_version(copy), find_address(copy)
         if found is None or found.copy is not copy or (found.version, found.address) != state:
-            found = self._casts[key] = _Cast(copy, *state, copy.to(dtype))
+            found = self._casts[key] = _Cast(copy, *state, self._communicator.convert(copy, dtype))
         return found.result
 
     def _record(self, whole: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:

@@ -332,7 +332,7 @@ class SpatialStrategy:
                 "ModelParallel the spatial group alone (mesh.spatial_group), and DataParallel the replicas"
             )
         communicator = self.communicator
-        stream = communicator.side_stream if isinstance(communicator, ProcessGroupShards) else None
+        stream = communicator.shared.stream if isinstance(communicator, ProcessGroupShards) else None
         self.sums = GradientSums(replicas, communicator.home, average=average, fixed_order=fixed_order, stream=stream)
         self.context.has_replicas = True
         return self.sums

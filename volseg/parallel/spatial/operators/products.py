@@ -226,8 +226,10 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
         columns = ["n"] * (weight.ndim - 1)
         result = contract(F.linear, [input, weight], [[*letters, "k"], [*columns, "k"]], [*letters, *columns])
         return result if bias is None else elementwise(torch.add, result, bias)
-    spread = input.context.spread
+    spread, kind = input.context.spread, input.device.type
     weights = spread(weight)
+    if torch.is_autocast_enabled(kind) and weight.dtype == torch.float32:
+        weights = [input.context.cast(copy, torch.get_autocast_dtype(kind)) for copy in weights]
     biases = [None] * len(weights) if bias is None else spread(bias)
     rows = zip(input.slabs, weights, biases, strict=True)
     return wrap(input, [func(slab, w, b) for slab, w, b in rows])

@@ -170,6 +170,10 @@ class Communicator(ABC):
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """Hand a bucket of parameters to every shard, one per slab each; their gradients are summed in one call."""
 
+    def convert(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a shared parameter in another dtype."""
+        return copy.to(dtype)
+
 
 def narrow_to(whole: Tensor, dims: Sequence[int], owned: Sequence[Span]) -> Tensor:
     """Return a view of the planes in ``owned``, one span for each of ``dims``."""

@@ -13,7 +13,7 @@ from volseg.device.first_order import first_order
 from volseg.device.peer.values import ValueExchange, ValuesOfSlabs
 from volseg.device.triton_tiles import takes
 from volseg.errors import ParallelError
-from volseg.parallel.buckets import flatten, split_like
+from volseg.parallel.buckets import GradientRoom
 from volseg.parallel.fixed_order import fold
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
@@ -228,12 +228,12 @@ class _ShareLocally(torch.autograd.Function):
         used = [any(gradient is not None for gradient in own) for own in by_parameter]
         if not any(used):
             return None, *([None] * len(used))
-        home = ctx.parameters[0].device
+        home, room = ctx.parameters[0].device, GradientRoom(ctx.parameters)
         pieces = [
-            flatten([None if g is None else g.to(home, non_blocking=True) for g in of_shard], ctx.parameters)
+            room.gather([None if g is None else g.to(home, non_blocking=True) for g in of_shard])
             for of_shard in zip(*by_parameter, strict=True)
         ]
-        summed = split_like(fold(pieces, torch.add), ctx.parameters)
+        summed = room.split(fold(pieces, torch.add))
         return None, *(total if known else None for total, known in zip(summed, used, strict=True))
 
 

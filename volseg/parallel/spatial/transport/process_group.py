@@ -6,7 +6,6 @@ also by a process that has nothing to send.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -18,24 +17,16 @@ from volseg.device.first_order import first_order
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
 from volseg.device.pretended import is_gpu, is_recording
-from volseg.device.streams import find_current_stream, make_stream, on_stream
-from volseg.device.torch_internals import accept_gradients_of_other_streams, gather_into
+from volseg.device.torch_internals import gather_into
 from volseg.device.triton_tiles import takes
-from volseg.parallel.buckets import flatten, split_like
 from volseg.parallel.fixed_order import sum_in_order
-from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
 from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages
 from volseg.parallel.spatial.transport.pieces import join_pieces, start_total, view_inside
+from volseg.parallel.spatial.transport.shared_parameters import SharedParameters
 
 __all__ = ["ProcessGroupShards"]
-
-REFUSAL = (
-    "the shards of a volume used {names} in a step in different ways: some shards had a gradient for it and others had "
-    "none, or it lies in memory in another layout, so that their sum belongs to no network; let forward() use the same "
-    "parameters in all processes, and give them the same memory format in all"
-)
 
 
 class ProcessGroupShards(Communicator):
@@ -57,8 +48,6 @@ class ProcessGroupShards(Communicator):
         self, group: dist.ProcessGroup, grid: Sequence[int], device: torch.device, fixed_order: bool = False
     ) -> None:
         self.group, self.fixed_order = group, fixed_order
-        self._numbers = LayoutNumbers()
-        self._differences: dict[tuple[str, ...], Differences] = {}
         self.grid = tuple(grid)
         self.home = device
         self.devices = [device]
@@ -68,11 +57,7 @@ class ProcessGroupShards(Communicator):
             position.append(rest % count)
             rest //= count
         self.coordinates = [tuple(reversed(position))]
-        # Gradients are summed on a stream of their own, while the backward pass goes on.
-        self.side_stream = make_stream(device) if is_gpu(device) else None
-        if self.side_stream is not None:
-            # Meant: a parameter that only coarse, uncut levels use shares its bucket's stream, and autograd waits.
-            accept_gradients_of_other_streams()
+        self.shared = SharedParameters(self.add_up, self.num_shards, device)
 
     @cached_property
     def mailbox(self) -> ValueMailbox | None:
@@ -241,28 +226,6 @@ class ProcessGroupShards(Communicator):
         dist.all_reduce(partial, group=self.group)
         return partial
 
-    def sum_alike(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return parameters' gradients summed over the shards, outside autograd; None stays None."""
-        own = self._numbers.read(gradients, parameters)
-        total = self.add_up(flatten(gradients, parameters, own))
-        names = tuple(f"a parameter of shape {tuple(parameter.shape)}" for parameter in parameters)
-        if names not in self._differences:
-            self._differences[names] = Differences(names, self.home, REFUSAL)
-        self._differences[names].note(0, total[-len(own) :] != own * self.num_shards)
-        summed = split_like(total[: -len(own)], parameters)
-        return [None if given is None else part for given, part in zip(gradients, summed, strict=True)]
-
-    def look(self) -> None:
-        """Refuse sums of gradients that did not belong together, of the last steps; waits for nothing.
-
-        Raises
-        ------
-        ParallelError
-            If there were such.
-        """
-        for differences in self._differences.values():
-            differences.look()
-
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Mark a whole value as used by the shards; its gradient is summed over them."""
         return [_Spread.apply(whole, self)]
@@ -271,19 +234,17 @@ class ProcessGroupShards(Communicator):
         """Take this process's slab."""
         return [_Cut.apply(whole, self, tuple(dims))]
 
+    def look(self) -> None:
+        """Refuse sums of gradients that did not belong together; see `SharedParameters`."""
+        self.shared.look()
+
     def share(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """Mark parameters as used by the shards; their gradients are summed as soon as all of them are there."""
-        self.look()
-        # Autograd runs a node's backward on the stream of its forward. So does AccumulateGrad: nothing on the main
-        # stream waits.
-        if self.side_stream is not None:
-            self.side_stream.wait_stream(find_current_stream(self.home))
-        with self.beside():
-            return [[parameter] for parameter in _Share.apply(self, *parameters)]
+        return [[copy] for copy in self.shared.share(parameters)]
 
-    def beside(self) -> AbstractContextManager[Any]:
-        """Put work on the stream of the gradients' sums, where there are streams."""
-        return nullcontext() if self.side_stream is None else on_stream(self.side_stream)
+    def convert(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return it, whose gradient goes to where the bucket's are summed as soon as it is there."""
+        return self.shared.convert(copy, dtype)
 
 
 class _Fetch(torch.autograd.Function):
@@ -360,20 +321,3 @@ class _Cut(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         communicator, dims, sizes = ctx.plan
         return communicator.assemble(gradient.contiguous(), dims, sizes), None, None
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, communicator: ProcessGroupShards, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.communicator, ctx.parameters = communicator, [parameter.detach() for parameter in parameters]
-        # A parameter that no shard used keeps the gradient None, as on one device.
-        ctx.set_materialize_grads(False)
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if all(gradient is None for gradient in gradients):
-            return None, *gradients
-        with ctx.communicator.beside():  # where autograd has put it already, if that is a real stream
-            return None, *ctx.communicator.sum_alike(gradients, ctx.parameters)

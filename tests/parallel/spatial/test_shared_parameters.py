@@ -1,0 +1,87 @@
+"""Parameters that processes share under autocast: each use's gradient is in the sum, wherever it was put."""
+
+import copy
+
+import torch
+from in_group import in_group
+from torch import Tensor, nn
+
+from volseg.parallel import ModelParallel, buckets
+from volseg.parallel.spatial import ShardedVolume
+
+
+class UsedTwice(nn.Module):
+    """One weight in two convolutions, in a product of its own dtype, and in a linear layer; one weight in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(2, 4, 3, padding=1)
+        self.again = nn.Conv3d(4, 4, 3, padding=1)
+        self.unused = nn.Conv3d(4, 4, 3, padding=1)
+        self.mixed = nn.Linear(4, 4)
+        self.penalised = nn.Conv3d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(torch.tanh(self.again(self.first(x))))
+        x = x + self.mixed(self.mixed(x.movedim(1, -1))).movedim(-1, 1)
+        with torch.autocast(x.device.type, enabled=False):  # the same weight in float32
+            x = x.float() + 0.1 * nn.functional.conv3d(x.float(), self.again.weight, padding=1)
+        return self.penalised(x) * (1 + self.penalised.weight.square().mean())
+
+
+def named(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters by the network's own names."""
+    return list((net.module if isinstance(net, ModelParallel) else net).named_parameters())
+
+
+def steps(net: nn.Module, image: Tensor, ways: str) -> dict[str, Tensor]:
+    """Train: two steps, with what ``ways`` names."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    found: dict[str, Tensor] = {}
+    for number in range(2):
+        if "frozen" in ways:
+            (net.module if isinstance(net, ModelParallel) else net).first.requires_grad_(number == 1)
+        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in ways):
+            output = net(image)
+        loss = output.float().square().mean()
+        if "retained" in ways:
+            loss.backward(retain_graph=True)
+        if "accumulated" in ways:
+            with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in ways):
+                loss = loss + net(0.5 * image).float().square().mean()
+        loss.backward()
+        whole = output.full_tensor() if isinstance(output, ShardedVolume) else output
+        found[f"output {number}"] = whole.detach().float()
+        found |= {f"{name} {number}": p.grad.clone() for name, p in named(net) if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+WAYS = ("", "autocast", "autocast frozen", "autocast retained", "autocast accumulated", "accumulated retained")
+
+
+def differences(large: int) -> dict[str, dict[str, float]]:
+    """Compare this process's slab with one device, each way: the largest relative errors."""
+    buckets.LARGE = large
+    found: dict[str, dict[str, float]] = {}
+    for ways in WAYS:
+        torch.manual_seed(0)
+        net, image = UsedTwice(), torch.randn(1, 2, 9, 6, 6)
+        model = ModelParallel(copy.deepcopy(net), strategy="spatial")
+        expected, ours = steps(net, image, ways), steps(model, image, ways)
+        assert expected.keys() == ours.keys()
+        found[ways] = {
+            name: float((ours[name] - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
+            for name, wanted in expected.items()
+        }
+    return found
+
+
+def test_every_use_of_a_weight_is_in_its_gradient() -> None:
+    for large in (1, 2**16):
+        for errors in in_group(2, differences, large):
+            for ways, found in errors.items():
+                assert len(found) > 10
+                most = 0.05 if "autocast" in ways else 1e-4
+                assert {name: error for name, error in found.items() if not error <= most} == {}

@@ -1,0 +1,144 @@
+"""Parameters that the shards on several processes use, each on its own, and the sums of their gradients.
+
+A bucket's gradients are summed in one call, on a stream of their own, while the backward pass goes on. They lie in one
+piece of memory then. A large parameter that autocast converts has its gradient converted into that piece, so that
+nobody gathers it: it is read once and written once before it is sent.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.first_order import first_order
+from volseg.device.pretended import is_gpu
+from volseg.device.streams import find_current_stream, make_stream, on_stream
+from volseg.device.torch_internals import accept_gradients_of_other_streams
+from volseg.parallel.buckets import GradientRoom, is_large
+from volseg.parallel.layout_numbers import Differences, LayoutNumbers
+
+__all__ = ["SharedParameters"]
+
+REFUSAL = (
+    "the shards of a volume used {names} in a step in different ways: some shards had a gradient for it and others had "
+    "none, or it lies in memory in another layout, so that their sum belongs to no network; let forward() use the same "
+    "parameters in all processes, and give them the same memory format in all"
+)
+
+
+class SharedParameters:
+    """Parameters of a network on one of several processes.
+
+    Parameters
+    ----------
+    add_up
+        Returns the sum of every process's tensor, which may be overwritten.
+    num_shards
+        Processes.
+    device
+        This process's.
+
+    Attributes
+    ----------
+    stream
+        Where gradients are summed; None on a CPU.
+    """
+
+    def __init__(self, add_up: Callable[[Tensor], Tensor], num_shards: int, device: torch.device) -> None:
+        self._add_up, self._device = add_up, device
+        self._numbers = LayoutNumbers(num_shards)
+        self._differences: dict[tuple[str, ...], Differences] = {}
+        self.stream = make_stream(device) if is_gpu(device) else None
+        if self.stream is not None:
+            # Meant: a parameter that only coarse, uncut levels use shares its bucket's stream, and autograd waits.
+            accept_gradients_of_other_streams()
+
+    def share(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return a bucket of parameters for this process's shard; their gradients are summed once all are there."""
+        self.look()
+        # Autograd runs a node's backward on the stream of its forward. So does AccumulateGrad: nothing on the main
+        # stream waits.
+        if self.stream is not None:
+            self.stream.wait_stream(find_current_stream(self._device))
+        with self.beside():
+            return _Share.apply(self, *parameters)
+
+    def convert(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what `share` returned in another dtype; a large gradient goes to its place in the sum at once."""
+        room = getattr(copy.grad_fn, "room", None)
+        if not isinstance(room, GradientRoom) or not torch.is_grad_enabled() or not is_large(copy):
+            return copy.to(dtype)
+        reading = None if self.stream is None else find_current_stream(self._device)
+        with self.beside():
+            return _Convert.apply(copy, dtype, self, reading, room, copy.output_nr)
+
+    def sum_alike(self, gradients: Sequence[Tensor | None], room: GradientRoom) -> list[Tensor | None]:
+        """Return parameters' gradients summed over the shards, outside autograd; None stays None."""
+        own, equal = self._numbers.read(gradients, room.parameters)
+        total = self._add_up(room.gather(gradients, own))
+        names = tuple(f"a parameter of shape {tuple(parameter.shape)}" for parameter in room.parameters)
+        if names not in self._differences:
+            self._differences[names] = Differences(names, self._device, REFUSAL)
+        self._differences[names].note(0, total[-len(own) :] != equal)
+        return [None if given is None else part for given, part in zip(gradients, room.split(total), strict=True)]
+
+    def look(self) -> None:
+        """Refuse sums of gradients that did not belong together, of the last steps; waits for nothing.
+
+        Raises
+        ------
+        ParallelError
+            If there were such.
+        """
+        for differences in self._differences.values():
+            differences.look()
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Put work on the stream of the gradients' sums, where there are streams."""
+        return nullcontext() if self.stream is None else on_stream(self.stream)
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shared: SharedParameters, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.shared = shared
+        ctx.room = GradientRoom([parameter.detach() for parameter in parameters], len(parameters))
+        # A parameter that no shard used keeps the gradient None, as on one device.
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(gradient is None for gradient in gradients):
+            return None, *gradients
+        with ctx.shared.beside():  # where autograd has put it already, if that is a real stream
+            return None, *ctx.shared.sum_alike(gradients, ctx.room)
+
+
+class _Convert(torch.autograd.Function):
+    """A shared parameter in another dtype: the copy is made where it is read, its gradient's where that is summed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        copy: Tensor,
+        dtype: torch.dtype,
+        shared: SharedParameters,
+        reading: Any,
+        room: GradientRoom,
+        number: int,
+    ) -> Tensor:
+        ctx.plan = shared, room, number
+        ctx.set_materialize_grads(False)
+        with nullcontext() if reading is None else on_stream(reading):
+            return copy.to(dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        shared, room, number = ctx.plan
+        with shared.beside():
+            return None if gradient is None else room.put(number, gradient), *([None] * 5)
