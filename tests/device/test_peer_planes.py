@@ -7,6 +7,7 @@ The kernels run on a GPU, or anywhere by Triton's interpreter.
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ import torch.distributed as dist
 from kernels import DEVICE, INTERPRETED, with_kernels
 from torch import Tensor, nn
 
-from volseg.device.peer.planes import LIMIT, PlaneMailbox, small_enough
+from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, PlaneMailbox, small_enough
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
 from volseg.parallel.processes import start_group
+from volseg.parallel.spatial.plan.shards import spans, transfers
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Halo, return_gradients, start_filling
 from volseg.parallel.spatial.transport.one_process import LocalDevices
@@ -225,6 +227,11 @@ def test_networks_compute_the_same_as_through_nccl(tmp_path: Path) -> None:
     _in_processes("compare", tmp_path)
 
 
+@pytest.mark.multi_gpu
+def test_processes_fetch_planes_and_give_them_back(tmp_path: Path) -> None:
+    _in_processes("fetch", tmp_path)
+
+
 def _in_processes(what: str, folder: Path) -> None:
     launch([__file__, what, str(folder)], processes=torch.cuda.device_count())
     for rank in range(torch.cuda.device_count()):
@@ -357,5 +364,52 @@ def compare(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def fetch(folder: Path) -> None:
+    """Fetch planes of neighbours, and give them back: by mailbox as by message, eagerly and from a graph."""
+    group, rank, shards = _group()
+    box = group.plane_mailbox
+    assert box is not None
+    size = 4 * shards
+    owned = spans(size, shards)
+    near = [(max(0, start - 1), min(size, stop + 2)) for start, stop in owned]
+    shifted = [(start, min(size, stop + 3)) for start, stop in owned]
+    wholes = [(0, size)] * shards if shards == 2 else near
+    for dtype, shape, layout in product(
+        (torch.bfloat16, torch.float32, torch.float64),
+        ((1, 8, 4, 6, 10), (2, 6, 4, 16, 24), (1, 32, 4, 64, 60)),
+        (torch.contiguous_format, torch.channels_last_3d),
+    ):
+        slab = torch.empty(shape, dtype=dtype, device=group.home).contiguous(memory_format=layout)
+        for wanted, widths in product((near, shifted, wholes), ((), (1, 2, 0, 1))):
+
+            def run(wanted: list = wanted, widths: tuple = widths, slab: Tensor = slab) -> list[Tensor]:
+                fetched = group.exchange(slab, 0, 2, size, wanted, 1, widths, 3.0)
+                inside = group.exchange(slab, 0, 2, size, wanted)
+                return [fetched, group.give_back(inside.square(), 0, 2, size, wanted)]
+
+            for repeat in range(2):
+                slab.normal_()
+                group.plane_mailbox = None
+                expected = [result.clone() for result in run()]
+                group.plane_mailbox = box
+                before = int(box.calls[0])
+                if repeat:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        found = run()
+                    graph.replay()
+                else:
+                    found = run()
+                apart = [move for move in transfers(size, wanted) if move.source != move.target]
+                most = max(move.stop - move.start for move in apart) * slab[:, :, 0].nbytes
+                by_box = repeat or most <= EAGER_LIMIT
+                assert int(box.calls[0]) - before == 3 * by_box
+                for one, other in zip(found, expected, strict=True):
+                    assert torch.equal(one, other)
+                    assert one.stride() == other.stride()
+    (folder / str(rank)).write_text("equal", encoding="utf-8")
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    {"exchange": exchange, "compare": compare}[sys.argv[1]](Path(sys.argv[2]))
+    {"exchange": exchange, "compare": compare, "fetch": fetch}[sys.argv[1]](Path(sys.argv[2]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from volseg.device.layout import layout_of
 
-__all__ = ["join_pieces", "pad_slabs", "start_total", "view_inside"]
+__all__ = ["allocate_whole", "join_pieces", "pad_slabs", "start_total", "view_inside"]
 
 
 def join_pieces(
@@ -31,24 +31,32 @@ def join_pieces(
     widths, fill
         Of the margin, as ``F.pad`` takes them.
     """
-    layout = layout_of(like)
-    if layout is torch.contiguous_format and not any(widths):
+    if layout_of(like) is torch.contiguous_format and not any(widths):
         return torch.cat(list(pieces), dim)
     shape = list(pieces[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in pieces)
-    for place, before, after in _list_margins(len(shape), widths):
-        shape[place] += before + after
-    whole = inside = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
-    for place, before, after in _list_margins(len(shape), widths):
-        planes = inside.shape[place]
-        inside.narrow(place, 0, before).fill_(fill)
-        inside.narrow(place, planes - after, after).fill_(fill)
-        inside = inside.narrow(place, before, planes - before - after)
+    whole, inside = allocate_whole(shape, like, widths, fill)
     start = 0
     for piece in pieces:
         inside.narrow(dim, start, piece.shape[dim]).copy_(piece)
         start += piece.shape[dim]
     return whole
+
+
+def allocate_whole(
+    shape: Sequence[int], like: Tensor, widths: Sequence[int] = (), fill: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return memory of a shape in the layout of ``like``, with a margin that is filled; and what lies within."""
+    margins, size = list(_list_margins(len(shape), widths)), list(shape)
+    for place, before, after in margins:
+        size[place] += before + after
+    whole = inside = torch.empty(size, dtype=like.dtype, device=like.device, memory_format=layout_of(like))
+    for place, before, after in margins:
+        planes = inside.shape[place]
+        inside.narrow(place, 0, before).fill_(fill)
+        inside.narrow(place, planes - after, after).fill_(fill)
+        inside = inside.narrow(place, before, planes - before - after)
+    return whole, inside
 
 
 def pad_slabs(slabs: Sequence[Tensor], widths: Sequence[Sequence[int]], fill: float) -> list[Tensor]:

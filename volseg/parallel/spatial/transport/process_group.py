@@ -20,9 +20,10 @@ from volseg.device.pretended import is_gpu, is_recording
 from volseg.device.torch_internals import gather_into
 from volseg.device.triton_tiles import takes
 from volseg.parallel.fixed_order import sum_in_order
-from volseg.parallel.spatial.plan.shards import Span, spans, transfers
+from volseg.parallel.spatial.plan.shards import Span, Transfer, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
 from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages
+from volseg.parallel.spatial.transport.near_planes import fetch_near, give_back_near, is_near
 from volseg.parallel.spatial.transport.pieces import join_pieces, start_total, view_inside
 from volseg.parallel.spatial.transport.shared_parameters import SharedParameters
 
@@ -138,10 +139,13 @@ class ProcessGroupShards(Communicator):
         fill: float = 0.0,
     ) -> Tensor:
         """Return the wanted planes, and a margin around them, outside autograd; see ``Communicator.fetch_padded``."""
-        here = self.coordinates[0][axis]
+        here, moves = self.coordinates[0][axis], transfers(size, wanted, unit)
         own = spans(size, self.grid[axis], unit)[here]
+        box = self._find_box(moves, slab, dim)
+        if box is not None:
+            return fetch_near(box, here, moves, slab, dim, own, widths, fill)
         pieces, operations, messages = [], [], self.begin_messages()
-        for move in transfers(size, wanted, unit):
+        for move in moves:
             if here not in (move.source, move.target):
                 continue
             if move.source == here:
@@ -167,12 +171,15 @@ class ProcessGroupShards(Communicator):
         self, planes: Tensor, axis: int, dim: int, size: int, wanted: Sequence[Span], unit: int = 1
     ) -> Tensor:
         """Return every plane to its owner and add what comes back: the transpose of ``exchange``."""
-        here = self.coordinates[0][axis]
+        here, moves = self.coordinates[0][axis], transfers(size, wanted, unit)
         own, mine = spans(size, self.grid[axis], unit)[here], wanted[here]
+        box = self._find_box(moves, planes, dim)
+        if box is not None:
+            return give_back_near(box, here, moves, planes, dim, own, mine)
         kept: Tensor | None = None
         first, shape = 0, list(planes.shape)
         arrivals, operations, messages = [], [], self.begin_messages()
-        for move in transfers(size, wanted, unit):
+        for move in moves:
             if here not in (move.source, move.target):
                 continue
             if move.target == here:
@@ -195,6 +202,13 @@ class ProcessGroupShards(Communicator):
             total.narrow(dim, move.start - own[0], move.stop - move.start).add_(arrival)
         messages.end()
         return total
+
+    def _find_box(self, moves: Sequence[Transfer], slab: Tensor, dim: int) -> PlaneMailbox | None:
+        """Return the mailbox where planes move by it; it has the order of one line of shards."""
+        if len(self.grid) > 1 or all(move.source == move.target for move in moves):
+            return None
+        box = self.plane_mailbox  # connected at the first exchange, however large, which is not recorded
+        return box if box is not None and is_near(moves, slab, dim) else None
 
     def stack(self, partial: Tensor) -> Tensor:
         """Return every process's tensor, ``(num_shards, ...)``, outside autograd."""
