@@ -1,6 +1,7 @@
 """The same bits on any number of processes: float32, with dropout, norms and levels that are too coarse to cut."""
 
 import runpy
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,15 @@ from volseg.parallel.spatial.transport import one_process, process_group
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("data_parallel_cases.py"))))
 NAMES = sorted(cases.BITS)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Add here in the order of the processes, which have one thread each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def train(name: str, data: int, spatial: int, replicas: int, shards: int, steps: int) -> dict[str, Tensor]:
