@@ -1,6 +1,7 @@
 """What a damaged or odd checkpoint did, and what it does now."""
 
 import contextlib
+import copy
 import os
 import random
 import re
@@ -410,3 +411,36 @@ def test_a_record_with_odd_numbers_is_refused(trained, tmp_path):
     record = EpochRecord(epoch=0, losses={"loss": "low"}, learning_rate=0.1, seconds=1.0, seconds_waited=0.0)
     with pytest.raises(CheckpointError, match=r"history: a number was expected, got str"):
         load_checkpoint(save_checkpoint(replace(trained.state(), history=(record,)), tmp_path / LATEST))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_training_goes_on_in_another_memory_layout(optimizer, fused):
+    """Fused optimizers read momentum in the order of the parameters: on a CPU silently, whatever its layout is.
+
+    Two replicas on GPUs that went on as two slabs, which have channels last, ended in torch's error instead.
+    """
+
+    def training(channels_last):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 3, padding=1))
+        net.to(memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format)
+        options = {"momentum": 0.9} if optimizer == "SGD" else {}
+        return Training(
+            Named(net, inputs=["image"], outputs=["logits"]),
+            Named(nn.functional.cross_entropy, inputs=["logits", "label"], outputs=["loss"]),
+            getattr(torch.optim, optimizer)(net.parameters(), lr=0.1, fused=fused, **options),
+            Batches(),
+            epochs=2,
+        )
+
+    first = training(channels_last=False)
+    first.epochs = 1
+    first.run()
+    state, weights = first.state_dict(), []
+    for channels_last in (False, True):
+        going_on = training(channels_last)
+        going_on.load_state_dict(copy.deepcopy(state))
+        going_on.run()
+        weights.append([parameter.detach().contiguous() for parameter in going_on.network.parameters()])
+    torch.testing.assert_close(weights[0], weights[1])

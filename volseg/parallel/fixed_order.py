@@ -15,7 +15,7 @@ from torch import Tensor
 from volseg.device.torch_internals import gather_into
 from volseg.errors import ParallelError
 
-__all__ = ["RoundSums", "fold", "sum_in_order"]
+__all__ = ["RoundSums", "add_up", "fold", "sum_in_order"]
 
 Value = TypeVar("Value")
 
@@ -48,6 +48,14 @@ def sum_in_order(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     part = fold(received.view(count, size).unbind(), torch.add)
     gather_into(sent, part.contiguous(), group=group)
     return sent[: values.numel()].view(values.shape)
+
+
+def add_up(values: Tensor, group: dist.ProcessGroup, fixed_order: bool) -> Tensor:
+    """Return the sum over a group's processes, which may overwrite the values: by the tree, or as is fastest."""
+    if fixed_order:
+        return sum_in_order(values, group)
+    dist.all_reduce(values, group=group)
+    return values
 
 
 class RoundSums:

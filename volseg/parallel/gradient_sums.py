@@ -34,7 +34,7 @@ from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import GradientRoom, fill_buckets
-from volseg.parallel.fixed_order import sum_in_order
+from volseg.parallel.fixed_order import add_up
 from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 
 __all__ = ["GradientSums", "Marked", "is_trained"]
@@ -189,13 +189,6 @@ class GradientSums:
         """Put work on the stream of the sums, where there are streams."""
         return nullcontext() if self._stream is None else on_stream(self._stream)
 
-    def add(self, flat: Tensor) -> Tensor:
-        """Return the sum over the replicas."""
-        if self.fixed_order:
-            return sum_in_order(flat, self.group)
-        dist.all_reduce(flat, group=self.group)
-        return flat
-
 
 class _Edges:
     """Where the sums of a backward pass come out: the edges to the parameters."""
@@ -267,7 +260,7 @@ class _Work(NamedTuple):
         """Return the gradients summed over the replicas; None stays None."""
         sums, room = self.sums, GradientRoom(self.parameters)
         own, equal = sums.numbers.read(gradients, self.parameters)
-        total = sums.add(room.gather(gradients, own))
+        total = add_up(room.gather(gradients, own), sums.group, sums.fixed_order)
         self.differences.note(self.first, total[-len(own) :] != equal)
         if sums.average:
             total = total / sums.count

@@ -15,7 +15,7 @@ from torch import Tensor
 from volseg.device.pretended import find_readable, host_values
 from volseg.device.torch_internals import gather_into
 from volseg.errors import ParallelError
-from volseg.parallel.fixed_order import fold, sum_in_order
+from volseg.parallel.fixed_order import add_up, fold
 from volseg.parallel.spatial.plan.shards import spans
 
 __all__ = ["Replicas", "Share"]
@@ -194,8 +194,4 @@ class Replicas:
         """
         if self.group is None:
             return values
-        total = values.detach().clone()
-        if self.fixed_order:
-            return sum_in_order(total, self.group)
-        dist.all_reduce(total, group=self.group)
-        return total
+        return add_up(values.detach().clone(), self.group, self.fixed_order)

@@ -5,12 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from volseg.errors import CheckpointError
 from volseg.workflow.state import TrainingState
 
-__all__ = ["require_whole", "taking_over"]
+__all__ = ["lay_out_like_parameters", "require_whole", "taking_over"]
 
 NOT_WHOLE = "the checkpoint is not whole"
 
@@ -23,6 +24,20 @@ def taking_over(part: str) -> Iterator[None]:
     except Exception as fault:  # networks, optimizers and generators each raise something else
         reason = str(fault) if isinstance(fault, ValueError | RuntimeError) else f"{type(fault).__name__}: {fault}"
         raise CheckpointError(f"the checkpoint is not of this network and optimizer: {part}: {reason}") from fault
+
+
+def lay_out_like_parameters(optimizer: Optimizer) -> None:
+    """Lay out what an optimizer has taken over as its parameters lie in memory, as if it had begun with them.
+
+    The training that wrote it may have had the same weights in another layout. Fused optimizers read both in one order:
+    on a GPU torch refuses that, on a CPU it computes something else.
+    """
+    for parameter, remembered in optimizer.state.items():
+        for name, value in remembered.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.layout is torch.strided:
+                laid_out = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                if laid_out.stride() != value.stride():
+                    remembered[name] = laid_out.copy_(value)
 
 
 def require_whole(state: TrainingState, optimizer: Optimizer) -> None:

@@ -35,7 +35,7 @@ from volseg.workflow.precision import Precision
 from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
 from volseg.workflow.records import EpochRecord, Score
-from volseg.workflow.restoring import require_whole, taking_over
+from volseg.workflow.restoring import lay_out_like_parameters, require_whole, taking_over
 from volseg.workflow.schedules import Schedule, constant
 from volseg.workflow.state import TrainingState
 from volseg.workflow.step import TrainingStep
@@ -417,6 +417,7 @@ class Training:
             self.network.load_state_dict(state.model)
         with taking_over("optimizer"):
             self.optimizer.load_state_dict(dict(state.optimizer))
+            lay_out_like_parameters(self.optimizer)
         require_whole(state, self.optimizer)
         with taking_over("average"):
             if (state.average is None) != (self.average is None):

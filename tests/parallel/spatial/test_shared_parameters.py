@@ -1,6 +1,8 @@
 """Parameters that processes share under autocast: each use's gradient is in the sum, wherever it was put."""
 
 import copy
+import gc
+import weakref
 
 import torch
 from in_group import in_group
@@ -85,3 +87,22 @@ def test_every_use_of_a_weight_is_in_its_gradient() -> None:
                 assert len(found) > 10
                 most = 0.05 if "autocast" in ways else 1e-4
                 assert {name: error for name, error in found.items() if not error <= most} == {}
+
+
+def is_freed_at_once() -> bool:
+    """Say whether nothing holds a model's shards, and what lies in other processes' memory, but the model."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = ModelParallel(UsedTwice(), strategy="spatial")
+        model(torch.randn(1, 2, 9, 6, 6)).square().mean().backward()
+        shards = weakref.ref(model.strategy.communicator)
+        del model
+        return shards() is None
+    finally:
+        gc.enable()
+
+
+def test_the_shards_go_with_their_model() -> None:
+    """Memory that processes share is freed by all: not when Python happens to look for cycles."""
+    assert all(in_group(2, is_freed_at_once))

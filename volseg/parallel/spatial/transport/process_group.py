@@ -19,7 +19,7 @@ from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
 from volseg.device.pretended import is_gpu, is_recording
 from volseg.device.torch_internals import gather_into
 from volseg.device.triton_tiles import takes
-from volseg.parallel.fixed_order import sum_in_order
+from volseg.parallel.fixed_order import add_up
 from volseg.parallel.spatial.plan.shards import Span, Transfer, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
 from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages
@@ -58,7 +58,7 @@ class ProcessGroupShards(Communicator):
             position.append(rest % count)
             rest //= count
         self.coordinates = [tuple(reversed(position))]
-        self.shared = SharedParameters(self.add_up, self.num_shards, device)
+        self.shared = SharedParameters(group, device, fixed_order)
 
     @cached_property
     def mailbox(self) -> ValueMailbox | None:
@@ -235,10 +235,7 @@ class ProcessGroupShards(Communicator):
 
     def add_up(self, partial: Tensor) -> Tensor:
         """Return the sum of every process's tensor, which may be overwritten, outside autograd."""
-        if self.fixed_order:
-            return sum_in_order(partial, self.group)
-        dist.all_reduce(partial, group=self.group)
-        return partial
+        return add_up(partial, self.group, self.fixed_order)
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Mark a whole value as used by the shards; its gradient is summed over them."""

@@ -5,11 +5,12 @@ piece of memory then. A large parameter that autocast converts has its gradient 
 nobody gathers it: it is read once and written once before it is sent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from volseg.device.first_order import first_order
@@ -17,6 +18,7 @@ from volseg.device.pretended import is_gpu
 from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.parallel.buckets import GradientRoom, is_large
+from volseg.parallel.fixed_order import add_up
 from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 
 __all__ = ["SharedParameters"]
@@ -33,12 +35,8 @@ class SharedParameters:
 
     Parameters
     ----------
-    add_up
-        Returns the sum of every process's tensor, which may be overwritten.
-    num_shards
-        Processes.
-    device
-        This process's.
+    group, device, fixed_order
+        See ``ProcessGroupShards``.
 
     Attributes
     ----------
@@ -46,9 +44,9 @@ class SharedParameters:
         Where gradients are summed; None on a CPU.
     """
 
-    def __init__(self, add_up: Callable[[Tensor], Tensor], num_shards: int, device: torch.device) -> None:
-        self._add_up, self._device = add_up, device
-        self._numbers = LayoutNumbers(num_shards)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, fixed_order: bool) -> None:
+        self._group, self._device, self._fixed_order = group, device, fixed_order
+        self._numbers = LayoutNumbers(dist.get_world_size(group))
         self._differences: dict[tuple[str, ...], Differences] = {}
         self.stream = make_stream(device) if is_gpu(device) else None
         if self.stream is not None:
@@ -77,7 +75,7 @@ class SharedParameters:
     def sum_alike(self, gradients: Sequence[Tensor | None], room: GradientRoom) -> list[Tensor | None]:
         """Return parameters' gradients summed over the shards, outside autograd; None stays None."""
         own, equal = self._numbers.read(gradients, room.parameters)
-        total = self._add_up(room.gather(gradients, own))
+        total = add_up(room.gather(gradients, own), self._group, self._fixed_order)
         names = tuple(f"a parameter of shape {tuple(parameter.shape)}" for parameter in room.parameters)
         if names not in self._differences:
             self._differences[names] = Differences(names, self._device, REFUSAL)
