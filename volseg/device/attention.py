@@ -23,14 +23,35 @@ __all__ = ["Addend", "attend", "attend_plainly", "differentiate", "differentiate
 MOST_FEATURES = 128
 """Of a query, or a value: a tile of rows holds all of them."""
 
-ROWS, COLUMNS = 64, 32
-"""Of a tile of scores: more columns take more registers than there are."""
-
 FEW_FEATURES = 32
 """Up to which four warps have registers for a tile; of more features eight."""
 
 LARGEST = 2**31
 """Places within one matrix are counted in 32 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a kernel goes through scores: so many of its own rows a program, so many of the others at a time."""
+
+    own: int = 64
+    others: int = 32
+    """More columns take more registers than there are."""
+    warps: int = 4
+    stages: int = 2
+
+    def arguments(self, query: Tensor, value: Tensor, *, of_keys: bool = False) -> dict[str, int]:
+        """Return what a kernel is compiled for; its own rows are queries', or keys'."""
+        rows, columns = (self.others, self.own) if of_keys else (self.own, self.others)
+        features = [max(16, triton.next_power_of_2(tensor.shape[3])) for tensor in (query, value)]
+        sides = {"BN": rows, "BM": columns, "BF": features[0], "BG": features[1]}
+        return {**sides, "num_warps": self.warps, "num_stages": self.stages}
+
+
+def choose_tile(kernel: str, query: Tensor, key: Tensor, value: Tensor, terms: int) -> Tile:
+    """Return the tile of a kernel: ``"result"``, ``"query"``, ``"key"`` or ``"term"``."""
+    del kernel, key, terms
+    return Tile(warps=4 if max(query.shape[3], value.shape[3]) <= FEW_FEATURES else 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +136,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], s
     # No view of another: torch would refuse to change it in place behind a function of our own.
     out = query.new_empty_strided((batch, heads, rows, last), (rows * heads * last, last, heads * last, 1))
     logs = torch.empty((batch * heads, rows), dtype=torch.float32, device=query.device)
+    tile = choose_tile("result", query, key, value, len(terms))
     with select_device(query):
-        attention_kernels.attention_kernel[(batch * heads * triton.cdiv(rows, ROWS),)](
+        attention_kernels.attention_kernel[(batch * heads * triton.cdiv(rows, tile.own),)](
             query, key, value, out, logs, *_read(query, key, value, out), *_describe(terms, query),
-            *_measure(query, key, value), scale, TERMS=len(terms), **_tile(query, value, ROWS, COLUMNS),
+            *_measure(query, key, value), scale, TERMS=len(terms), **tile.arguments(query, value),
         )  # fmt: skip
     return out, logs
 
@@ -148,14 +170,15 @@ def differentiate(
     sums = torch.empty_like(logs)  # of each row of out with its gradient
     given = query, key, value, gradient
     described = *_describe(terms, query), *_measure(query, key, value)
+    of_query, of_key = (choose_tile(kernel, query, key, value, len(terms)) for kernel in ("query", "key"))
     with select_device(query):
-        attention_kernels.attention_query_kernel[(batch * heads * triton.cdiv(rows, ROWS),)](
+        attention_kernels.attention_query_kernel[(batch * heads * triton.cdiv(rows, of_query.own),)](
             *given, out, found[0], logs, sums, *_read(*given, out, found[0]), *described, scale,
-            TERMS=len(terms), **_tile(query, value, ROWS, COLUMNS),
+            TERMS=len(terms), **of_query.arguments(query, value),
         )  # fmt: skip
-        attention_kernels.attention_key_kernel[(batch * heads * triton.cdiv(columns, ROWS),)](
+        attention_kernels.attention_key_kernel[(batch * heads * triton.cdiv(columns, of_key.own),)](
             *given, found[1], found[2], logs, sums, *_read(*given, found[1], found[2]), *described, scale,
-            TERMS=len(terms), **_tile(query, value, COLUMNS, ROWS),
+            TERMS=len(terms), **of_key.arguments(query, value, of_keys=True),
         )  # fmt: skip
         slopes = [
             _differentiate_term(given, logs, sums, terms, described, scale, term) if own else None
@@ -172,7 +195,7 @@ def _differentiate_term(
     query, key, value, _ = given
     rows, columns = query.shape[2], key.shape[2]
     members = len(logs) // term.count
-    tile = _tile(query, value, ROWS, COLUMNS)
+    tile = choose_tile("term", query, key, value, len(terms)).arguments(query, value)
     tiles = triton.cdiv(rows, tile["BN"]) * triton.cdiv(columns, tile["BM"])
     per_program = triton.cdiv(members, max(1, 8 * count_processors(query.device) // (tiles * term.count)))
     parts = triton.cdiv(members, per_program)
@@ -205,12 +228,6 @@ def _describe(terms: Sequence[Addend], like: Tensor) -> list[object]:
 def _measure(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
     """Return heads, rows, columns, and features of queries and values."""
     return query.shape[1], query.shape[2], key.shape[2], query.shape[3], value.shape[3]
-
-
-def _tile(query: Tensor, value: Tensor, rows: int, columns: int) -> dict[str, int]:
-    features = [max(16, triton.next_power_of_2(tensor.shape[3])) for tensor in (query, value)]
-    warps = 4 if max(features) <= FEW_FEATURES else 8
-    return {"BN": rows, "BM": columns, "BF": features[0], "BG": features[1], "num_warps": warps, "num_stages": 2}
 
 
 def attend_plainly(
