@@ -24,7 +24,10 @@ MOST_FEATURES = 128
 """Of a query, or a value: a tile of rows holds all of them."""
 
 FEW_FEATURES = 32
-"""Up to which four warps have registers for a tile; of more features eight."""
+"""Up to which four warps have registers for a tile; of more features eight, where there are terms."""
+
+MANY_FEATURES = 64
+"""Up to which four warps have them where there are none: with eight, they wait for one another half of the time."""
 
 LARGEST = 2**31
 """Places within one matrix are counted in 32 bits."""
@@ -48,10 +51,16 @@ class Tile:
         return {**sides, "num_warps": self.warps, "num_stages": self.stages}
 
 
-def choose_tile(kernel: str, query: Tensor, key: Tensor, value: Tensor, terms: int) -> Tile:
-    """Return the tile of a kernel: ``"result"``, ``"query"``, ``"key"`` or ``"term"``."""
-    del kernel, key, terms
-    return Tile(warps=4 if max(query.shape[3], value.shape[3]) <= FEW_FEATURES else 8)
+def choose_tile(kernel: str, query: Tensor, value: Tensor, terms: int) -> Tile:
+    """Return the tile of a kernel: ``"result"``, ``"query"``, ``"key"`` or ``"term"``.
+
+    Measured for windows of 343 tokens, 16 features and two terms, and for 64 features without terms, of 512 to 8000
+    tokens (``workflows/benchmarks/attention_tiles.py``).
+    """
+    features = max(query.shape[3], value.shape[3])
+    if terms == 0 and FEW_FEATURES < features <= MANY_FEATURES:
+        return Tile(others=32 if kernel == "key" else 64, stages=3)
+    return Tile(warps=4 if features <= FEW_FEATURES else 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +145,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], s
     # No view of another: torch would refuse to change it in place behind a function of our own.
     out = query.new_empty_strided((batch, heads, rows, last), (rows * heads * last, last, heads * last, 1))
     logs = torch.empty((batch * heads, rows), dtype=torch.float32, device=query.device)
-    tile = choose_tile("result", query, key, value, len(terms))
+    tile = choose_tile("result", query, value, len(terms))
     with select_device(query):
         attention_kernels.attention_kernel[(batch * heads * triton.cdiv(rows, tile.own),)](
             query, key, value, out, logs, *_read(query, key, value, out), *_describe(terms, query),
@@ -170,7 +179,7 @@ def differentiate(
     sums = torch.empty_like(logs)  # of each row of out with its gradient
     given = query, key, value, gradient
     described = *_describe(terms, query), *_measure(query, key, value)
-    of_query, of_key = (choose_tile(kernel, query, key, value, len(terms)) for kernel in ("query", "key"))
+    of_query, of_key = (choose_tile(kernel, query, value, len(terms)) for kernel in ("query", "key"))
     with select_device(query):
         attention_kernels.attention_query_kernel[(batch * heads * triton.cdiv(rows, of_query.own),)](
             *given, out, found[0], logs, sums, *_read(*given, out, found[0]), *described, scale,
@@ -195,7 +204,7 @@ def _differentiate_term(
     query, key, value, _ = given
     rows, columns = query.shape[2], key.shape[2]
     members = len(logs) // term.count
-    tile = choose_tile("term", query, key, value, len(terms)).arguments(query, value)
+    tile = choose_tile("term", query, value, len(terms)).arguments(query, value)
     tiles = triton.cdiv(rows, tile["BN"]) * triton.cdiv(columns, tile["BM"])
     per_program = triton.cdiv(members, max(1, 8 * count_processors(query.device) // (tiles * term.count)))
     parts = triton.cdiv(members, per_program)
