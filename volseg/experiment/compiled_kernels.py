@@ -23,7 +23,7 @@ import volseg
 from volseg.config.schema import ExperimentConfig
 from volseg.device.compiling import Compiling, starts_by_compiler
 from volseg.device.gpus import uses_gpus
-from volseg.device.pretended import GpuLike
+from volseg.device.pretended import GpuLike, host_values
 from volseg.device.triton_kernels import hearing_calls
 from volseg.errors import ParallelError
 from volseg.experiment.data_facts import DataFacts, find_facts
@@ -31,13 +31,14 @@ from volseg.experiment.forecasting import at_size, describe_training
 from volseg.experiment.kernels import explain_slowness
 from volseg.files import replacing
 from volseg.forecast.candidate import Candidate
+from volseg.forecast.following import following
 from volseg.lifetime import end_with_parent
 from volseg.parallel.candidates.running import follow_candidate
 from volseg.parallel.candidates.work import Work
 from volseg.parallel.devices import count_gpus
-from volseg.parallel.fast_kernels import CAPABILITY
+from volseg.parallel.fast_kernels import CAPABILITY, FastKernels
 from volseg.version import __version__
-from volseg.workflow.precision import choose_dtype
+from volseg.workflow.precision import Precision, choose_dtype
 
 __all__ = ["CompiledKernels", "compile_beforehand", "compile_kernels", "find_note", "write_note"]
 
@@ -111,7 +112,10 @@ def compile_kernels(
     bind = partial(end_with_parent, os.getpid())
     compiling = Compiling(gpu.capability, processes or cores, runs_here=runs_here, begin=bind)
     first: list[int] = []
+    is_rehearsed = is_fast and candidate.spatial == candidate.pipeline == 1 and candidate.checkpoint is None
     with compiling, hearing_calls(compiling.ask):
+        if is_rehearsed:
+            _follow_rehearsal(described.work, candidate, gpu)
         for size in config.patch.sizes:
             work = at_size(described, size).work
             counting = _counting(work, lambda: first.append(compiling.num_asked))
@@ -125,6 +129,18 @@ def compile_kernels(
     return CompiledKernels(
         kernels=len(compiled) - len(problems), seconds=time.perf_counter() - begin, problem="; ".join(problems[:1])
     )
+
+
+def _follow_rehearsal(work: Work, candidate: Candidate, gpu: GpuLike) -> None:
+    """Follow what `with_fast_kernels` runs of a network first, by itself, where replicas exchange nothing yet."""
+    with following(gpu) as followed:
+        (device,) = followed.devices
+        with host_values():
+            network = work.build()
+        model = FastKernels(followed.copy(network), device)
+        rows = -(-work.batch_size // candidate.data)
+        with Precision(device.type, work.precision).autocast():
+            model.rehearse(torch.zeros(rows, *work.shape[1:], device=device))
 
 
 def _counting(work: Work, count: Callable[[], object]) -> Work:

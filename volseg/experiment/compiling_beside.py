@@ -61,6 +61,9 @@ LONGEST_SECONDS = 30.0
 BESIDE_TRAINING = 10
 """Niceness of what compiles while the training runs."""
 
+LEFT = 0.95
+"""Of a GPU's memory, that a copy takes CUDA and its libraries to leave to a training."""
+
 READY = "ready"
 """What a copy says when the kernels of the first steps are there."""
 
@@ -73,7 +76,14 @@ class _Forecast:
 
     asked: str
     """The config that was forecast, as JSON."""
+    gpus: Gpus
+    """On which."""
     answer: Answer
+
+    def answers(self, asked: ExperimentConfig, gpus: Gpus) -> bool:
+        """Tell whether that is asked: what fits less memory than there is fits, and was looked at with care."""
+        is_same = self.asked == asked.model_dump_json() and (self.gpus.name, self.gpus.count) == (gpus.name, gpus.count)
+        return is_same and self.gpus.memory <= gpus.memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +167,13 @@ class CompilingBeside:
             logger.info("kernels were not compiled beforehand: %s", self._answer.problem)
         return self._answer
 
-    def forecast(self, asked: ExperimentConfig) -> Answer | None:
-        """Wait for the forecast of a config; None where no copy makes it, or it was ended."""
+    def forecast(self, asked: ExperimentConfig, gpus: Gpus) -> Answer | None:
+        """Wait for the forecast of a config on some GPUs; None where no copy makes it, or it was ended."""
         seconds = forecast_beside.LONGEST_SECONDS
         if not self._hear_until(lambda: self._forecast is not None or not self.is_compiling, seconds, "forecast"):
             return Answer(problem=f"it was not there after {seconds:.0f} s")
-        if self._forecast is None or self._forecast.asked != asked.model_dump_json():
-            return None
-        return self._forecast.answer
+        found = self._forecast
+        return found.answer if found is not None and found.answers(asked, gpus) else None
 
     def _hear_until(self, is_over: Callable[[], bool], seconds: float, doing: str) -> bool:
         """Take what the copy says until that is over; return whether it came to that in so many seconds."""
@@ -224,6 +233,9 @@ def _can_begin(config: ExperimentConfig) -> bool:
 def _find_wanted(config: ExperimentConfig) -> _Wanted | None:
     """Return what a copy is to do; None where there is nothing, or nobody could follow what the training does.
 
+    Layers in stages run torch's kernels: the loss's, which are ours, are compiled in the time that such a step takes to
+    be followed.
+
     Raises
     ------
     ConfigError
@@ -232,7 +244,8 @@ def _find_wanted(config: ExperimentConfig) -> _Wanted | None:
     count, device = count_launched(), find_own_device()
     plan, is_open = config.mesh(count), is_mesh_open(config, count)
     is_spread = plan.num_processes == plan.data * plan.spatial  # else one computes for several, one after the other
-    if not (is_open or is_spread) or (config.parallel.model_strategy == "auto" and count == 1):
+    strategy = config.parallel.model_strategy
+    if not (is_open or is_spread) or strategy == "pipeline" or (strategy == "auto" and count == 1):
         return None
     num_devices = count_devices(config, device) if count == 1 else 1
     candidate = None if is_open else find_candidate(config, plan, num_devices)
@@ -278,13 +291,14 @@ def _be_copy(wanted: _Wanted, sender: Connection, training: int) -> None:
 def _compile(wanted: _Wanted, sender: Connection) -> CompiledKernels:
     """Do what a copy is made for."""
     config, candidate = wanted.config, wanted.candidate
-    gpu, gpus = ask_copy(_ask_gpu, wanted)
+    gpu = ask_copy(_ask_gpu, wanted.device)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd would begin a thread for each that is visible
     facts = find_facts(config)
-    if gpus is not None:
+    if candidate is None:
+        gpus = Gpus(name=gpu.name, memory=int(LEFT * gpu.memory), count=wanted.processes)
         asked = leave_out_stages(plan_for_spacing(config, facts.spacing).complete(config))
         answer = ask_here(asked, gpus)
-        sender.send(_Forecast(asked=asked.model_dump_json(), answer=answer))
+        sender.send(_Forecast(asked=asked.model_dump_json(), gpus=gpus, answer=answer))
         chosen = take_fastest(answer, gpus)
         # Where nothing is chosen, what the config prefers is tried, and mostly taken.
         tried = find_candidate(config, config.mesh(wanted.processes), 1)
@@ -295,7 +309,7 @@ def _compile(wanted: _Wanted, sender: Connection) -> CompiledKernels:
         config,
         gpu,
         candidate=candidate,
-        one_process=wanted.processes == 1 and candidate is not None and candidate.spatial > 1,
+        one_process=wanted.processes == 1 and candidate.spatial > 1,
         runs_here=True,
         facts=facts,
         ready=partial(_say_ready, sender),
@@ -305,11 +319,10 @@ def _compile(wanted: _Wanted, sender: Connection) -> CompiledKernels:
     return compiled
 
 
-def _ask_gpu(wanted: _Wanted) -> tuple[_Gpu, Gpus | None]:
-    """Return what the GPU is, and where something is to be forecast what is free of it."""
-    found = torch.cuda.get_device_properties(wanted.device)
-    gpu = _Gpu(found.name, found.multi_processor_count, found.total_memory, (found.major, found.minor))
-    return gpu, Gpus.find(wanted.device, wanted.processes) if wanted.candidate is None else None
+def _ask_gpu(device: torch.device) -> _Gpu:
+    """Return what the GPU is, without a context on it: one that only one process may use would be the training's."""
+    found = torch.cuda.get_device_properties(device)
+    return _Gpu(found.name, found.multi_processor_count, found.total_memory, (found.major, found.minor))
 
 
 def _say_ready(sender: Connection) -> None:

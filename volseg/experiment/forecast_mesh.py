@@ -22,8 +22,8 @@ __all__ = ["Ask", "ask_here", "choose_by_forecast", "choose_mesh", "is_mesh_open
 
 logger = logging.getLogger(__name__)
 
-Ask = Callable[[ExperimentConfig], Answer | None]
-"""Returns the forecast of a config that was begun beside, if there is one."""
+Ask = Callable[[ExperimentConfig, Gpus], Answer | None]
+"""Returns the forecast of a config on some GPUs that was begun beside, if there is one."""
 
 
 def is_mesh_open(config: ExperimentConfig, num_processes: int) -> bool:
@@ -33,7 +33,7 @@ def is_mesh_open(config: ExperimentConfig, num_processes: int) -> bool:
 
 
 def choose_by_forecast(
-    config: ExperimentConfig, device: torch.device, beside: Ask = lambda _: None
+    config: ExperimentConfig, device: torch.device, beside: Ask = lambda *_: None
 ) -> tuple[ExperimentConfig, str] | None:
     """Return the config with the mesh that is forecast to be fastest on this job's processes, and why.
 
@@ -55,7 +55,7 @@ def choose_by_forecast(
     found = []
     if is_main_process():
         asked = leave_out_stages(config)
-        answer = beside(asked) or PlanBeside(asked, gpus).wait()
+        answer = beside(asked, gpus) or PlanBeside(asked, gpus).wait()
         if answer.problem:
             logger.info("no forecast of a training step (%s): it is tried", answer.problem)
         found = [json.dumps(take_fastest(answer, gpus))]

@@ -64,7 +64,7 @@ def join_processes(config: ExperimentConfig) -> None:
 
 
 def settle_mesh(
-    config: ExperimentConfig, task: Task, device: torch.device, beside: Ask = lambda _: None
+    config: ExperimentConfig, task: Task, device: torch.device, beside: Ask = lambda *_: None
 ) -> tuple[ExperimentConfig, TrainingMesh]:
     """Return the config with what it left open about the mesh, and the mesh; every process calls it.
 
