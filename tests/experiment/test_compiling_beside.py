@@ -26,6 +26,7 @@ from volseg.experiment.network_plan import plan_network
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
 from volseg.parallel import launch
+from volseg.parallel.devices import is_launched
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="copies are made where there is fork")
 
@@ -248,6 +249,11 @@ def test_a_copy_forecasts_what_is_open_and_compiles_for_it(forecast, compiling, 
     begun = compiling(lambda candidate: CompiledKernels(problem=repr(candidate)))
     assert begun.forecast(find_question(configured()), GPUS) == forecast
     assert begun.wait().problem == repr(SLABS)
+
+
+def test_a_copy_is_none_of_the_jobs_processes(forecast, compiling, configured, monkeypatch):
+    monkeypatch.setattr(compiling_beside, "ask_here", lambda *asked: Answer(problem=f"launched: {is_launched()}"))
+    assert compiling(tell_nothing).forecast(find_question(configured()), GPUS).problem == "launched: False"
 
 
 def test_an_answer_to_another_question_is_none(forecast, compiling, configured):

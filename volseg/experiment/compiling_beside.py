@@ -320,7 +320,7 @@ def _compile(wanted: _Wanted, sender: Connection) -> CompiledKernels:
 
 
 def _ask_gpu(device: torch.device) -> _Gpu:
-    """Return what the GPU is, without a context on it: one that only one process may use would be the training's."""
+    """Return what the GPU is, and not what is free of it: CUDA would make a context, and a GPU may admit one alone."""
     found = torch.cuda.get_device_properties(device)
     return _Gpu(found.name, found.multi_processor_count, found.total_memory, (found.major, found.minor))
 
