@@ -21,11 +21,11 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
 from volseg.parallel.devices import find_local_rank, find_rank, has_process_group
 
-mode, folder = sys.argv[1], Path(sys.argv[2])
 GPU = compiling_beside._Gpu("NVIDIA H200", 132, 140 * 2**30, (9, 0))
 GPUS = Gpus(name=GPU.name, memory=139 * 2**30, count=2)
 
 build_model, prepare = training.build_model, Follower.prepare
+mode, folder = "", Path()
 
 
 def compile_kernels(*given: Any, candidate: Candidate, ready: Any, **more: Any) -> CompiledKernels:
@@ -71,16 +71,23 @@ def plan_beside(*given: Any, **more: Any) -> None:
     raise AssertionError(f"another forecast was begun: {given} {more}")
 
 
-compiling_beside._can_begin = lambda config: find_local_rank() == 0 and not has_process_group()
-compiling_beside.ask_copy = lambda function, device: GPU
-compiling_beside.find_note = lambda *given: folder / "note.json"
-compiling_beside.compile_kernels = compile_kernels
-compiling_beside.ask_here = forecast
-forecast_mesh.PlanBeside = plan_beside  # type: ignore[assignment,misc]
-forecast_mesh.Gpus = SimpleNamespace(find=lambda device, count: GPUS)  # type: ignore[assignment,misc]
-training.build_model = build_and_tell
-Follower.prepare = prepare_or_end  # type: ignore[method-assign]
-if mode == "copy hangs":
-    compiling_beside.CompilingBeside.wait.__defaults__ = (1.0,)
-sys.argv = ["volseg", *sys.argv[3:]]
-main()
+def take_for_gpus() -> None:
+    """Put in place of what needs GPUs what does not."""
+    compiling_beside._can_begin = lambda config: find_local_rank() == 0 and not has_process_group()
+    compiling_beside.ask_copy = lambda function, device: GPU
+    compiling_beside.find_note = lambda *given: folder / "note.json"
+    compiling_beside.compile_kernels = compile_kernels
+    compiling_beside.ask_here = forecast
+    forecast_mesh.PlanBeside = plan_beside  # type: ignore[assignment,misc]
+    forecast_mesh.Gpus = SimpleNamespace(find=lambda device, count: GPUS)  # type: ignore[assignment,misc]
+    training.build_model = build_and_tell
+    Follower.prepare = prepare_or_end  # type: ignore[method-assign]
+    if mode == "copy hangs":
+        compiling_beside.CompilingBeside.wait.__defaults__ = (1.0,)
+
+
+if __name__ == "__main__":
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    sys.argv = ["volseg", *sys.argv[3:]]
+    take_for_gpus()
+    main()

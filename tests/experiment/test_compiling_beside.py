@@ -287,7 +287,9 @@ def test_a_copy_that_is_killed_while_it_forecasts_has_no_answer(forecast, compil
 def test_a_forecast_is_not_waited_for_for_ever(forecast, compiling, configured, monkeypatch):
     monkeypatch.setattr(compiling_beside, "ask_here", lambda *asked: time.sleep(600))
     monkeypatch.setattr(compiling_beside.forecast_beside, "LONGEST_SECONDS", 0.3)
-    assert "not there after" in compiling(tell_nothing).forecast(find_question(configured()), GPUS).problem
+    begun = compiling(tell_nothing)
+    assert "not there after" in begun.forecast(find_question(configured()), GPUS).problem
+    assert not begun.is_compiling  # nor waited for again
 
 
 def test_who_has_no_copy_has_no_answer(configured, monkeypatch):

@@ -171,6 +171,8 @@ class CompilingBeside:
         """Wait for the forecast of a config on some GPUs; None where no copy makes it, or it was ended."""
         seconds = forecast_beside.LONGEST_SECONDS
         if not self._hear_until(lambda: self._forecast is not None or not self.is_compiling, seconds, "forecast"):
+            self._answer = CompiledKernels(problem="what to compile was not known in time")
+            self.close()
             return Answer(problem=f"it was not there after {seconds:.0f} s")
         found = self._forecast
         return found.answer if found is not None and found.answers(asked, gpus) else None
