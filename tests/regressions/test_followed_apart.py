@@ -1,8 +1,11 @@
 """Steps that are followed without a GPU, within a process that does other things too."""
 
+import multiprocessing
 import os
 import random
+import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,6 +24,7 @@ from volseg.forecast.following import following
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.parallel.candidates import StepPlan
 from volseg.parallel.candidates.beside import FollowingCopies, ask_copy
+from volseg.parallel.supervision import is_running
 
 
 def build() -> nn.Module:
@@ -123,6 +127,26 @@ def tell_process(shared: int, number: int) -> tuple[int, int]:
 
 def tell_own_process() -> int:
     return os.getpid()
+
+
+@pytest.mark.usefixtures("uses_no_cuda")
+def test_copies_end_with_a_process_that_is_killed() -> None:
+    # They waited for their next step for ever: each holds the other end of the pipe that it reads.
+    if os.cpu_count() == 1:
+        pytest.skip("one core follows in this process")
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    asking = os.fork()
+    if asking == 0:
+        with FollowingCopies(1, beside=True) as copies:
+            sender.send(copies.ask(tell_process, 2)[0])
+            time.sleep(600)
+    copy = receiver.recv()
+    os.kill(asking, signal.SIGKILL)
+    os.waitpid(asking, 0)
+    end = time.monotonic() + 60
+    while is_running(copy):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def ask_process() -> int:

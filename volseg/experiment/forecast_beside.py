@@ -30,7 +30,7 @@ from volseg.launched import OF_JOB, OWN_LAUNCHER
 from volseg.monitoring.memory import MemoryForecast
 from volseg.parallel.progress import report_progress
 
-__all__ = ["Answer", "AskedOfCandidate", "Gpus", "PlanBeside"]
+__all__ = ["Answer", "AskedOfCandidate", "Gpus", "PlanBeside", "read_plan"]
 
 NOTHING_FITS = 3
 """Exit status of ``volseg plan`` where it has an answer all the same."""
@@ -51,6 +51,11 @@ class Gpus:
     memory: int
     """Bytes that this process can take of one."""
     count: int = 1
+
+    @property
+    def told_memory(self) -> str:
+        """Its memory as a plan is asked for it."""
+        return f"{self.memory / 2**30:.3f}GiB"
 
     @classmethod
     def find(cls, device: torch.device, count: int) -> "Gpus | None":
@@ -137,7 +142,7 @@ class PlanBeside:
             file = dump_config(config.located(), Path(self._folder.name) / "config.yaml")
             command = [sys.executable, "-m", "volseg", "plan", str(file), "--json", "--gpu", gpus.name]
             command += ["--all"] if thorough else ["--numbers"]  # what runs here may be forecast not to fit
-            command += ["--gpus", str(gpus.count), "--gpu-memory", f"{gpus.memory / 2**30:.3f}GiB"]
+            command += ["--gpus", str(gpus.count), "--gpu-memory", gpus.told_memory]
             with self._open("out") as out, self._open("err") as err:
                 self._process = subprocess.Popen(  # noqa: S603
                     [*command, *components_arguments()], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=_choose()
@@ -181,12 +186,17 @@ class PlanBeside:
             lines = [line for line in faults.splitlines() if line.strip()]
             return Answer(problem=lines[-1].removeprefix("volseg: ") if lines else f"it ended with status {status}")
         try:
-            report = json.loads(said)
-            forecasts = tuple(_read_forecast(row) for row in report["candidates"])
-            remedies = tuple(map(str, report["remedies"]))
-            return Answer(forecasts=forecasts, reserve=report["reserve_bytes"], remedies=remedies)
+            return read_plan(said)
         except (KeyError, TypeError, ValueError) as fault:
             return Answer(problem=f"what volseg plan printed is no plan ({_first_line(str(fault))})")
+
+
+def read_plan(said: str) -> Answer:
+    """Return the answer that a plan as JSON is."""
+    report = json.loads(said)
+    forecasts = tuple(_read_forecast(row) for row in report["candidates"])
+    remedies = tuple(map(str, report["remedies"]))
+    return Answer(forecasts=forecasts, reserve=report["reserve_bytes"], remedies=remedies)
 
 
 def _read_forecast(row: Mapping[str, Any]) -> Forecast:

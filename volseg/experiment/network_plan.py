@@ -23,7 +23,7 @@ from volseg.models.networks import ISOTROPIC, complete_spec
 from volseg.transforms.spacing import Sides, depends_on_case, spacing_after
 from volseg.workflow.processes import gather_over_processes
 
-__all__ = ["NetworkPlan", "plan_network"]
+__all__ = ["NetworkPlan", "plan_for_spacing", "plan_network"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,13 @@ def plan_network(config: ExperimentConfig, task: Task) -> NetworkPlan:
     """
     # Of two machines one may hold the files in another form.
     d, h, w = json.loads(gather_over_processes([json.dumps(find_spacing(config, task))])[0])
-    spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=(d, h, w))
-    return NetworkPlan(spacing=(d, h, w), network=json.loads(json.dumps(spec)))  # as it will be read again
+    return plan_for_spacing(config, (d, h, w))
+
+
+def plan_for_spacing(config: ExperimentConfig, spacing: Sides) -> NetworkPlan:
+    """Return the plan for voxels of such sides; see `plan_network`."""
+    spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=spacing)
+    return NetworkPlan(spacing=spacing, network=json.loads(json.dumps(spec)))  # as it will be read again
 
 
 def find_spacing(config: ExperimentConfig, task: Task) -> Sides:

@@ -19,7 +19,7 @@ from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import ChosenCases, choose_cases
-from volseg.experiment.compiled_kernels import CompilingBeside
+from volseg.experiment.compiling_beside import CompilingBeside
 from volseg.experiment.component_record import require_components
 from volseg.experiment.forecast_beside import AskedOfCandidate, Gpus, PlanBeside
 from volseg.experiment.measured_kernels import KERNELS, settle_kernels
@@ -58,6 +58,7 @@ from volseg.reporting.reading import TOLD
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.growing import ForgetOldSizes
 from volseg.workflow.hooks import Hook, Patience
+from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.randomness import deterministic, seed_everything
 from volseg.workflow.records import Score
 from volseg.workflow.training import Training
@@ -187,7 +188,7 @@ def _begin(
     choose_channel(role.config, chosen.task)
     plan = folder.plan() if resume else plan_network(role.config, chosen.task)
     config = replanning.settle(role, plan.complete(role.config), resume)
-    config, mesh = settle_mesh(config, chosen.task, device)
+    config, mesh = settle_mesh(config, chosen.task, device, compiling.forecast)
     replanning.tried = find_candidate(config, mesh.plan, count_devices(config, device))
     role.settle(config)
     seed_everything(config.seed)
@@ -198,11 +199,13 @@ def _begin(
     start = None if resume or config.training.start_from is None else Start(config, chosen)
     reading = choose_reading(config, mesh, plan.spacing)
     prepared = None
-    if compiling.is_compiling:  # the cases first, meanwhile: a network that is built is run once, with its kernels
+    # The cases first, meanwhile: a network that is built is run once, with its kernels.
+    if gather_over_processes(["compiling"] if compiling.is_compiling else []):
         with signs.span("preparing"):
             prepared = reading.prepare(chosen, ahead)
         with signs.span("compiling"):
             compiling.wait()
+            gather_over_processes([])  # who has a copy waits for it, and the others for him
     with signs.span("measuring") if config.training.kernels == "measured" else nullcontext():
         config, measured = settle_kernels(role, config, mesh, chosen.task, device, resume=resume)
     if measured is not None:

@@ -24,6 +24,7 @@ import torch
 from volseg.device.gpus import uses_gpus
 from volseg.device.torch_internals import is_in_bad_fork
 from volseg.errors import ParallelError
+from volseg.lifetime import end_with_parent
 from volseg.parallel.devices import has_process_group, is_launched
 
 __all__ = ["FollowingCopies", "ask_copy", "holding_signals_back"]
@@ -137,7 +138,7 @@ def ask_copy(function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Ask
     """
     if not _can_copy():
         return function(*args, **kwargs)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), _follow_no_signals) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), _follow_no_signals, (os.getpid(),)) as pool:
         found: Any = _submit(pool, _run_unbroken, function, args, kwargs).result()
     return function(*args, **kwargs) if found == _CANNOT else found
 
@@ -185,22 +186,24 @@ def _find_key(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _make_pool(cores: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(cores, multiprocessing.get_context("fork"), _begin_copy)
+    return ProcessPoolExecutor(cores, multiprocessing.get_context("fork"), _begin_copy, (os.getpid(),))
 
 
-def _begin_copy() -> None:
-    _follow_no_signals()
+def _begin_copy(parent: int) -> None:
+    _follow_no_signals(parent)
     # The GPUs that are followed are pretended ones; autograd would begin a thread for each that is visible.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def _follow_no_signals() -> None:
+def _follow_no_signals(parent: int) -> None:
     # A copy has no threads but its own; torch's workers of data loaders do the same.
     torch.set_num_threads(1)
     # What this process does about signals is no matter of its copies, which it ends: one that took a signal for its
     # step's fault went on to wait for the next step, and this process for it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # One whose parent is killed would wait for the next step for ever, as copies hold the other end of what they read.
+    end_with_parent(parent)
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
