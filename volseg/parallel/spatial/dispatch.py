@@ -36,11 +36,15 @@ PLAIN = frozenset({int, float, bool, str, type(None), Tensor, nn.Parameter, torc
 METADATA = "Metadata and autograd"
 """Family of functions that compute nothing."""
 
+SEVERAL_RANGES = (
+    "its cut dim was merged with dims in front, so that no shard holds one range of it: do this before that"
+)
+
 SCRIPTED = "TorchScript does not see the slabs; take the module as it is without torch.jit"
 
 
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterable[type] = ()) -> Any:
-    """Run a torch function that met a sharded volume; ``kinds`` are the classes that its tensors have beside torch's."""
+    """Run a torch function that met a sharded volume; ``kinds`` are the classes of its tensors beside torch's own."""
     if Uncut in kinds and func not in SUMS:
         args, kwargs = written((args, kwargs))
     entry = TABLE.get(func)
@@ -172,7 +176,7 @@ def in_planes(volume: ShardedVolume) -> ShardedVolume:
     if volume.merged is None:
         return volume
     if volume.merged.outer > 1:
-        refuse("its cut dim was merged with dims in front, so that no shard holds one range of it: do this before that")
+        refuse(SEVERAL_RANGES)
     moved = relaid(volume, None)
     # A copy: who changes it in place is refused.
     moved.origin = Origin(volume.slabs, moved.slabs, [volume.origin] if volume.origin is not None else [])
