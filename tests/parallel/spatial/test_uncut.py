@@ -11,6 +11,7 @@ import torch
 from in_group import in_group
 from monai.networks.nets.swin_unetr import BasicLayer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from volseg.device import attention
 from volseg.errors import UnsupportedOperatorError
@@ -70,6 +71,26 @@ def read_between(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
     return windows(volume) + filled + total
 
 
+class Halved(torch.autograd.Function):
+    """A custom function, which keeps its input."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        ctx.save_for_backward(given)
+        return given / 2.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (given,) = ctx.saved_tensors
+        return gradient * given
+
+
+def in_a_list(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
+    both = torch.stack([difference, mask(difference)]).sum(0)
+    rows = torch.stack([row * 2.0 for row in mask(difference)])
+    return windows(volume) + both.neg() + rows + torch.from_numpy(difference.numpy().copy())
+
+
 def change_before(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
     filled = mask(difference)
     difference.add_(1.0)
@@ -101,6 +122,10 @@ USES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
     "read first": (lambda v, d, p: windows(v) + mask(d) * float(d.sum() == d.sum()), False),
     "read between": (read_between, True),
     "read between, written": (lambda v, d, p: v * d.sum() + mask(d).sum(), False),
+    "custom function": (lambda v, d, p: windows(v) + Halved.apply(d), False),
+    "in a list": (in_a_list, False),
+    "chosen": (lambda v, d, p: windows(v) + torch.where(d != 0, d.new_tensor(-1.0), 0.0) + (d == 0).any(), False),
+    "checkpointed": (lambda v, d, p: windows(v) + checkpoint(mask, d, use_reentrant=False), True),
     "returned": (lambda v, d, p: mask(d), False),
 }
 """And whether each shard computes its own rows."""
