@@ -43,7 +43,7 @@ SEVERAL_RANGES = (
 SCRIPTED = "TorchScript does not see the slabs; take the module as it is without torch.jit"
 
 
-def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterable[type] = ()) -> Any:
+def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterable[type]) -> Any:
     """Run a torch function that met a sharded volume; ``kinds`` are the classes of its tensors beside torch's own."""
     if Uncut in kinds and func not in SUMS:
         args, kwargs = written((args, kwargs))

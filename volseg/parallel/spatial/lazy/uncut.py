@@ -129,19 +129,18 @@ class Uncut(Tensor):
         steps = self._list_steps()
         last = {id(given): step for step in steps for given in step._waiting()}
         found: dict[int, list[Tensor]] = {}
+
+        def read(given: Any) -> Iterable[Any]:
+            if type(given) is Uncut:
+                return found[id(given)]
+            return take(given, 0) if isinstance(given, Tensor) else repeat(given)
+
         for step in steps:
             step._check()
             if step._whole is not None:
                 found[id(step)] = take(step._whole, step.rows)
                 continue
-            columns = [
-                found[id(given)]
-                if type(given) is Uncut
-                else take(given, 0)
-                if isinstance(given, Tensor)
-                else repeat(given)
-                for given in step.arguments
-            ]
+            columns = [read(given) for given in step.arguments]
             found[id(step)] = [step.func(*row) for row in zip(*columns)]  # noqa: B905 (numbers have no end)
             del columns
             for given in step._waiting():

@@ -67,14 +67,11 @@ def pad(
 
 def _apart(volume: ShardedVolume, source: ShardedVolume) -> ShardedVolume:
     """Copy slabs that are still the source's memory, as torch does: what follows may change them in place."""
-    pairs = list(zip(volume.slabs, source.slabs, strict=True))
-    shared = [
-        get_storage_key(own.untyped_storage()) == get_storage_key(given.untyped_storage()) for own, given in pairs
-    ]
+    known = {get_storage_key(given.untyped_storage()) for given in source.slabs}
+    shared = [get_storage_key(own.untyped_storage()) in known for own in volume.slabs]  # with whichever shard's
     if not any(shared):
         return volume
-    slabs = [own.clone() if same else own for (own, _), same in zip(pairs, shared, strict=True)]
-    return wrap(volume, slabs)
+    return wrap(volume, [own.clone() if same else own for own, same in zip(volume.slabs, shared, strict=True)])
 
 
 def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) -> ShardedVolume:
