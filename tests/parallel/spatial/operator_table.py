@@ -176,9 +176,9 @@ class Noted:
     def __enter__(self) -> set[Any]:
         self.run, noted = ShardedVolume.run_function, set()
 
-        def note(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        def note(func: Callable, *given: Any) -> Any:
             noted.add(func)
-            return self.run(func, args, kwargs)
+            return self.run(func, *given)
 
         ShardedVolume.run_function = staticmethod(note)  # type: ignore[method-assign]
         return noted

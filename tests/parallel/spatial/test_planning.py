@@ -35,12 +35,16 @@ def test_slabs_partition_the_planes_evenly(size: int, shards: int) -> None:
 def test_transfers_deliver_each_wanted_plane_once_and_in_order(data: st.DataObject, size: int, shards: int) -> None:
     wanted = []
     for _ in range(shards):
-        start = data.draw(st.integers(0, size))
-        wanted.append((start, data.draw(st.integers(start, size))))
-    owned = spans(size, shards)
+        start = data.draw(st.integers(-size, size))  # over an end they go on at the other one
+        wanted.append((start, data.draw(st.integers(start, min(start + size, 2 * size)))))
+    unit = data.draw(st.sampled_from([count for count in range(1, size + 1) if size % count == 0]))
+    owned = spans(size, shards, unit)
     for target, want in enumerate(wanted):
-        moves = [move for move in transfers(size, wanted) if move.target == target]
-        assert [p for move in moves for p in range(move.start, move.stop)] == list(range(*want))
+        moves = [move for move in transfers(size, wanted, unit) if move.target == target]
+        assert [p for move in moves for p in range(move.start, move.stop)] == [p % size for p in range(*want)]
+        assert [p for move in moves for p in range(move.place, move.place + move.stop - move.start)] == [
+            p - want[0] for p in range(*want)
+        ]
         assert all(overlap((move.start, move.stop), owned[move.source]) == (move.start, move.stop) for move in moves)
 
 

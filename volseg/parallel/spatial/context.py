@@ -70,6 +70,10 @@ class Context:
     hooks
         The saved-tensor hooks around the pass, or around a block that is recomputed for ``checkpoint=``. Others are
         those of a checkpoint in the network's own code.
+    cuts_large
+        Whether a large ordinary tensor was cut, as masks of windows are: the next ones wait (see ``lazy.uncut``).
+    groups
+        How many planes windows took of tokens ``(B, D, H, W, C)``, by their cut dims and planes.
     """
 
     def __init__(
@@ -91,6 +95,8 @@ class Context:
         self.over_replicas: SlabsOfReplicas | None = None
         self.parameters = Parameters(communicator)
         self.hooks: Any = None
+        self.cuts_large = False
+        self.groups: dict[tuple[tuple[int, ...], int], int] = {}
         # Not a WeakSet: it compares its members, and comparing volumes is an operator.
         self._waiting: list[Callable[[], Any]] = []
         self._said: set[str] = set()

@@ -4,7 +4,7 @@ The steps are those of ``table``; each refuses what it does not know.
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from volseg.parallel.spatial.contract import Outline, check, rehearsed
 from volseg.parallel.spatial.copied_view import Origin, mark_copies
 from volseg.parallel.spatial.gathered import name_of, nested, unsupported, volumes
 from volseg.parallel.spatial.history import HISTORY, refuse_custom
+from volseg.parallel.spatial.lazy.uncut import SUMS, Uncut, written
 from volseg.parallel.spatial.signatures import NOTHING, bind, defaults_of, writes
 from volseg.parallel.spatial.table import BY_SAMPLE, COMPOSITES, TABLE, Entry, Refusal, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, relaid
@@ -35,11 +36,17 @@ PLAIN = frozenset({int, float, bool, str, type(None), Tensor, nn.Parameter, torc
 METADATA = "Metadata and autograd"
 """Family of functions that compute nothing."""
 
+SEVERAL_RANGES = (
+    "its cut dim was merged with dims in front, so that no shard holds one range of it: do this before that"
+)
+
 SCRIPTED = "TorchScript does not see the slabs; take the module as it is without torch.jit"
 
 
-def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a torch function that met a sharded volume."""
+def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterable[type]) -> Any:
+    """Run a torch function that met a sharded volume; ``kinds`` are the classes of its tensors beside torch's own."""
+    if Uncut in kinds and func not in SUMS:
+        args, kwargs = written((args, kwargs))
     entry = TABLE.get(func)
     if entry is None and func in COMPOSITES:
         try:
@@ -169,7 +176,7 @@ def in_planes(volume: ShardedVolume) -> ShardedVolume:
     if volume.merged is None:
         return volume
     if volume.merged.outer > 1:
-        refuse("its cut dim was merged with dims in front, so that no shard holds one range of it: do this before that")
+        refuse(SEVERAL_RANGES)
     moved = relaid(volume, None)
     # A copy: who changes it in place is refused.
     moved.origin = Origin(volume.slabs, moved.slabs, [volume.origin] if volume.origin is not None else [])

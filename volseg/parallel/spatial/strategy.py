@@ -26,6 +26,7 @@ from volseg.parallel.spatial.channels_last import put_channels_last, suits_chann
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.custom_function import no_script
 from volseg.parallel.spatial.inputs import CutInput
+from volseg.parallel.spatial.lazy.uncut import cut_later, written
 from volseg.parallel.spatial.memory.offloading import offloaded
 from volseg.parallel.spatial.memory.recomputation import Recomputation
 from volseg.parallel.spatial.outputs import finish_result
@@ -187,8 +188,9 @@ class SpatialStrategy:
         finest = max((leaf.shape[2:].numel() for leaf in cut if isinstance(leaf, ShardedVolume)), default=0)
         away = offloaded() if self.options.offload and torch.is_grad_enabled() else nullcontext()
         copies = self.context.forward_pass(trained)
-        with self.same_randomness(), away, copies, stand_ins, self.recomputation.active(finest), no_script():
-            result = self.net(*args, **kwargs)
+        again, later = self.recomputation.active(finest), cut_later(self.context)
+        with self.same_randomness(), away, copies, stand_ins, again, no_script(), later:
+            result = written(self.net(*args, **kwargs))
         for given in inputs:
             given.write_back()
         return finish_result(result, marked, contiguous=self.context.channels_last)

@@ -63,7 +63,7 @@ class ShardedVolume(Tensor):
         Set where torch has float32 and these slabs have fewer digits: returns the volume in float32.
     """
 
-    run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any]], Any]]
+    run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any], Iterable[type]], Any]]
     """Runs a torch function on the slabs; ``dispatch``, which knows the operators, sets it."""
     dims: tuple[int, ...]
     context: Context
@@ -104,7 +104,7 @@ class ShardedVolume(Tensor):
     def __torch_function__(
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return cls.run_function(func, args, kwargs or {})
+        return cls.run_function(func, args, kwargs or {}, types)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from volseg.device import attention, fusions
 from volseg.device.fake_internals import FakeTensor
 from volseg.parallel.spatial.lazy.product_cut import find_cut, is_cut_once, list_shapes, transpose_last
+from volseg.parallel.spatial.lazy.uncut import Uncut, written
 from volseg.parallel.spatial.lazy.waiting_scores import AddendPlace, Compute, Steps, WaitingScores, find_autocast
 from volseg.parallel.spatial.recipe import outline_slab
 from volseg.parallel.spatial.versions import Unchanged
@@ -43,7 +44,7 @@ Reshaped = Callable[[ShardedVolume], Any]
 MOST_TERMS = 2
 """That the kernels take."""
 
-ORDINARY = (Tensor, nn.Parameter, FakeTensor)
+ORDINARY = (Tensor, nn.Parameter, FakeTensor, Uncut)
 
 WIDTHS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -145,7 +146,7 @@ def add_term(
     if term.device != volume.device or term.is_inference():
         return None
     alone = volume.context.communicator.num_shards == 1
-    own = tuple(volume.context.spread(term) if alone else given(term, volume))
+    own = tuple(volume.context.spread(written(term)) if alone else given(term, volume))
     places = [_find_place(slab.shape, part.shape) for slab, part in zip(volume._slabs, own, strict=True)]
     found = tuple(place for place in places if place is not None)
     assert len(found) == len(own)  # a slab's matrices of scores are cut as the term is

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
+from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.lazy.repeated import repeat_later
 from volseg.parallel.spatial.lazy.scores import reshape_scores, waits
 from volseg.parallel.spatial.operators.operands import cut_like
@@ -153,6 +154,9 @@ def _reshaped(volume: ShardedVolume, target: Sequence[int], *, moves: bool) -> S
     if len(volume.dims) == 1:
         plain = volume if volume.merged is None else volume.unmerged()
         place = _place(plain.shape, plain.dims[0], target)
+        if place is None and moves and volume.merged is not None and volume.merged.outer == 1:
+            plain = in_planes(volume)  # other planes stay together than are taken
+            place = _place(plain.shape, plain.dims[0], target)
         if place is not None:
             return _merged_or_split(plain, target, *place, moves)
         if context.communicator.num_shards == 1 and target:
@@ -208,6 +212,8 @@ def _merged_or_split(
             return None
         if not can_split(extent, shards):
             return volume.full_tensor().reshape(target)
+        if cut == 1:
+            context.groups[volume.dims, planes] = group
         slabs = context.communicator.fetch(volume.slabs, 0, cut, planes, spans(planes, shards, group))
         shape = (*volume.shape[:cut], extent, group, *volume.shape[cut + 1 :])
         slabs = [slab.unflatten(cut, (slab.shape[cut] // group, group)) for slab in slabs]

@@ -8,6 +8,7 @@ from torch import Tensor
 from volseg.device.torch_internals import tree_flatten, tree_unflatten
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.gathered import nested, volumes
+from volseg.parallel.spatial.lazy.uncut import Uncut, note_cut
 from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.table import refuse
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
@@ -28,6 +29,13 @@ def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
         if dims == wanted and operand.sizes == like.sizes:
             return list((operand if operand.merged == like.merged else relaid(operand, like.merged)).slabs)
         operand = operand.full_tensor()
+    if type(operand) is Uncut:
+        rows = operand.ndim + wanted[0]
+        fits = len(wanted) == 1 and rows >= 0 and operand.shape[rows] == like.sizes[0]
+        own = operand.cut(rows, like.context, like.merged) if fits else None
+        if own is not None:
+            return own
+        operand = operand.whole()
     return _cut_or_spread(operand, wanted, like.sizes, like.context, like.merged)
 
 
@@ -45,6 +53,7 @@ def _cut_or_spread(
         for dim, size in zip(wanted, sizes, strict=True):
             shape[dim] = size
         operand = operand.expand(shape)
+    note_cut(operand, context)
     return from_whole(operand, [dim + operand.ndim for dim in wanted], context, merged).slabs
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from volseg.device.pretended import host_values
 from volseg.device.torch_internals import get_storage_key
-from volseg.parallel.spatial.dispatch import in_planes
-from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, clip, select_planes, sharded_windows
+from volseg.parallel.spatial.context import saved_tensors_hooks
+from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, find_unit, select_planes, sharded_windows
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.plan.windows import Strided, Window
 from volseg.parallel.spatial.table import handles, refuse
@@ -58,7 +58,7 @@ def pad(
         volume = _pad_inside(volume, inside, rest)
         inside = []
     for dim in cut:
-        volume = _pad_cut(in_planes(volume), dim, pairs[dim], mode, value or 0.0, len(widths), inside)
+        volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0, len(widths), inside)
         inside = []  # with the first
         if not isinstance(volume, ShardedVolume):
             refuse("the padded volume is thinner than the number of shards")
@@ -67,14 +67,11 @@ def pad(
 
 def _apart(volume: ShardedVolume, source: ShardedVolume) -> ShardedVolume:
     """Copy slabs that are still the source's memory, as torch does: what follows may change them in place."""
-    pairs = list(zip(volume.slabs, source.slabs, strict=True))
-    shared = [
-        get_storage_key(own.untyped_storage()) == get_storage_key(given.untyped_storage()) for own, given in pairs
-    ]
+    known = {get_storage_key(given.untyped_storage()) for given in source.slabs}
+    shared = [get_storage_key(own.untyped_storage()) in known for own in volume.slabs]  # with whichever shard's
     if not any(shared):
         return volume
-    slabs = [own.clone() if same else own for (own, _), same in zip(pairs, shared, strict=True)]
-    return wrap(volume, slabs)
+    return wrap(volume, [own.clone() if same else own for own, same in zip(volume.slabs, shared, strict=True)])
 
 
 def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) -> ShardedVolume:
@@ -102,8 +99,9 @@ def _pad_cut(
         with host_values():
             numbers = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
             window = _GatheredPlanes([int(n) for n in F.pad(numbers, (before, after), mode=mode).flatten().tolist()])
+    unit = _find_group(volume, outputs) if mode == "constant" else 1
     plans = [
-        AxisPlan(window, outputs, value, tuple(inside)) if cut == dim else AxisPlan(Strided(), planes)
+        AxisPlan(window, outputs, value, tuple(inside), unit) if cut == dim else AxisPlan(Strided(), planes)
         for cut, planes in zip(volume.dims, volume.sizes, strict=True)
     ]
     axis = volume.dims.index(dim)
@@ -122,6 +120,16 @@ def _pad_cut(
     return sharded_windows(volume, plans, local, whole)
 
 
+def _find_group(volume: ShardedVolume, outputs: int) -> int:
+    """Return how many planes of padded tokens stay together: those of a window, where windows were taken of so many.
+
+    Not in a block that is computed again: it has to be computed as it was, and what was taken is known afterwards.
+    """
+    context = volume.context
+    is_repeated = context.frugal or saved_tensors_hooks() is not context.hooks
+    return 1 if is_repeated else context.groups.get((volume.dims, outputs), 1)
+
+
 @handles("Padding and mirroring", "fliplr", "flipud")
 def flip_matrix(func: Callable, input: Any) -> Any:
     """Mirror along the second or the first dim."""
@@ -135,7 +143,6 @@ def flip(func: Callable, input: Any, dims: int | Sequence[int]) -> Any:
     dims = [dim % volume.ndim for dim in ([dims] if isinstance(dims, int) else dims)]
     if not set(dims) & set(volume.dims):
         return wrap(volume, [slab.flip(dims) for slab in volume.slabs])
-    volume = in_planes(volume)
     plans = [
         AxisPlan(Strided(size - 1, -1) if cut in dims else Strided(), size)
         for cut, size in zip(volume.dims, volume.sizes, strict=True)
@@ -156,19 +163,13 @@ def roll(func: Callable, input: Any, shifts: int | Sequence[int], dims: int | Se
         if dim not in volume.dims or volume.context.communicator.num_shards == 1:
             volume = wrap(volume, [slab.roll(shift, dim) for slab in volume.slabs])
         elif shift % size:
-            volume = in_planes(volume)
             volume = wrap(volume, _roll_cut(volume, dim, shift % size))
     return _apart(volume, source)
 
 
 def _roll_cut(volume: ShardedVolume, dim: int, shift: int) -> list[Tensor]:
     """Return the slabs of a volume rolled along a cut dim: of most planes the neighbours send the shift alone."""
-    communicator, size = volume.context.communicator, volume.shape[dim]
+    communicator, size, unit = volume.context.communicator, volume.shape[dim], find_unit(volume)
     axis = volume.dims.index(dim)
-    outputs = spans(size, communicator.grid[axis])
-    columns = []
-    for first in (size - shift, -shift):  # the plane that would come to lie at 0: of the last ones, of the others
-        wanted = [clip((start + first, stop + first), size) for start, stop in outputs]
-        columns.append(communicator.fetch(volume.slabs, axis, dim, size, wanted))
-    # Empty pieces too: backward every process takes part in what goes back.
-    return [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)]
+    wanted = [(start - shift, stop - shift) for start, stop in spans(size, communicator.grid[axis], unit)]
+    return communicator.fetch(volume.slabs, axis, dim, size, wanted, unit)

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from volseg.device.first_order import first_order
 from volseg.device.pretended import keeping
-from volseg.parallel.spatial.plan.shards import Span, can_split, spans, transfers
+from volseg.parallel.spatial.dispatch import SEVERAL_RANGES
+from volseg.parallel.spatial.plan.shards import Merged, Span, can_split, spans, transfers
 from volseg.parallel.spatial.plan.windows import Convolution, Window
+from volseg.parallel.spatial.table import refuse
 from volseg.parallel.spatial.transport.pieces import pad_slabs, start_total
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
@@ -20,6 +22,7 @@ __all__ = [
     "constant",
     "convolution_plans",
     "fetch_windows",
+    "find_unit",
     "outside_cut",
     "select_planes",
     "sharded_windows",
@@ -30,13 +33,15 @@ __all__ = [
 class AxisPlan:
     """An operator along one cut dim: its window, its number of output planes, what padding holds.
 
-    ``inside`` are planes of the same padding along other dims, written at once: as ``F.pad`` takes them.
+    ``inside`` are planes of the same padding along other dims, written at once: as ``F.pad`` takes them. So many output
+    planes as ``unit`` stay together (see ``spans``).
     """
 
     window: Window
     outputs: int
     fill: float = 0.0
     inside: tuple[int, ...] = ()
+    unit: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +92,10 @@ def fetch_windows(
     changes them in place, or hands them on.
     """
     communicator = volume.context.communicator
-    slabs = volume.slabs
+    slabs, unit = volume.slabs, find_unit(volume)
     windows: list[list[LocalWindow]] = [[] for _ in slabs]
     for axis, (dim, size, plan) in enumerate(zip(volume.dims, volume.sizes, plans, strict=True)):
-        outputs = spans(plan.outputs, communicator.grid[axis])
+        outputs = spans(plan.outputs, communicator.grid[axis], plan.unit)
         needs = [plan.window.need(*output) for output in outputs]
         wanted = [clip(need, size) for need in needs]
         widths = []
@@ -102,14 +107,23 @@ def fetch_windows(
             before = min(max(-start, 0), stop - start)
             after = min(max(stop - size, 0), stop - start)
             widths.append(_widen(plan.inside, volume.ndim - 1 - dim, before, after))
-        if reads_only and all(move.source == move.target for move in transfers(size, wanted)):
-            owned = spans(size, communicator.grid[axis])
+        if reads_only and all(move.source == move.target for move in transfers(size, wanted, unit)):
+            owned = spans(size, communicator.grid[axis], unit)
             places = [(owned[own[axis]], wanted[own[axis]]) for own in communicator.coordinates]
             slabs = [_take_own(slab, dim, *place) for slab, place in zip(slabs, places, strict=True)]
             slabs = pad_slabs(slabs, widths, plan.fill)
         else:
-            slabs = communicator.fetch_padded(slabs, axis, dim, size, wanted, widths, plan.fill)
+            slabs = communicator.fetch_padded(slabs, axis, dim, size, wanted, widths, plan.fill, unit)
     return slabs, windows
+
+
+def find_unit(volume: ShardedVolume) -> int:
+    """Return how many planes of a volume stay together; refuse one whose cut dim holds several ranges of planes."""
+    if volume.merged is None:
+        return 1
+    if volume.merged.outer > 1:
+        refuse(SEVERAL_RANGES)
+    return volume.merged.unit
 
 
 def clip(span: Span, size: int) -> Span:
@@ -200,7 +214,11 @@ def sharded_windows(
     shape = list(results[0].shape)
     for dim, plan in zip(volume.dims, plans, strict=True):
         shape[dim] = plan.outputs
-    return ShardedVolume(results, volume.dims, shape, context)
+    result = ShardedVolume(results, volume.dims, shape, context)
+    if any(plan.unit > 1 for plan in plans):
+        (unit,) = (plan.unit for plan in plans)  # grids of one axis only
+        result.merged = Merged(1, unit)
+    return result
 
 
 def select_planes(slab: Tensor, dim: int, indices: Sequence[int]) -> Tensor:

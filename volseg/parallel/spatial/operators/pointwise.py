@@ -14,6 +14,7 @@ from volseg.parallel.spatial.lazy import scores
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting
 from volseg.parallel.spatial.lazy.roomy_addition import add_with_room
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
+from volseg.parallel.spatial.lazy.uncut import SUMS
 from volseg.parallel.spatial.operators.operands import aligned, rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
@@ -202,7 +203,6 @@ DUNDER = [
 IN_PLACE = ["iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"]
 
 
-SUMS: frozenset[Any] = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
 PRODUCTS = frozenset({torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__})
 QUOTIENTS = frozenset({torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide})
 QUOTIENTS |= {Tensor.__truediv__}

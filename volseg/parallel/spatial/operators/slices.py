@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.operators.dims import insert_dim
 from volseg.parallel.spatial.operators.operands import aligned
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, sharded_windows
@@ -27,7 +26,6 @@ def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: i
         return wrap(volume, [slab[index] for slab in volume.slabs])
     if (start, count, step) == (0, volume.shape[dim], 1):
         return volume
-    volume = in_planes(volume)
     plans = [
         AxisPlan(Strided(start, step), count) if cut == dim else AxisPlan(Strided(), size)
         for cut, size in zip(volume.dims, volume.sizes, strict=True)
@@ -48,18 +46,22 @@ def take_planes(volume: ShardedVolume, dim: int, start: int, count: int, step: i
 
 def sliced(volume: ShardedVolume, entries: Sequence[Any]) -> ShardedVolume | Tensor:
     """Index with integers, slices and None; a cut dim too."""
+    # What is not cut first, and together: of that alone are planes joined then, where they move.
+    given = [place for place, entry in enumerate(entries) if entry is not None]
+    ranges = {place for dim, place in enumerate(given) if isinstance(entries[place], slice) and dim not in volume.dims}
+    index = tuple(entries[place] if place in ranges else slice(None) for place in given)
     dim = 0
     result: ShardedVolume | Tensor = volume
+    if any(part != slice(None) for part in index):
+        result = wrap(volume, [slab[index] for slab in volume.slabs])
+        entries = [slice(None) if place in ranges else entry for place, entry in enumerate(entries)]
     for entry in entries:
         if not isinstance(result, ShardedVolume):  # too thin to be cut by now
             result = result[(slice(None),) * dim + (entry,)]
             dim += not isinstance(entry, int)
             continue
         if isinstance(entry, slice):
-            start, stop, step = entry.indices(result.shape[dim])
-            if step < 1:
-                raise ValueError("step must be greater than zero")
-            result = take_planes(result, dim, start, max(0, -(-(stop - start) // step)), step)
+            result = _take_range(result, dim, entry)
         elif entry is None:
             result = insert_dim(result, dim)
         else:
@@ -67,6 +69,14 @@ def sliced(volume: ShardedVolume, entries: Sequence[Any]) -> ShardedVolume | Ten
             continue
         dim += 1
     return result
+
+
+def _take_range(volume: ShardedVolume, dim: int, entry: slice) -> ShardedVolume | Tensor:
+    start, stop, step = entry.indices(volume.shape[dim])
+    if step < 1:
+        raise ValueError("step must be greater than zero")
+    count = max(0, -(-(stop - start) // step))
+    return volume if entry == slice(None) else take_planes(volume, dim, start, count, step)
 
 
 def is_basic(entry: Any) -> bool:

@@ -28,12 +28,13 @@ class Merged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Planes ``start`` to ``stop`` that shard ``source`` owns and shard ``target`` wants."""
+    """Planes ``start`` to ``stop`` that shard ``source`` owns and shard ``target`` wants, from its ``place`` on."""
 
     source: int
     target: int
     start: int
     stop: int
+    place: int
 
 
 def bounds(size: int, num_shards: int) -> tuple[int, ...]:
@@ -68,13 +69,15 @@ def transfers(size: int, wanted: Sequence[Span], unit: int = 1) -> list[Transfer
     """List every movement of planes, by target and then by position, that gives each shard what it wants.
 
     Planes that a shard owns already are listed too (source equals target), so that the pieces of one target, in order,
-    are the span it wants. ``wanted`` lies within ``[0, size)``. So far, ``unit`` planes stayed together.
+    are the span it wants. A span that reaches over an end of the volume goes on at the other one, as in ``[-3, 2)``. So
+    far, ``unit`` planes stayed together.
     """
     owned = spans(size, len(wanted), unit)
     moves = []
-    for target, want in enumerate(wanted):
-        for source, own in enumerate(owned):
-            start, stop = overlap(want, own)
-            if start < stop:
-                moves.append(Transfer(source, target, start, stop))
+    for target, (first, last) in enumerate(wanted):
+        for turn in (-size, 0, size):  # where a copy of the volume begins
+            for source, own in enumerate(owned):
+                start, stop = overlap((first - turn, last - turn), own)
+                if start < stop:
+                    moves.append(Transfer(source, target, start, stop, start + turn - first))
     return moves

@@ -122,7 +122,8 @@ class Communicator(ABC):
         size
             Planes of the whole volume along ``dim``.
         wanted
-            One span for each position on the mesh axis, inside ``[0, size)``, possibly empty.
+            One span for each position on the mesh axis, possibly empty; one that reaches over an end of the volume goes
+            on at the other (see ``transfers``).
         unit
             So many planes stay together (see ``spans``).
         """
@@ -136,19 +137,20 @@ class Communicator(ABC):
         wanted: Sequence[Span],
         widths: Sequence[Sequence[int]],
         fill: float,
+        unit: int = 1,
     ) -> list[Tensor]:
         """Give each shard the planes it wants, in the middle of a margin: one copy, where planes move.
 
         Parameters
         ----------
-        slabs, axis, dim, size, wanted
+        slabs, axis, dim, size, wanted, unit
             See ``fetch``.
         widths
             Of each slab's margin, as ``F.pad`` takes them.
         fill
             What the margin holds.
         """
-        return pad_slabs(self.fetch(slabs, axis, dim, size, wanted), widths, fill)
+        return pad_slabs(self.fetch(slabs, axis, dim, size, wanted, unit), widths, fill)
 
     @abstractmethod
     def collect(self, partials: Sequence[Tensor]) -> Tensor:

@@ -29,7 +29,8 @@ def is_near(moves: Sequence[Transfer], slab: Tensor, dim: int) -> bool:
         A slab of the volume, and the dim along which it is cut.
     """
     apart = [move for move in moves if move.source != move.target]
-    if any(abs(move.source - move.target) > 1 for move in apart):
+    pairs = {(move.source, move.target) for move in apart}
+    if len(pairs) < len(apart) or any(abs(source - target) > 1 for source, target in pairs):
         return False
     widest = max((move.stop - move.start for move in apart), default=0)
     values = slab.shape[:dim].numel() * slab.shape[dim + 1 :].numel()
@@ -66,7 +67,7 @@ def fetch_near(
     whole, inside = allocate_whole(shape, slab, widths, fill)
     sends: list[Tensor | None] = [None, None]
     receives: list[Tensor | None] = [None, None]
-    kept, start = [], 0
+    kept = []
     for move in moves:
         count = move.stop - move.start
         planes = slab.narrow(dim, move.start - own[0], count) if move.source == here else None
@@ -74,8 +75,7 @@ def fetch_near(
             if planes is not None:
                 sends[move.target > here] = planes
             continue
-        place = inside.narrow(dim, start, count)
-        start += count
+        place = inside.narrow(dim, move.place, count)
         if planes is None:
             receives[move.source > here] = place
         else:
@@ -94,38 +94,36 @@ def give_back_near(
     planes: Tensor,
     dim: int,
     own: Span,
-    mine: Span,
 ) -> Tensor:
     """Return every plane to its owner and add what comes back: the transpose of `fetch_near`.
 
     Parameters
     ----------
-    box, here, moves
+    box, here, moves, dim, own
         See `fetch_near`.
-    planes, dim, mine
-        What the shard had fetched, and where it lies in the volume.
-    own
-        Where its own slab lies.
+    planes
+        What the shard had fetched.
     """
     shape = list(planes.shape)
     sends: list[Tensor | None] = [None, None]
     receives: list[Tensor | None] = [None, None]
-    kept, first, places = None, 0, []
+    kept: list[tuple[int, Tensor]] = []
+    arrivals: list[tuple[int, Tensor]] = []
     for move in moves:
         count = move.stop - move.start
         if move.target == here:
-            piece = planes.narrow(dim, move.start - mine[0], count)
+            piece = planes.narrow(dim, move.place, count)
             if move.source == here:
-                first, kept = move.start - own[0], piece
+                kept.append((move.start - own[0], piece))
             else:
                 sends[move.source > here] = piece
         elif move.source == here:
             shape[dim] = count
             arrival = receives[move.target > here] = torch.empty(shape, dtype=planes.dtype, device=planes.device)
-            places.append((move.start - own[0], arrival))
+            arrivals.append((move.start - own[0], arrival))
     wait = box.start(sends, receives)
-    total = start_total(planes, dim, own[1] - own[0], first, kept)
+    total = start_total(planes, dim, own[1] - own[0], *(kept.pop(0) if kept else (0, None)))
     wait()
-    for start, arrival in places:
-        total.narrow(dim, start, arrival.shape[dim]).add_(arrival)
+    for start, piece in (*kept, *arrivals):
+        total.narrow(dim, start, piece.shape[dim]).add_(piece)
     return total

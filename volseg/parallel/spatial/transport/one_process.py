@@ -126,11 +126,12 @@ class LocalDevices(Communicator):
             pieces = []
             for move in (move for move in moves if move.source == here):
                 arrived = held[(*coordinates[:axis], move.target, *coordinates[axis + 1 :])]
-                planes = arrived.narrow(dim, move.start - wanted[move.target][0], move.stop - move.start)
-                pieces.append((move.target == here, move.start - owned[here][0], planes))
-            first, kept = next(((start, planes) for is_own, start, planes in pieces if is_own), (0, None))
+                planes = arrived.narrow(dim, move.place, move.stop - move.start)
+                pieces.append((move.target != here, move.start - owned[here][0], planes))
+            pieces.sort(key=lambda piece: piece[0])
+            _, first, kept = pieces.pop(0) if pieces and not pieces[0][0] else (False, 0, None)
             total = start_total(held[coordinates], dim, owned[here][1] - owned[here][0], first, kept)
-            for _, start, planes in (piece for piece in pieces if not piece[0]):
+            for _, start, planes in pieces:
                 total.narrow(dim, start, planes.shape[dim]).add_(planes.to(device, non_blocking=True))
             totals.append(total)
         return totals

@@ -121,11 +121,12 @@ class ProcessGroupShards(Communicator):
         wanted: Sequence[Span],
         widths: Sequence[Sequence[int]],
         fill: float,
+        unit: int = 1,
     ) -> list[Tensor]:
         """Write the planes into the middle of their margin; see ``Communicator``."""
-        if all(move.source == move.target for move in transfers(size, wanted)):
-            return super().fetch_padded(slabs, axis, dim, size, wanted, widths, fill)
-        return [_Fetch.apply(slabs[0], self, axis, dim, size, tuple(wanted), 1, tuple(widths[0]), fill)]
+        if all(move.source == move.target for move in transfers(size, wanted, unit)):
+            return super().fetch_padded(slabs, axis, dim, size, wanted, widths, fill, unit)
+        return [_Fetch.apply(slabs[0], self, axis, dim, size, tuple(wanted), unit, tuple(widths[0]), fill)]
 
     def exchange(
         self,
@@ -172,34 +173,34 @@ class ProcessGroupShards(Communicator):
     ) -> Tensor:
         """Return every plane to its owner and add what comes back: the transpose of ``exchange``."""
         here, moves = self.coordinates[0][axis], transfers(size, wanted, unit)
-        own, mine = spans(size, self.grid[axis], unit)[here], wanted[here]
+        own = spans(size, self.grid[axis], unit)[here]
         box = self._find_box(moves, planes, dim)
         if box is not None:
-            return give_back_near(box, here, moves, planes, dim, own, mine)
-        kept: Tensor | None = None
-        first, shape = 0, list(planes.shape)
+            return give_back_near(box, here, moves, planes, dim, own)
+        kept: list[tuple[int, Tensor]] = []
+        shape = list(planes.shape)
         arrivals, operations, messages = [], [], self.begin_messages()
         for move in moves:
             if here not in (move.source, move.target):
                 continue
             if move.target == here:
-                piece = planes.narrow(dim, move.start - mine[0], move.stop - move.start)
+                piece = planes.narrow(dim, move.place, move.stop - move.start)
                 if move.source == here:
-                    first, kept = move.start - own[0], piece
+                    kept.append((move.start - own[0], piece))
                 else:
                     operations.append(
                         dist.P2POp(dist.isend, messages.pack(piece), self.peer(axis, move.source), self.group)
                     )
             else:
                 shape[dim] = move.stop - move.start
-                arrivals.append((move, messages.make_room(shape, planes.dtype)))
+                arrivals.append((move.start - own[0], messages.make_room(shape, planes.dtype)))
                 operations.append(dist.P2POp(dist.irecv, arrivals[-1][1], self.peer(axis, move.target), self.group))
         work = dist.batch_isend_irecv(operations) if operations else []
-        total = start_total(planes, dim, own[1] - own[0], first, kept)
+        total = start_total(planes, dim, own[1] - own[0], *(kept.pop(0) if kept else (0, None)))
         for request in work:
             request.wait()
-        for move, arrival in arrivals:
-            total.narrow(dim, move.start - own[0], move.stop - move.start).add_(arrival)
+        for start, piece in (*kept, *arrivals):
+            total.narrow(dim, start, piece.shape[dim]).add_(piece)
         messages.end()
         return total
 

@@ -1,0 +1,300 @@
+"""Masks of shifted windows, of which each shard computes those of its own windows, against the plain network."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from in_group import in_group
+from monai.networks.nets.swin_unetr import BasicLayer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from volseg.device import attention
+from volseg.errors import UnsupportedOperatorError
+from volseg.parallel import FastKernels, ModelParallel, Spatial
+from volseg.parallel.spatial import ShardedVolume
+from volseg.parallel.spatial.lazy import scores, uncut
+from volseg.parallel.spatial.lazy.uncut import Uncut
+
+SIZES = {"even": (8, 4, 4), "uneven": (9, 5, 4)}
+
+
+class Shifted(nn.Module):
+    """MONAI's blocks of shifted windows, between convolutions; a level behind them has no mask of its own."""
+
+    def __init__(self, checkpoints: bool = False, blocks: int = 3) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(1, 8, 3, padding=1), nn.Conv3d(8, 2, 3, padding=1)
+        self.layer = BasicLayer(8, blocks, 2, (2, 4, 2), [0.0] * blocks, use_checkpoint=checkpoints)
+
+    def forward(self, image: Tensor) -> Tensor:
+        result: Tensor = self.last(self.layer(self.first(image)))
+        return result
+
+
+class Used(nn.Module):
+    """A difference that grows, used in some way; ``volume`` has four rows of windows."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, volume: Tensor) -> Tensor:
+        places = torch.arange(24.0, device=volume.device).reshape(4, 6).to(volume.dtype)
+        places = places.remainder(5)
+        result: Tensor = self.use(volume, places.unsqueeze(1) - places.unsqueeze(2), places)
+        return result
+
+
+def mask(difference: Tensor) -> Tensor:
+    return difference.masked_fill(difference != 0, -100.0).masked_fill(difference == 0, 0.0)
+
+
+def windows(volume: Tensor) -> Tensor:
+    """Return the four planes of a volume as a matrix each."""
+    return volume.movedim(2, 0).flatten(1).unflatten(1, (6, 6))
+
+
+def change_whole(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
+    filled = mask(difference)
+    filled[1, 2] = 3.0
+    return windows(volume) + filled
+
+
+def read_between(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
+    filled = mask(difference)
+    total = difference.abs().sum()
+    return windows(volume) + filled + total
+
+
+class Halved(torch.autograd.Function):
+    """A custom function, which keeps its input."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        ctx.save_for_backward(given)
+        return given / 2.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (given,) = ctx.saved_tensors
+        return gradient * given
+
+
+def in_a_list(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
+    both = torch.stack([difference, mask(difference)]).sum(0)
+    rows = torch.stack([row * 2.0 for row in mask(difference)])
+    return windows(volume) + both.neg() + rows + torch.from_numpy(difference.numpy().copy())
+
+
+def change_before(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
+    filled = mask(difference)
+    difference.add_(1.0)
+    return windows(volume) + filled
+
+
+def change_source(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:
+    filled = mask(difference)
+    places.add_(torch.arange(6.0, device=places.device))
+    return windows(volume) + filled
+
+
+USES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
+    "mask": (lambda v, d, p: windows(v) + mask(d), True),
+    "mask first": (lambda v, d, p: mask(d) + windows(v), True),
+    "difference": (lambda v, d, p: windows(v) + d, True),
+    "twice": (lambda v, d, p: (windows(v) + mask(d)) * 2.0 + d, True),
+    "view": (lambda v, d, p: windows(v).unsqueeze(1) + mask(d).unsqueeze(1), True),
+    "view behind": (lambda v, d, p: windows(v).unsqueeze(1) + mask(d.unsqueeze(-3)), True),
+    "view in front": (lambda v, d, p: windows(v).unsqueeze(0) + mask(d.unsqueeze(0)), True),
+    "by keyword": (lambda v, d, p: windows(v) + d.unsqueeze(dim=0).squeeze(0), False),
+    "product": (lambda v, d, p: windows(v) * d, False),
+    "join": (lambda v, d, p: torch.cat([windows(v), d], 1), False),
+    "other operators": (lambda v, d, p: windows(v) + d.abs().cumsum(0), False),
+    "whole": (lambda v, d, p: v * mask(d).mean() + d.size(0) + len(d) + d.dim() + d.shape[1], False),
+    "other dim": (lambda v, d, p: windows(v).transpose(0, 1) + d.transpose(0, 1), False),
+    "changed": (change_whole, False),
+    "unused": (lambda v, d, p: v * 2.0, False),
+    "read first": (lambda v, d, p: windows(v) + mask(d) * float(d.sum() == d.sum()), False),
+    "read between": (read_between, True),
+    "read between, written": (lambda v, d, p: v * d.sum() + mask(d).sum(), False),
+    "custom function": (lambda v, d, p: windows(v) + Halved.apply(d), False),
+    "in a list": (in_a_list, False),
+    "chosen": (lambda v, d, p: windows(v) + torch.where(d != 0, d.new_tensor(-1.0), 0.0) + (d == 0).any(), False),
+    "checkpointed": (lambda v, d, p: windows(v) + checkpoint(mask, d, use_reentrant=False), True),
+    "returned": (lambda v, d, p: mask(d), False),
+}
+"""And whether each shard computes its own rows."""
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fast": lambda net: FastKernels(net, "cpu"),
+    "two": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]),
+    "three": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1", "cpu:2"]),
+    "fixed order": lambda net: ModelParallel(net, strategy=Spatial(fixed_order=True), devices=["cpu", "cpu:1"]),
+    "recomputed": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"], checkpoint="all"),
+    "processes": lambda net: ModelParallel(net, strategy="spatial"),
+}
+
+LOCAL = [way for way in WAYS if way != "processes"]
+
+
+@contextmanager
+def small_ones_wait() -> Iterator[list[str]]:
+    """Let small tensors wait; say which were cut, and which were written whole."""
+    found: list[str] = []
+    cut, whole = Uncut.cut, Uncut.whole
+
+    def note_cut(self: Uncut, *given: Any) -> Any:
+        slabs = cut(self, *given)
+        found.extend(["cut"] * (slabs is not None))
+        return slabs
+
+    def note_whole(self: Uncut) -> Tensor:
+        found.append("whole")
+        return whole(self)
+
+    with (
+        patch.object(uncut, "LARGE", 64),
+        patch.object(uncut, "GROWTH", 2),
+        patch.object(Uncut, "cut", note_cut),
+        patch.object(Uncut, "whole", note_whole),
+    ):
+        yield found
+
+
+@pytest.fixture
+def found() -> Iterator[list[str]]:
+    """Let small tensors wait; say which were cut, and which were written whole."""
+    with small_ones_wait() as noted:
+        yield noted
+
+
+def gather(value: Any) -> Tensor:
+    result: Tensor = value.full_tensor() if isinstance(value, ShardedVolume) else value
+    return result
+
+
+def observe(net: nn.Module, call: nn.Module, size: tuple[int, ...], samples: int) -> dict[str, Tensor]:
+    """Return outputs and gradients of three steps, and outputs in evaluation."""
+    seen: dict[str, Tensor] = {}
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        image = torch.rand(samples, 1, *size, generator=generator, dtype=torch.float64).requires_grad_()
+        output = gather(call(image))
+        seen[f"output {step}"] = output.detach()
+        if output.requires_grad:
+            net.zero_grad()
+            output.square().mean().backward()
+            assert image.grad is not None
+            seen[f"image {step}"] = image.grad
+            seen |= {f"{name} {step}": p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    call.eval()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            seen[mode.__name__] = gather(call(image)).clone()
+    return seen
+
+
+def compare(plain: nn.Module, way: str, size: tuple[int, ...], samples: int = 2) -> None:
+    other = copy.deepcopy(plain)
+    wanted, got = observe(plain, plain, size, samples), observe(other, WAYS[way](other), size, samples)
+    assert wanted.keys() == got.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@contextmanager
+def with_kernels() -> Iterator[None]:
+    """Let a CPU take the way of attention's kernels, by their plain forms."""
+    with (
+        patch.object(attention, "attend", attention.attend_plainly),
+        patch.object(attention, "differentiate", attention.differentiate_plainly),
+        patch.object(scores, "_has_kernel", lambda slab: True),
+        patch.object(scores, "WIDTHS", {torch.float64, torch.float32}),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("way", LOCAL)
+def test_shifted_windows_are_exact(way: str, size: str, checkpoints: bool, found: list[str]) -> None:
+    torch.manual_seed(0)
+    plain = Shifted(checkpoints).double()
+    compare(plain, way, SIZES[size])
+    assert not found if way == "fast" else "cut" in found and "whole" not in found
+    found.clear()
+    with with_kernels():
+        compare(plain, way, SIZES[size])
+    assert not found if way == "fast" else "cut" in found and "whole" not in found
+
+
+def compare_in_process(size: str) -> list[str]:
+    torch.manual_seed(0)
+    with small_ones_wait() as noted:
+        compare(Shifted().double(), "processes", SIZES[size])
+        with with_kernels():
+            compare(Shifted().double(), "processes", SIZES[size])
+    return noted
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_are_exact(processes: int, size: str) -> None:
+    for noted in in_group(processes, compare_in_process, size):
+        assert "cut" in noted
+        assert "whole" not in noted
+
+
+@pytest.mark.parametrize("way", ["two", "three", "fixed order"])
+@pytest.mark.parametrize("name", USES)
+def test_whoever_reads_it_gets_what_torch_computes(name: str, way: str, found: list[str]) -> None:
+    use, is_cut = USES[name]
+    net = Used(use)
+    compare_used(net, way)
+    assert ("cut" in found) == is_cut
+
+
+def compare_used(net: nn.Module, way: str) -> None:
+    model = WAYS[way](copy.deepcopy(net))
+    model.strategy.context.cuts_large = True
+    for step in range(2):
+        image = torch.rand(1, 4, 4, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        torch.testing.assert_close(gather(model(image)), net(image), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("use", [change_before, change_source])
+def test_what_was_changed_meanwhile_is_refused(use: Callable[..., Tensor], found: list[str]) -> None:
+    model = WAYS["two"](Used(use))
+    model.strategy.context.cuts_large = True
+    with pytest.raises(UnsupportedOperatorError, match="changed in place meanwhile"):
+        model(torch.rand(1, 4, 4, 3, 3, dtype=torch.float64))
+
+
+def test_own_masks_are_computed_once(found: list[str]) -> None:
+    torch.manual_seed(0)
+    model = WAYS["two"](Shifted(blocks=6).double())
+    computed: list[Any] = []
+    compute = Uncut._compute
+
+    def note(self: Uncut, *given: Any) -> Any:
+        computed.append(tuple(self.size()))
+        return compute(self, *given)
+
+    image = torch.rand(1, 1, 8, 4, 4, dtype=torch.float64)
+    model(image)
+    with patch.object(Uncut, "_compute", note):
+        model(image)
+    assert len(computed) == 1  # for three blocks
+    assert found.count("cut") == 9  # each by way of two views
+
+
+def test_no_network_is_looked_at_that_cuts_nothing_large(found: list[str]) -> None:
+    model = WAYS["two"](nn.Conv3d(1, 2, 3, padding=1))
+    model(torch.rand(1, 1, 4, 4, 4))
+    assert not model.strategy.context.cuts_large
+    assert not found
