@@ -77,6 +77,33 @@ def test_a_second_backward_pass_has_memory_of_its_own() -> None:
     assert torch.equal(room.split(second)[1], 2 * given[1])
 
 
+def test_a_backward_pass_within_another_one_leaves_what_waits() -> None:
+    """Its gradients were written over those that waited for the outer one's sum."""
+    room, given = GradientRoom(parameters()), gradients()
+    found: list[Tensor] = []
+
+    def run_inner(gradient: Tensor) -> None:
+        del gradient
+        found.append(room.gather([None, room.put(1, 3 * given[1]), *given[2:]]))
+
+    def run(gradient: Tensor) -> None:
+        del gradient
+        first = room.put(1, given[1])
+        with torch.enable_grad():
+            inner = torch.zeros(1, requires_grad=True) * 2
+        inner.register_hook(run_inner)
+        inner.backward()
+        last = room.put(3, given[3])
+        found.append(room.gather([given[0], first, given[2], last, given[4]]))
+
+    outer = torch.zeros(1, requires_grad=True) * 2
+    outer.register_hook(run)
+    outer.backward()
+    inside, outside = (room.split(flat) for flat in found)
+    assert torch.equal(inside[1], 3 * given[1])
+    assert all(torch.equal(one, wanted) for one, wanted in zip(outside, given, strict=True))
+
+
 def test_places_do_not_depend_on_what_was_put() -> None:
     given = gradients()
     one, other = GradientRoom(parameters()), GradientRoom(parameters())

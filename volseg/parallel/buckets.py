@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import get_storage_key
+from volseg.device.torch_internals import find_backward_pass, get_storage_key
 
 __all__ = ["GradientRoom", "fill_buckets", "is_large", "read_layout"]
 
@@ -62,16 +62,19 @@ class GradientRoom:
         self._size = sum(sizes) + num_further
         self._flat: Tensor | None = None
         self._put: set[int] = set()
+        self._pass = -1
 
     def put(self, number: int, gradient: Tensor) -> Tensor:
         """Write the gradient of a large parameter, in any dtype, to its place, and return it there.
 
         What a second use of the parameter gives is returned beside it: autograd adds both, and `gather` takes the sum.
+        Each backward pass has memory of its own: one that runs in a hook of another takes nothing of what waits there.
         """
+        if self._flat is None or self._pass != find_backward_pass():
+            self._flat, self._pass = self.parameters[0].new_empty(self._size), find_backward_pass()
+            self._put.clear()
         if number in self._put:
             return gradient.to(self.parameters[number].dtype)
-        if self._flat is None:
-            self._flat = self.parameters[0].new_empty(self._size)
         self._put.add(number)
         return self._find(self._flat, number).copy_(gradient)
 
@@ -85,10 +88,10 @@ class GradientRoom:
         further : Tensor, optional
             Values behind them.
         """
+        if self._flat is None or self._pass != find_backward_pass():
+            return torch.cat(self._lay_out(self._order, gradients, further))
         flat, self._flat = self._flat, None
         self._put.clear()
-        if flat is None:
-            return torch.cat(self._lay_out(self._order, gradients, further))
         large, small = self._order[: self._num_large], self._order[self._num_large :]
         for number in large:
             gradient, place = gradients[number], self._find(flat, number)

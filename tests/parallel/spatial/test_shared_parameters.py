@@ -106,3 +106,50 @@ def is_freed_at_once() -> bool:
 def test_the_shards_go_with_their_model() -> None:
     """Memory that processes share is freed by all: not when Python happens to look for cycles."""
     assert all(in_group(2, is_freed_at_once))
+
+
+class Kept(nn.Module):
+    """Keeps a volume on the way, for a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(2, 4, 3, padding=1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.first(x)
+        return self.last(self.kept.movedim(1, -1))
+
+
+def nested(net: nn.Module, image: Tensor) -> dict[str, Tensor]:
+    """Run a backward pass in a hook of another one: of the same forward pass."""
+    with torch.autocast("cpu", torch.bfloat16):
+        output = net(image)
+    kept = (net.module if isinstance(net, ModelParallel) else net).kept
+    assert isinstance(kept, Tensor)
+    first, second = output.float().square().mean(), kept.float().square().mean()
+    begun: list[Tensor] = []
+
+    def hook(gradient: Tensor) -> None:
+        if not begun:
+            begun.append(gradient)
+            second.backward(retain_graph=True)
+
+    kept.register_hook(hook)
+    first.backward(retain_graph=True)
+    return {name: parameter.grad for name, parameter in named(net) if parameter.grad is not None}
+
+
+def nested_differences() -> dict[str, float]:
+    """Compare gradients of the linear layer, which waited while the inner pass summed those of the convolution."""
+    buckets.LARGE = 1
+    torch.manual_seed(0)
+    net, image = Kept(), torch.randn(1, 2, 9, 6, 6)
+    expected, ours = nested(copy.deepcopy(net), image), nested(ModelParallel(net, strategy="spatial"), image)
+    assert expected.keys() == ours.keys()
+    return {name: float((ours[name] - wanted).abs().max() / wanted.abs().max()) for name, wanted in expected.items()}
+
+
+def test_a_backward_pass_in_a_hook_of_another_one() -> None:
+    for found in in_group(2, nested_differences):
+        assert len(found) == 4
+        assert {name: error for name, error in found.items() if not error <= 0.05} == {}
