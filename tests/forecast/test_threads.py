@@ -1,7 +1,9 @@
 """The order in which a process with several devices asks them, worked out by hand."""
 
+import pytest
 import torch
 
+from volseg.forecast import kernel_queue
 from volseg.forecast.allocator import find_memory_use
 from volseg.forecast.threads import Pace, order_by_threads
 from volseg.forecast.trace import Allocate, Free, Issued, KernelRun, LetGo, Mark, Ordered, Sent, StepTrace, Used
@@ -128,3 +130,35 @@ def test_gradients_of_all_micro_batches_set_out_before_the_first_one_is_back() -
         issued += [Issued(0, Free(20 + number), backward=True)]
     _, last = order_by_threads(issued, 2, PACE)
     assert [block for name, block in list_blocks(last) if name == "take"][:4] == [10, 30, 11, 12]
+
+
+def list_steps(steps: int) -> list[Issued]:
+    """Return steps that each let go of a block that a copy reads, and take the device twice as long as the host."""
+    issued: list[Issued] = []
+    for step in range(steps):
+        issued += [Issued(0, Allocate(2 * step, LARGE), backward=False)]
+        issued += [Issued(0, kernel(flops=4), backward=False) for _ in range(3)]
+        issued += send(0, 1, 2 * step, 2 * step + 1, 100 + 2 * step, backward=False)
+        issued += [Issued(0, Free(2 * step), backward=False), Issued(1, Free(2 * step + 1), backward=False)]
+    return issued
+
+
+def test_python_gets_ahead_by_as_many_steps_as_the_queue_of_kernels_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = {}
+    for room in (3, 6, 10_000):
+        monkeypatch.setattr(kernel_queue, "ROOM", room)
+        reserved[room] = [
+            find_memory_use(order_by_threads(list_steps(steps), 2, PACE)[0]).reserved // LARGE for steps in (4, 8, 24)
+        ]
+    assert reserved[3] == [2, 2, 2], "one step waits while the next one is asked for"
+    assert reserved[6] == [3, 3, 3]
+    assert reserved[10_000][0] < reserved[10_000][1] < reserved[10_000][2]
+
+
+def test_what_is_recorded_takes_no_room_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_queue, "ROOM", 3)
+    issued = list_steps(8)
+    plain, _ = order_by_threads(issued, 2, PACE)
+    marks = [Issued(device, Mark("lanes"), backward=False) for device in (0, 1)]
+    recorded, _ = order_by_threads([*marks, *issued], 2, PACE)
+    assert find_memory_use(recorded).reserved > find_memory_use(plain).reserved

@@ -6,15 +6,18 @@ pipeline that decides what is reserved, in two ways:
 - a backward pass has a thread for each device. The last stage's has less to start than those before it, and is through
   with all micro-batches while they have the first: the gradients that it sends lie there all at once;
 - a copy between devices reads, or writes, a block of another stream than its own. Such a block is handed out again
-  only once that stream has come past the copy, and Python is ahead of the devices by much of a step.
+  only once that stream has come past the copy, and Python is ahead of the devices: by much of a step, and after some
+  that nobody waits for by all that a stream's queue of kernels holds.
 
 So the requests are put in order by a clock of the host for each thread, and a clock of the device for each stream.
+Threads that find a queue full wait; which of them does is left open, and all of them come later by that.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from volseg.forecast.kernel_queue import KernelQueue, count_kernels
 from volseg.forecast.trace import (
     Allocate,
     Event,
@@ -235,13 +238,25 @@ class _Devices:
         self._uses: dict[int, set[int]] = defaultdict(set)
         self._left: list[dict[int, float]] = [{} for _ in range(num_devices)]
         """Of each device: blocks that nobody holds, and when no stream works on them any more."""
+        self._queues: dict[Stream, KernelQueue] = defaultdict(KernelQueue)
+        self._waited = 0.0
+        """By how much the host is later than it would be if there were always room in queues."""
+        self._is_recording = False
+        """Kernels that are recorded are not started."""
 
-    def ask(self, one: Issued, now: float, copy: _Copy | None) -> None:
-        """Do one request, to which the host comes now."""
+    def ask(self, one: Issued, asked: float, copy: _Copy | None) -> None:
+        """Do one request, to which the host would come then if there were always room in queues."""
         device, event = one.device, one.event
+        now = asked + self._waited
         match event:
             case KernelRun(stream=stream):
+                queue, kernels = self._queues[device, stream], count_kernels(event)
+                if not self._is_recording:
+                    now = queue.find_room(kernels, now)
+                    self._waited = now - asked
                 self._run(device, event, stream, now, copy)
+                if not self._is_recording:
+                    queue.put(kernels, self._ready[device, stream])
             case Ordered(mark, stream, waits):
                 if waits:
                     self._ready[device, stream] = max(self._ready[device, stream], self._recorded.get(mark, 0.0))
@@ -258,6 +273,8 @@ class _Devices:
             case Free(block) if block in self._uses:
                 self._left[device][block] = max(self._ready[device, stream] for stream in self._uses.pop(block))
                 event = LetGo(block)
+            case Mark("lanes" | "end" as name):
+                self._is_recording = name == "lanes"
             case Mark("empty_cache"):
                 self._take_back(device, float("inf"))
         self.events[device].append(event)

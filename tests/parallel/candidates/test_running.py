@@ -233,11 +233,36 @@ def test_a_pipeline_that_draws_random_numbers_is_recorded_in_one_lane() -> None:
         assert len(list_pools(trace)) == 1
 
 
+PACE = Pace(kernel=GPU.seconds, message=lambda _: 1e-5, host=lambda *_: 1e-5)
+
+
+def list_steps(trace: StepTrace) -> list[Counter[Any]]:
+    """Return what memory each step asks for, and its kernels."""
+    found: list[Counter[Any]] = []
+    for event in trace.events:
+        if event == Mark("step"):
+            found.append(Counter())
+        elif found and isinstance(event, Allocate):
+            found[-1][event.size, event.stream] += 1
+        elif found and isinstance(event, KernelRun):
+            found[-1][event] += 1
+    return found
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_last_step_of_a_pipeline_is_repeated(recorded: bool) -> None:
+    candidate = Candidate(pipeline=2, split_size=1, recorded=recorded)
+    plain, ordered = (follow_candidate(make_work(), candidate, pace=each) for each in (None, PACE))
+    for before, after in zip(plain, ordered, strict=True):
+        once, again = list_steps(before), list_steps(after)
+        assert again == once + [once[-1]] * running.MORE_STEPS
+
+
 @pytest.mark.parametrize("stages", [2, 3])
-def test_threads_change_the_order_of_requests_and_nothing_else(stages: int) -> None:
-    pace = Pace(kernel=GPU.seconds, message=lambda _: 1e-5, host=lambda *_: 1e-5)
+def test_threads_change_the_order_of_requests_and_nothing_else(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "MORE_STEPS", 0)
     candidate = Candidate(pipeline=stages, split_size=1)
-    plain, ordered = (follow_candidate(make_work(), candidate, pace=each) for each in (None, pace))
+    plain, ordered = (follow_candidate(make_work(), candidate, pace=each) for each in (None, PACE))
     for before, after in zip(plain, ordered, strict=True):
         assert Counter(before.events) - Counter(after.events) <= Counter(
             event for event in before.events if isinstance(event, Free)

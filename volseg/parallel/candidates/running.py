@@ -18,6 +18,7 @@ from volseg.errors import NotRecordedError, ParallelError
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import FollowedStep, following
 from volseg.forecast.gpu_kinds import GpuKind
+from volseg.forecast.repeating import repeat_last_issued
 from volseg.forecast.threads import Pace, order_by_threads
 from volseg.forecast.trace import KernelRun, StepTrace
 from volseg.parallel.batches import from_slab, slab_shape
@@ -36,6 +37,9 @@ __all__ = ["follow_candidate"]
 
 NUM_STEPS = 2
 """Steps that are run as they are: the first makes the optimizer's state and the mailboxes, the second finds them."""
+
+MORE_STEPS = 10
+"""Of stages, beside those: a training waits for none of 32. Python was as far ahead as it got after one to nine."""
 
 TimeKernel = Callable[[KernelRun], float]
 
@@ -159,7 +163,7 @@ def _follow_in_one_process(
         )
     if pace is None or candidate.pipeline == 1:
         return followed.traces()
-    return order_by_threads(followed.list_issued(), num_devices, pace)
+    return order_by_threads(repeat_last_issued(followed.list_issued(), MORE_STEPS), num_devices, pace)
 
 
 def _follow_process(
