@@ -30,6 +30,7 @@ def test_each_name_is_tried_here() -> None:
 def test_versions_count_changes_in_place_of_all_that_share_memory() -> None:
     x = torch.zeros(3)
     view, detached = x[:2], x.detach()
+    assert not internals.get_accumulation_hooks(x)
     before = internals.get_version(x)
     view.add_(1)
     assert [internals.get_version(tensor) for tensor in (x, view, detached)] == [before + 1] * 3

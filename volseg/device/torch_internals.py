@@ -49,6 +49,7 @@ __all__ = [
     "find_schemas",
     "find_transform",
     "gather_into",
+    "get_accumulation_hooks",
     "get_base",
     "get_schema",
     "get_storage_key",
@@ -98,6 +99,9 @@ __all__ = [
 
 get_version: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor, or one that shares its memory, was changed in place; inference tensors have none."""
+
+get_accumulation_hooks: Callable[[Tensor], Mapping[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+"""Return what runs behind the accumulation of a parameter's gradient."""
 
 get_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """Return the tensor that this one is a view of, None where it is none or autograd need not know."""

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import find_backward_pass, get_storage_key
+from volseg.device.torch_internals import find_backward_pass, get_accumulation_hooks, get_storage_key
+from volseg.errors import UnsupportedOperatorError
 
-__all__ = ["GradientRoom", "fill_buckets", "is_large", "read_layout"]
+__all__ = ["GradientRoom", "check_hooks", "fill_buckets", "is_large", "read_layout"]
 
 BUCKET_BYTES = 16 * 2**20
 """Gradients summed in one call: large enough for the links' full speed, small enough to start early."""
@@ -131,6 +133,28 @@ class GradientRoom:
 def is_large(parameter: Tensor) -> bool:
     """Say whether a gradient has a place of its own, where it is put as it is computed."""
     return parameter.numel() >= LARGE
+
+
+def check_hooks(parameters: Sequence[ReferenceType[Tensor]], gradients: Sequence[Tensor | None]) -> None:
+    """Refuse what torch would do with parameters of a bucket that a backward pass did not reach, and others it did.
+
+    It calls their hooks all the same: one that runs behind the accumulation finds the gradient of another step.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Where there are such hooks, and such a gradient.
+    """
+    for reference, gradient in zip(parameters, gradients, strict=True):
+        parameter = reference() if gradient is None else None
+        if parameter is None or not parameter.is_leaf or parameter.grad is None:
+            continue
+        if get_accumulation_hooks(parameter):
+            raise UnsupportedOperatorError(
+                f"a parameter of shape {tuple(parameter.shape)} got no gradient in this backward pass, and its hook "
+                "(register_post_accumulate_grad_hook) would get that of another pass a second time: set the gradient "
+                "to None between the two, freeze the parameter, or take the hook away"
+            )
 
 
 def _is_same(gradient: Tensor, place: Tensor) -> bool:

@@ -33,7 +33,7 @@ from volseg.device.pretended import find_address, is_gpu
 from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.errors import ParallelError
-from volseg.parallel.buckets import GradientRoom, fill_buckets
+from volseg.parallel.buckets import GradientRoom, check_hooks, fill_buckets
 from volseg.parallel.fixed_order import add_up
 from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 
@@ -276,6 +276,7 @@ class _ToParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, guard: _Guard | None, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.guard, ctx.keys = guard, [id(parameter) for parameter in parameters]
+        ctx.given = [weakref.ref(parameter) for parameter in parameters]
         ctx.set_materialize_grads(False)
         # Of a parameter's shape, and without memory: only their gradients matter.
         return tuple(parameter.new_zeros(()).expand(parameter.shape) for parameter in parameters)
@@ -283,6 +284,7 @@ class _ToParameters(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_hooks(ctx.given, gradients)
         if ctx.guard is not None:
             ctx.guard.expect(ctx.keys, gradients)
         return None, *gradients

@@ -1,5 +1,6 @@
 """Shards on devices of this process: plain tensor copies, so autograd's own threads run the backward pass."""
 
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import product
@@ -13,7 +14,7 @@ from volseg.device.first_order import first_order
 from volseg.device.peer.values import ValueExchange, ValuesOfSlabs
 from volseg.device.triton_tiles import takes
 from volseg.errors import ParallelError
-from volseg.parallel.buckets import GradientRoom
+from volseg.parallel.buckets import GradientRoom, check_hooks
 from volseg.parallel.fixed_order import fold
 from volseg.parallel.spatial.plan.shards import Span, spans, transfers
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
@@ -219,6 +220,7 @@ class _ShareLocally(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, communicator: LocalDevices, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.count, ctx.parameters = len(communicator.devices), [parameter.detach() for parameter in parameters]
+        ctx.given = [weakref.ref(parameter) for parameter in parameters]
         ctx.set_materialize_grads(False)
         return tuple(_copy_to(parameter, device) for parameter in parameters for device in communicator.devices)
 
@@ -226,7 +228,9 @@ class _ShareLocally(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         by_parameter = [gradients[first : first + ctx.count] for first in range(0, len(gradients), ctx.count)]
-        used = [any(gradient is not None for gradient in own) for own in by_parameter]
+        firsts = [next((gradient for gradient in own if gradient is not None), None) for own in by_parameter]
+        check_hooks(ctx.given, firsts)
+        used = [first is not None for first in firsts]
         if not any(used):
             return None, *([None] * len(used))
         home, room = ctx.parameters[0].device, GradientRoom(ctx.parameters)

@@ -5,6 +5,7 @@ piece of memory then. A large parameter that autocast converts has its gradient 
 nobody gathers it: it is read once and written once before it is sent.
 """
 
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,7 +18,7 @@ from volseg.device.first_order import first_order
 from volseg.device.pretended import is_gpu
 from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
-from volseg.parallel.buckets import GradientRoom, is_large
+from volseg.parallel.buckets import GradientRoom, check_hooks, is_large
 from volseg.parallel.fixed_order import add_up
 from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 
@@ -101,7 +102,7 @@ class SharedParameters:
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shared: SharedParameters, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.shared = shared
+        ctx.shared, ctx.given = shared, [weakref.ref(parameter) for parameter in parameters]
         ctx.room = GradientRoom([parameter.detach() for parameter in parameters], len(parameters))
         # A parameter that no shard used keeps the gradient None, as on one device.
         ctx.set_materialize_grads(False)
@@ -110,6 +111,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_hooks(ctx.given, gradients)
         if all(gradient is None for gradient in gradients):
             return None, *gradients
         with ctx.shared.beside():  # where autograd has put it already, if that is a real stream
