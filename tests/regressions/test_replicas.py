@@ -331,3 +331,30 @@ def fail_in_the_leading_process() -> str:
 def test_an_error_in_a_validation_ends_its_followers() -> None:
     """They waited for the next volume."""
     assert in_group(2, fail_in_the_leading_process) == ["case_2 has no voxels"] * 2
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.main, self.aside = (nn.Conv3d(*sizes, 3, padding=1) for sizes in ((1, 4), (4, 2), (4, 2)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = torch.relu(self.first(x))
+        return self.main(features), self.aside(features)
+
+
+def trained_by_one_head() -> list[str]:
+    """Train by one of two outputs on two replicas of two slabs; return which parameters have gradients."""
+    mesh = join_mesh(2, 2)
+    net = TwoHeads()
+    model = DataParallel(ModelParallel(net, strategy=Spatial(), mesh=mesh.spatial_group), mesh.replicas())
+    main, _ = model(draw(1).float())
+    main.square().mean().backward()
+    return [name for name, parameter in net.named_parameters() if parameter.grad is not None]
+
+
+def test_an_output_that_no_loss_reads_leaves_no_gradients_of_zeros() -> None:
+    """An optimizer with weight decay shrank the weights of a head that was not trained, over slabs of replicas."""
+    for found in in_group(4, trained_by_one_head):
+        assert found == [f"{layer}.{name}" for layer in ("first", "main") for name in ("weight", "bias")]

@@ -91,8 +91,12 @@ class Marked(NamedTuple):
                 )
 
     def tie(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of the pass, whose backward pass makes every sum, whatever it uses."""
-        return list(_Tie.apply(self.end, *outputs))
+        """Return the outputs of the pass, whose backward pass makes every sum, whatever it uses.
+
+        Each by itself: autograd runs what is behind an output of a function as soon as another of its outputs is used,
+        and parameters of an output that no loss reads would get gradients of zeros, where one device leaves none.
+        """
+        return [_Tie.apply(self.end, output) for output in outputs]
 
 
 class GradientSums:
@@ -309,13 +313,12 @@ class _Sum(torch.autograd.Function):
 
 class _Tie(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, end: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, end: Tensor, output: Tensor) -> Tensor:
         del end
         ctx.set_materialize_grads(False)
-        # Copies: views of several outputs of a function may not be changed in place.
-        return tuple(output.clone() for output in outputs)
+        return output.clone()  # what is returned as it is given is a view, which may not be changed in place
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, Tensor | None]:
         del ctx
-        return None, *gradients
+        return None, gradient
