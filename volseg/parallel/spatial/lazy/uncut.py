@@ -269,7 +269,7 @@ def _begin(func: Callable, args: tuple, context: Context) -> Uncut | None:
 
 def _is_seen(context: Context) -> bool:
     """Say whether somebody follows what is computed now by other means than its functions."""
-    if torch.is_inference_mode_enabled() or torch.jit.is_tracing():
+    if torch.is_inference_mode_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return True
     return find_transform() is not None or is_forward_mode() or saved_tensors_hooks() is not context.hooks
 
