@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.spatial import ShardedVolume
+from volseg.parallel.spatial.operators import padding
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
+
+padding.KEEPS_BITS_ON_CPU = False  # in the processes of a group, too: here CPUs stand for GPUs
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "two": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]),
@@ -212,3 +215,44 @@ def test_what_was_padded_to_windows_is_read_as_planes(way: str) -> None:
     for step in range(3):
         image = make_image((15, 4, 3), step)
         torch.testing.assert_close(gather(model(image)), net(image), rtol=1e-12, atol=1e-12)
+
+
+class Drawn(nn.Module):
+    """Tokens that are drawn for and summed between their padding and their windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 8)
+
+    def forward(self, volume: Tensor) -> Tensor:
+        tokens = F.pad(volume.movedim(1, -1), (0, 0, 0, 0, 0, 0, 0, 2))
+        tokens = F.dropout(self.linear(tokens), 0.3)
+        return tokens.unflatten(1, (4, 10)).softmax(2).flatten(1, 2)[:, :38]
+
+
+@pytest.mark.parametrize("mode", ["cpu", "deterministic", "fixed order"])
+def test_a_pass_has_the_bits_of_the_first_one(mode: str) -> None:
+    """A training that goes on starts from an unknown network, and ends with the weights of one that was never ended."""
+    torch.manual_seed(0)
+    net = Drawn()
+    options = Spatial(fixed_order=mode == "fixed order")
+    found: list[list[Tensor]] = []
+    image = make_image((38, 8, 8)).repeat(1, 2, 1, 1, 1).float()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(mode == "deterministic" or before)
+    try:
+        with patch.object(padding, "KEEPS_BITS_ON_CPU", mode == "cpu"):
+            for skipped in (0, 1):
+                model = ModelParallel(copy.deepcopy(net), strategy=options, devices=["cpu", "cpu:1", "cpu:2"])
+                if skipped and model.strategy.seeds is not None:  # they go on with every pass
+                    model.strategy.seeds.draw(True)
+                for _ in range(2 - skipped):
+                    torch.manual_seed(5)
+                    model.zero_grad()
+                    output = gather(model(image))
+                    output.square().sum().backward()
+                found.append([output.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    finally:
+        torch.use_deterministic_algorithms(before)
+    for first, second in zip(*found, strict=True):
+        assert torch.equal(first, second)

@@ -23,7 +23,7 @@ from volseg.parallel.spatial.contract import Outline, check, rehearsed
 from volseg.parallel.spatial.copied_view import Origin, mark_copies
 from volseg.parallel.spatial.gathered import name_of, nested, unsupported, volumes
 from volseg.parallel.spatial.history import HISTORY, refuse_custom
-from volseg.parallel.spatial.lazy.uncut import SUMS, Uncut, written
+from volseg.parallel.spatial.lazy.uncut import SUMS, Uncut, shown, written
 from volseg.parallel.spatial.signatures import NOTHING, bind, defaults_of, writes
 from volseg.parallel.spatial.table import BY_SAMPLE, COMPOSITES, TABLE, Entry, Refusal, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, relaid
@@ -45,8 +45,8 @@ SCRIPTED = "TorchScript does not see the slabs; take the module as it is without
 
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterable[type]) -> Any:
     """Run a torch function that met a sharded volume; ``kinds`` are the classes of its tensors beside torch's own."""
-    if Uncut in kinds and func not in SUMS:
-        args, kwargs = written((args, kwargs))
+    if Uncut in kinds:
+        args, kwargs = (shown if func in SUMS else written)((args, kwargs))
     entry = TABLE.get(func)
     if entry is None and func in COMPOSITES:
         try:

@@ -5,8 +5,9 @@ A network computes the masks of its shifted windows as differences of small tens
 tensors as large as the scores of attention, and then the own ones are copied. Here such a difference waits, and so does
 what follows from it entry by entry; where a volume meets it that is cut along its rows, each shard computes its own.
 
-Whoever else reads it gets an ordinary tensor, as torch computes it. Nothing that has a gradient waits. A network is
-looked at only after one of its passes has cut a large tensor: no other one meets a ``TorchFunctionMode``.
+Whoever else reads it gets an ordinary tensor, as torch computes it, and that is all that anybody can change: what it is
+computed of are copies, small ones, and what follows from it is computed of them too. Nothing that has a gradient waits.
+A network is looked at only after one of its passes has cut a large tensor: no other one meets a ``TorchFunctionMode``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,17 +17,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 
 from volseg.device.fake_internals import FakeTensor
-from volseg.device.torch_internals import make_wrapper_subclass, tree_map, without_subclass_overrides
-from volseg.errors import UnsupportedOperatorError
-from volseg.parallel.spatial.context import Context
+from volseg.device.torch_internals import (
+    find_transform,
+    get_version,
+    is_forward_mode,
+    make_wrapper_subclass,
+    tree_leaves,
+    tree_map,
+    without_overrides,
+    without_subclass_overrides,
+)
+from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.plan.shards import Merged
-from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 
-__all__ = ["SUMS", "Uncut", "cut_later", "note_cut", "written"]
+__all__ = ["SUMS", "Uncut", "cut_later", "note_cut", "shown", "written"]
 
 LARGE = 2**22
 """Elements from which on a tensor waits."""
@@ -59,7 +68,8 @@ class Uncut(Tensor):
     Attributes
     ----------
     func, arguments
-        What it is computed by: ordinary tensors whose rows are dim 0, others that wait, and numbers.
+        What it is computed by: ordinary tensors whose rows are dim 0 and that are nobody else's, others that wait, and
+        numbers.
     rows
         The dim that a volume may be cut along.
     """
@@ -67,9 +77,7 @@ class Uncut(Tensor):
     func: Callable[..., Tensor]
     arguments: tuple[Any, ...]
     rows: int
-    _read: Unchanged
     _whole: Tensor | None = None
-    _written: Unchanged
     _own: tuple[Context, Merged | None, list[Tensor]] | None = None
 
     @staticmethod
@@ -78,7 +86,6 @@ class Uncut(Tensor):
         device = next(given.device for given in arguments if isinstance(given, Tensor))
         shell = make_wrapper_subclass(cls, outline.shape, dtype=outline.dtype, device=device)
         shell.func, shell.arguments, shell.rows = func, tuple(arguments), rows
-        shell._read = Unchanged([given for given in arguments if type(given) in ORDINARY])
         return shell
 
     @classmethod
@@ -88,44 +95,61 @@ class Uncut(Tensor):
         if any(issubclass(kind, ShardedVolume) for kind in types):
             return NotImplemented  # a volume knows what to do
         with without_subclass_overrides():
-            if func in OUTLINE:
+            if func in OUTLINE and not args[0].is_written:
                 return func(*args, **(kwargs or {}))
             later = None if kwargs else _follow(func, args)
-        return func(*written(args), **written(kwargs or {})) if later is None else later
+        return _call(func, args, kwargs or {}) if later is None else later
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*written(args), **written(kwargs or {}))
+        return _call(func, args, kwargs or {})
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Return all of it as a tensor of another class, for which torch asks no ``__torch_function__``."""
+        return self.whole().as_subclass(cls)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is an ordinary tensor of it, or one that it is a view of: that may have been changed."""
+        return self._whole is not None or (self.func in VIEWS and self.arguments[0].is_written)
 
     def whole(self) -> Tensor:
         """Return all of it, an ordinary tensor from now on."""
-        with without_subclass_overrides():
-            if self._whole is None:
+        if self._whole is None:
+            # Whatever mode its reader is in: it was to be computed before.
+            with without_overrides(), torch.inference_mode(False):
                 if self.func in VIEWS:
-                    self._whole = self.func(self.arguments[0].whole(), *self.arguments[1:])
+                    with torch.enable_grad():
+                        origin = self.arguments[0].whole()
+                        # A leaf's views are leaves too, also of one that was told after them that it needs a gradient.
+                        told = origin.is_leaf and origin.requires_grad
+                        self._whole = self.func(origin.detach() if told else origin, *self.arguments[1:])
+                        self._whole.requires_grad_(told or self._whole.requires_grad)
                 else:
-                    (self._whole,) = self._compute(lambda part, rows: [part])  # noqa: ARG005
-                self._written = Unchanged([self._whole])
-                self._own = None
-            return self._whole
+                    (self._whole,) = self._compute(lambda part: [part])
+            self._own = None
+        return self._whole
 
     def cut(self, dim: int, context: Context, merged: Merged | None) -> list[Tensor] | None:
         """Return the slabs of a volume of it that is cut along ``dim``; None where that is not how it is computed."""
-        if self._whole is not None or dim != self.rows:
+        if self.is_written or dim != self.rows:
             return None
         if self.func in VIEWS:
             parent: Uncut = self.arguments[0]
             parts = parent.cut(parent.rows, context, merged)
             return None if parts is None else [self.func(part, *self.arguments[1:]) for part in parts]
         if self._own is None or self._own[0] is not context or self._own[1] != merged:
-            found = self._compute(lambda part, rows: from_whole(part, [rows], context, merged).slabs)
+            found = self._compute(lambda part: from_whole(part, [0], context, merged).slabs)
             self._own = context, merged, found
         return self._own[2]
 
-    def _compute(self, take: Callable[[Tensor, int], list[Tensor]]) -> list[Tensor]:
-        """Return what is computed of the rows that ``take`` leaves; no step is kept longer than torch would."""
+    def _compute(self, take: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        """Return what is computed of the rows that ``take`` leaves; no step is kept longer than torch would.
+
+        Nothing that somebody was given is read: it may have been changed, and not every change is counted.
+        """
         steps = self._list_steps()
         last = {id(given): step for step in steps for given in step._waiting()}
         found: dict[int, list[Tensor]] = {}
@@ -133,15 +157,12 @@ class Uncut(Tensor):
         def read(given: Any) -> Iterable[Any]:
             if type(given) is Uncut:
                 return found[id(given)]
-            return take(given, 0) if isinstance(given, Tensor) else repeat(given)
+            return take(given) if isinstance(given, Tensor) else repeat(given)
 
         for step in steps:
-            step._check()
-            if step._whole is not None:
-                found[id(step)] = take(step._whole, step.rows)
-                continue
             columns = [read(given) for given in step.arguments]
-            found[id(step)] = [step.func(*row) for row in zip(*columns)]  # noqa: B905 (numbers have no end)
+            with without_overrides(), torch.no_grad():  # what is computed here does not wait
+                found[id(step)] = [step.func(*row) for row in zip(*columns)]  # noqa: B905 (numbers have no end)
             del columns
             for given in step._waiting():
                 if last[id(given)] is step:
@@ -155,9 +176,8 @@ class Uncut(Tensor):
         def visit(step: Uncut) -> None:
             if id(step) in steps:
                 return
-            if step._whole is None:
-                for given in step._waiting():
-                    visit(given)
+            for given in step._waiting():
+                visit(given)
             steps[id(step)] = step
 
         visit(self)
@@ -166,17 +186,31 @@ class Uncut(Tensor):
     def _waiting(self) -> "list[Uncut]":
         return [given for given in self.arguments if type(given) is Uncut]
 
-    def _check(self) -> None:
-        if not (self._read if self._whole is None else self._written).holds():
-            raise UnsupportedOperatorError(
-                f"a tensor of shape {tuple(self.size())} is computed only now, where a volume meets it, and what it is "
-                "computed of was changed in place meanwhile; do that out of place"
-            )
-
 
 def written(value: Any) -> Any:
     """Return nested arguments with ordinary tensors for those that wait."""
     return tree_map(lambda leaf: leaf.whole() if type(leaf) is Uncut else leaf, value)
+
+
+def shown(value: Any) -> Any:
+    """Return nested arguments with ordinary tensors for those that wait no longer: they may look otherwise by now."""
+    return tree_map(lambda leaf: leaf.whole() if type(leaf) is Uncut and leaf.is_written else leaf, value)
+
+
+def _call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a function with ordinary tensors; what it changes in place has changed for whoever saved the shell, too."""
+    shells = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Uncut]
+    versions = [_get_version(shell.whole()) for shell in shells]
+    result = func(*written(args), **written(kwargs))
+    for shell, version in zip(shells, versions, strict=True):
+        if _get_version(shell.whole()) != version:
+            increment_version(shell)
+    return result
+
+
+def _get_version(tensor: Tensor) -> int:
+    with without_subclass_overrides():
+        return get_version(tensor)
 
 
 def note_cut(operand: Tensor, context: Context) -> None:
@@ -187,36 +221,57 @@ def note_cut(operand: Tensor, context: Context) -> None:
 
 def cut_later(context: Context) -> AbstractContextManager[Any]:
     """Let large tensors wait in here, in a network that has cut some."""
-    return _Waits() if context.cuts_large and context.communicator.num_shards > 1 else nullcontext()
+    return _Waits(context) if context.cuts_large and context.communicator.num_shards > 1 else nullcontext()
 
 
 class _Waits(TorchFunctionMode):
-    """Looks for differences that grow."""
+    """Looks for differences that grow.
+
+    Not in a block that the network itself checkpoints: that is computed again outside of here, as it was.
+    """
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self._context = context
 
     def __torch_function__(
         self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        later = _begin(func, args) if func in OUTER and not kwargs else None
+        later = _begin(func, args, self._context) if func in OUTER and not kwargs else None
         return func(*args, **(kwargs or {})) if later is None else later
 
 
-def _begin(func: Callable, args: tuple) -> Uncut | None:
+def _begin(func: Callable, args: tuple, context: Context) -> Uncut | None:
     """Return a difference that waits; None of any other."""
-    if len(args) != 2 or any(type(given) not in ORDINARY for given in args):
+    if len(args) != 2 or any(type(given) not in ORDINARY for given in args) or _is_seen(context):
         return None
     first, second = args
+    if first.is_nested or second.is_nested:
+        return None
     if (
         first.ndim < 2
         or first.ndim != second.ndim
         or first.shape[0] != second.shape[0]
         or first.device != second.device
+        or first.layout != second.layout
+        or first.layout != torch.strided
     ):
         return None
     if first.requires_grad or second.requires_grad or first.is_inference() or second.is_inference():
         return None
     outline = _outline(func, args)
     least = max(LARGE, GROWTH * max(first.numel(), second.numel()))
-    return Uncut(func, args, 0, outline) if outline.numel() >= least else None
+    if outline.numel() < least:
+        return None
+    with torch.no_grad():
+        return Uncut(func, [given.clone() for given in args], 0, outline)
+
+
+def _is_seen(context: Context) -> bool:
+    """Say whether somebody follows what is computed now by other means than its functions."""
+    if torch.is_inference_mode_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return True
+    return find_transform() is not None or is_forward_mode() or saved_tensors_hooks() is not context.hooks
 
 
 def _follow(func: Callable, args: tuple) -> Uncut | None:
@@ -224,7 +279,7 @@ def _follow(func: Callable, args: tuple) -> Uncut | None:
     given = [each for each in args if type(each) is Uncut]
     if (func not in EACH and func not in VIEWS) or type(args[0]) is not Uncut:
         return None
-    alike = all(each.shape == args[0].shape and each.rows == args[0].rows and each._whole is None for each in given)
+    alike = all(each.shape == args[0].shape and each.rows == args[0].rows and not each.is_written for each in given)
     if not alike or any(type(each) not in (Uncut, int, float) for each in args):
         return None
     outline = _outline(func, args)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volseg.device.pretended import host_values
 from volseg.device.torch_internals import get_storage_key
-from volseg.parallel.spatial.context import saved_tensors_hooks
+from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, find_unit, select_planes, sharded_windows
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.plan.windows import Strided, Window
@@ -17,6 +17,9 @@ from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["flip", "pad", "roll"]
+
+KEEPS_BITS_ON_CPU = True
+"""Whether a pass on CPUs has the bits of any other one, whatever ran before, as a training that goes on promises."""
 
 
 class _GatheredPlanes(Window):
@@ -123,11 +126,18 @@ def _pad_cut(
 def _find_group(volume: ShardedVolume, outputs: int) -> int:
     """Return how many planes of padded tokens stay together: those of a window, where windows were taken of so many.
 
-    Not in a block that is computed again: it has to be computed as it was, and what was taken is known afterwards.
+    Not in a block that is computed again: it has to be computed as it was, and what was taken is known afterwards. Nor
+    where a pass is to have the same bits whatever ran before: what is drawn, and the order of sums, go by the layout.
     """
     context = volume.context
     is_repeated = context.frugal or saved_tensors_hooks() is not context.hooks
-    return 1 if is_repeated else context.groups.get((volume.dims, outputs), 1)
+    return 1 if is_repeated or _keeps_bits(context) else context.groups.get((volume.dims, outputs), 1)
+
+
+def _keeps_bits(context: Context) -> bool:
+    if context.communicator.fixed_order or torch.are_deterministic_algorithms_enabled():
+        return True
+    return KEEPS_BITS_ON_CPU and context.communicator.home.type == "cpu"
 
 
 @handles("Padding and mirroring", "fliplr", "flipud")
