@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 
+import pytest
 import torch
 from in_group import in_group
 from torch import Tensor, nn
@@ -156,11 +157,18 @@ def test_a_backward_pass_in_a_hook_of_another_one() -> None:
         assert {name: error for name, error in found.items() if not error <= 0.05} == {}
 
 
-def accumulated(devices: list[str] | None, fixed_order: bool, clears: bool) -> str:
+def accumulated(way: str, clears: bool) -> str:
     """Accumulate two backward passes, the second past a parameter with a hook; return what is said."""
     net = nn.ModuleList([nn.Conv3d(1, 1, 3, padding=1), nn.Conv3d(1, 1, 3, padding=1)])
     net[1].weight.register_post_accumulate_grad_hook(_double)
-    heads = ModelParallel(_Heads(net), strategy="spatial", devices=devices, fixed_order=fixed_order)
+    heads: nn.Module = _Heads(net)
+    if way == "replicas":
+        heads = DataParallel(heads, join_mesh(2, 1).replicas())
+    elif way == "slabs of processes":
+        heads = ModelParallel(heads, strategy="spatial")
+    else:
+        fixed_order = way == "slabs in a fixed order"
+        heads = ModelParallel(heads, strategy="spatial", devices=["cpu", "cpu:1"], fixed_order=fixed_order)
     image = torch.randn(1, 1, 16, 8, 8)
     heads(image, (0, 1)).square().mean().backward()
     if clears:
@@ -188,34 +196,11 @@ class _Heads(nn.Module):
         return x
 
 
-def test_a_hook_does_not_get_the_gradient_of_another_pass() -> None:
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_hook_does_not_get_the_gradient_of_another_pass(clears: bool) -> None:
     """Torch calls hooks of all parameters of a bucket; one that doubles gradients doubled an old one again."""
-    local = ["cpu", "cpu:1"]
-    for clears in (True, False):
-        assert not accumulated(local, fixed_order=False, clears=clears)  # each parameter by itself
-        said = [accumulated(local, fixed_order=True, clears=clears)]
-        said += in_group(2, accumulated, None, False, clears)
-        for one in said:
-            assert ("register_post_accumulate_grad_hook" in one) == (not clears)
-
-
-def accumulated_by_replicas(clears: bool) -> str:
-    """Do the same with replicas."""
-    net = nn.ModuleList([nn.Conv3d(1, 1, 3, padding=1), nn.Conv3d(1, 1, 3, padding=1)])
-    net[1].weight.register_post_accumulate_grad_hook(_double)
-    heads = DataParallel(_Heads(net), join_mesh(2, 1).replicas())
-    image = torch.randn(1, 1, 6, 4, 4)
-    heads(image, (0, 1)).square().mean().backward()
-    if clears:
-        net[1].weight.grad = None
-    try:
-        heads(image, (0,)).square().mean().backward()
-    except UnsupportedOperatorError as error:
-        return str(error)
-    return ""
-
-
-def test_nor_does_a_hook_of_replicas() -> None:
-    for clears in (True, False):
-        for said in in_group(2, accumulated_by_replicas, clears):
-            assert ("register_post_accumulate_grad_hook" in said) == (not clears)
+    assert not accumulated("slabs", clears)  # each parameter by itself
+    said = [accumulated("slabs in a fixed order", clears)]
+    said += in_group(2, accumulated, "slabs of processes", clears) + in_group(2, accumulated, "replicas", clears)
+    for one in said:
+        assert ("register_post_accumulate_grad_hook" in one) == (not clears)
