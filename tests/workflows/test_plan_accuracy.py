@@ -53,7 +53,12 @@ def compared():
     memory = [
         MemoryUse(used=80 * MIB, reserved=size * MIB, outside=20 * MIB, peak_in="backward") for size in (100, 110)
     ]
-    forecasts = [Forecast(candidate=Candidate(), memory=use, seconds=1.0) for use in memory]
+    # The GPU that holds most need not be the one that reserves most.
+    other = MemoryUse(used=88 * MIB, reserved=90 * MIB, outside=20 * MIB, peak_in="forward")
+    forecasts = [
+        Forecast(candidate=Candidate(), memory=use, devices=(use, *more), seconds=1.0)
+        for use, more in zip(memory, ((), (other,)), strict=True)
+    ]
     forecasts.append(Forecast(candidate=Candidate(), refused="it looks at values"))
     told = []
     found = compare([*rows, {"name": "lost", "failed": "no result"}], told.append, find=lambda row: forecasts.pop(0))
@@ -63,8 +68,9 @@ def compared():
 
 def test_errors_are_relative_to_what_was_measured(compared):
     assert [found.get("reserved_error") for found in compared] == [0, pytest.approx(0.1), None]
+    assert [found.get("used_error") for found in compared] == [0, pytest.approx(0.1), None]
     assert compared[1]["total_error"] == pytest.approx(130 / 120 - 1)
-    assert describe(compared[1]) == "vnet 1: used +0.0%, reserved +10.0%, total +8.3%, seconds -50.0%"
+    assert describe(compared[1]) == "vnet 1: used +10.0%, reserved +10.0%, total +8.3%, seconds -50.0%"
     assert [found["changed_since"] for found in compared] == [[], ["recordings"], []]
     assert describe(compared[2]) == "vnet 2: not forecast: it looks at values"
 
