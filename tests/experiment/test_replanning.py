@@ -433,7 +433,8 @@ def test_two_processes_that_fail_at_a_time_are_replanned_once(start, config_file
     assert status != 0
     assert {attempt for _, attempt, _, _ in batches} == {0, 1}
     assert "A second time ends the run." in errors
-    assert errors.count("how much is not known\n") == 1  # as it was chosen; later it is told as what was before
+    # As it was chosen; later it is told as what was before.
+    assert errors.count("parallel.checkpoint=all: less memory; how much is not known\n") == 1
 
 
 def measure_peak(config):
