@@ -18,7 +18,15 @@ from volseg.parallel.spatial import ShardedVolume
 from volseg.parallel.spatial.operators import padding
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
-padding.KEEPS_BITS_ON_CPU = False  # in the processes of a group, too: here CPUs stand for GPUs
+as_on_gpus = patch.object(padding, "KEEPS_BITS_ON_CPU", False)
+"""Here CPUs stand for GPUs."""
+
+
+@pytest.fixture(autouse=True)
+def gpus() -> Iterator[None]:
+    with as_on_gpus:
+        yield
+
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "two": lambda net: ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"]),
@@ -100,6 +108,7 @@ def test_windows_are_exact(name: str, way: str) -> None:
     compare(make().double(), way, size)
 
 
+@as_on_gpus  # in the processes of a group, too
 def compare_in_process(name: str) -> None:
     torch.manual_seed(0)
     make, size = NETS[name]
@@ -128,6 +137,7 @@ class Rolled(nn.Module):
         return result
 
 
+@as_on_gpus  # in the processes of a group, too
 def compare_rolled(way: str) -> None:
     for planes, group in ((7, 1), (12, 2), (12, 3), (15, 5)):
         for shift in range(-planes - 2, 2 * planes, 1 if planes < 12 else 2):
@@ -171,6 +181,7 @@ def counted() -> Iterator[list[str]]:
         yield found
 
 
+@as_on_gpus  # in the processes of a group, too
 def count_exchanges() -> list[tuple[int, int]]:
     """Return how often planes of tokens travel in a step, there and back, in the first pass and the next ones."""
     torch.manual_seed(0)
