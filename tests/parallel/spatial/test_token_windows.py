@@ -18,13 +18,11 @@ from volseg.parallel.spatial import ShardedVolume
 from volseg.parallel.spatial.operators import padding
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
-as_on_gpus = patch.object(padding, "KEEPS_BITS_ON_CPU", False)
-"""Here CPUs stand for GPUs."""
-
 
 @pytest.fixture(autouse=True)
 def gpus() -> Iterator[None]:
-    with as_on_gpus:
+    """Let CPUs stand for GPUs here; processes of a group do so for themselves, and end with this file."""
+    with patch.object(padding, "KEEPS_BITS_ON_CPU", False):
         yield
 
 
@@ -108,8 +106,8 @@ def test_windows_are_exact(name: str, way: str) -> None:
     compare(make().double(), way, size)
 
 
-@as_on_gpus  # in the processes of a group, too
 def compare_in_process(name: str) -> None:
+    padding.KEEPS_BITS_ON_CPU = False
     torch.manual_seed(0)
     make, size = NETS[name]
     compare(make().double(), "processes", size)
@@ -137,8 +135,8 @@ class Rolled(nn.Module):
         return result
 
 
-@as_on_gpus  # in the processes of a group, too
 def compare_rolled(way: str) -> None:
+    padding.KEEPS_BITS_ON_CPU = False
     for planes, group in ((7, 1), (12, 2), (12, 3), (15, 5)):
         for shift in range(-planes - 2, 2 * planes, 1 if planes < 12 else 2):
             net, found = Rolled(shift, group), []
@@ -181,9 +179,9 @@ def counted() -> Iterator[list[str]]:
         yield found
 
 
-@as_on_gpus  # in the processes of a group, too
 def count_exchanges() -> list[tuple[int, int]]:
     """Return how often planes of tokens travel in a step, there and back, in the first pass and the next ones."""
+    padding.KEEPS_BITS_ON_CPU = False
     torch.manual_seed(0)
     net = ModelParallel(BasicLayer(4, 2, 2, (4, 2, 2), [0.0] * 2).double(), strategy="spatial")
     counts = []
