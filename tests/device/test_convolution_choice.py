@@ -52,8 +52,10 @@ def find_name(direction: Direction, call: ConvolutionCall) -> str | None:
 def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> None:
     cases = [
         ((1, 1, 8, 8, 8), (32, 1, 3, 3, 3), (1, 1, 1), ["few taps", "few taps"]),
-        ((1, 1, 8, 8, 8), (16, 1, 5, 5, 5), (2, 2, 2), ["few taps", "few taps"]),
-        ((1, 32, 8, 8, 8), (3, 32, 5, 5, 5), (2, 2, 2), [None, "few channels out"]),
+        ((1, 1, 8, 8, 8), (16, 1, 5, 5, 5), (2, 2, 2), ["few channels in", "few channels in"]),
+        ((1, 4, 8, 8, 8), (32, 4, 3, 3, 3), (1, 1, 1), ["few channels in", "few taps"]),
+        ((1, 32, 8, 8, 8), (3, 32, 5, 5, 5), (2, 2, 2), ["few channels out", "few channels out"]),
+        ((1, 32, 8, 8, 8), (3, 32, 5, 5, 5), (2, 2, 1), [None, "few channels out"]),
         ((1, 32, 8, 8, 8), (3, 32, 1, 1, 1), (0, 0, 0), ["one voxel", None]),  # whose backward pass is one kernel
         ((1, 128, 4, 4, 4), (128, 128, 5, 5, 5), (2, 2, 2), [None, "many taps"]),
         ((1, 128, 16, 16, 16), (128, 128, 5, 5, 5), (2, 2, 2), ["many taps", "many taps"]),
@@ -78,6 +80,7 @@ def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> 
     ("shape", "kernel", "padding"),
     [
         ((1, 1, 8, 8, 8), (32, 1, 3, 3, 3), (1, 1, 1)),
+        ((1, 2, 8, 8, 8), (32, 2, 5, 5, 5), (2, 2, 2)),
         ((1, 32, 8, 8, 8), (3, 32, 5, 5, 5), (2, 2, 2)),
         ((1, 32, 8, 8, 8), (3, 32, 1, 1, 1), (0, 0, 0)),
         ((1, 128, 16, 16, 16), (128, 128, 5, 5, 5), (2, 2, 2)),
@@ -85,7 +88,7 @@ def test_each_kernel_has_its_convolutions(settings: Callable[..., Settings]) -> 
         ((1, 16, 64, 64, 64), (16, 16, 3, 3, 3), (1, 1, 1)),
         ((1, 48, 64, 64, 64), (48, 48, 3, 3, 3), (1, 1, 1)),
     ],
-    ids=["few taps", "few channels out", "one voxel", "many taps", "few channels", "pairs", "zero channels"],
+    ids=["few taps", "few channels in", "few channels out", "one voxel", "many taps", "few channels", "pairs", "zero channels"],
 )
 def test_the_rest_is_left_to_torch(
     shape: tuple[int, ...], kernel: tuple[int, ...], padding: tuple[int, ...], settings: Callable[..., Settings]
@@ -154,8 +157,17 @@ def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
     assert names(eight, (32, 8, 3, 3, 3), 1) == names(one, (65, 1, 3, 3, 3), 1) == names(one, (8, 1, 3, 3, 3), 1)
     assert names(eight, (32, 8, 3, 3, 3), 1) == [None, None]
     head = (1, 32, 8, 8, 8)
-    assert names(head, (5, 32, 5, 5, 5), 2) == names(head, (3, 32, 3, 3, 3), 1) == [None, None]
-    assert names(head, (3, 32, 5, 5, 5), 2, last=False) == names(head, (3, 32, 5, 5, 5), 5) == [None, None]
+    few = "few channels out"
+    assert names(head, (6, 32, 5, 5, 5), 2) == names(head, (3, 32, 3, 3, 3), 1, bias=volume(3)) == [few, few]
+    assert names(head, (3, 32, 5, 5, 5), (5, 2, 2)) == [few, None]  # padded by more than the kernel reaches
+    assert names(head, (3, 32, 5, 5, 5), (2, 2, 0)) == names((1, 24, 8, 8, 8), (3, 24, 5, 5, 5), 2) == [None, few]
+    assert names(head, (7, 32, 5, 5, 5), 2) == names(head, (3, 32, 3, 3, 2), 0) == [None, None]
+    assert names(head, (3, 32, 5, 5, 5), 2, last=False) == names((1, 72, 8, 8, 8), (3, 72, 5, 5, 5), 2) == [None, None]
+    assert names((1, 7, 8, 8, 8), (32, 7, 5, 5, 5), 2) == names(one, (65, 1, 5, 5, 5), 2) == [None, None]
+    assert names((1, 4, 8, 8, 8), (16, 4, 5, 5, 5), 2, last=False) == [None, None]  # of one channel all layouts are one
+    assert names(one, (16, 1, 5, 5, 5), 7, last=False) == ["few channels in", "few channels in"]
+    with fusions.without("few channels"):
+        assert names(head, (3, 32, 5, 5, 5), 2) == [None, None]
     many = (1, 200, 8, 8, 8)  # classes in eights are cuDNN's; of others the gradient alone
     assert names(many, (17, 200, 1, 1, 1), 0) == names(head, (117, 32, 1, 1, 1), 0) == ["one voxel", None]
     assert names(many, (24, 200, 1, 1, 1), 0) == names(many, (1025, 200, 1, 1, 1), 0) == [None, None]
@@ -185,8 +197,10 @@ def test_gradients_of_the_input_of_few_channels(settings: Callable[..., Settings
     assert name((3, 3)) == name((4, 4), 0) == name((1, 2)) == "few channels"
     assert name((3, 5)) is name((5, 3)) is name((3, 3), 3) is name((3, 3), 0, 1) is name((3, 3), 2, 5) is None
     assert name((3, 3), stride=(2, 2, 2)) is name((3, 3), dilation=(2, 2, 2)) is None
+    assert name((3, 32)) == name((6, 64), 2, 5) == name((1, 24), 0, 5) == "few channels out"
+    assert name((3, 8)) is name((7, 32)) is name((3, 32), 3) is name((3, 32), 0, 2) is None
     with fusions.without("few channels"):
-        assert name((3, 3)) is None
+        assert name((3, 3)) is name((3, 32)) is None
 
 
 def name_by_rule(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import volseg
 from volseg.device import attention, doubling, gating, layer_norm, layout, triton_tiles
-from volseg.device.convolution import depthwise, few_channels, few_taps, many_taps, one_voxel
+from volseg.device.convolution import depthwise, few_channels, few_in, few_out, few_taps, many_taps, one_voxel
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation
@@ -536,10 +536,46 @@ def convolve_few_taps() -> None:
             assert_near(few_taps.forward(x, weight, padding, stride, bias.to(dtype)), wanted, ROUNDING[dtype])
             got = few_taps.weight_gradient(gradient, x, weight, padding, stride)
             assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
-        x, weight = volume(1, 16, 4, 5, 4, dtype=dtype, last=True), volume(3, 16, 4, 4, 4, dtype=dtype)
-        _, weight_gradient, _, gradient = convolve_widely(x, weight, None, (1, 2, 1))
-        got = few_taps.weight_gradient_of_few_out(gradient, x, weight, (1, 2, 1))
-        assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
+
+
+@covers("device.convolution.few_in._forward_kernel", "device.convolution.few_in._weight_kernel")
+def convolve_few_in() -> None:
+    for dtype in HALVES:
+        for shape, channels, kernel, padding, with_bias in (
+            ((2, 1, 5, 6, 9), 16, (5, 5, 5), (2, 2, 2), True),  # all lines of taps in one tile
+            ((1, 2, 7, 3, 6), 20, (5, 3, 5), (0, 1, 2), False),  # a slab with its halo
+            ((1, 4, 4, 9, 5), 33, (3, 5, 4), (3, 2, 0), True),  # two lines in a tile, and one left
+            ((1, 6, 3, 4, 7), 16, (2, 5, 5), (1, 1, 1), False),
+        ):
+            x, weight = volume(*shape, dtype=dtype, last=True), volume(channels, shape[1], *kernel, dtype=dtype) / 5
+            bias = values(channels).to(dtype) if with_bias else None
+            wanted, weight_gradient, _, gradient = convolve_widely(x, weight, bias, padding)
+            got = few_in.forward(x, weight, bias, padding)
+            assert got.is_contiguous(memory_format=torch.channels_last_3d)
+            assert_near(got, wanted, ROUNDING[dtype])
+            assert_near(few_in.weight_gradient(gradient, x, weight, padding), weight_gradient, 2 * ROUNDING[dtype])
+
+
+@covers("device.convolution.few_out._forward_kernel")
+def convolve_few_out() -> None:
+    for dtype in HALVES:
+        for shape, channels, kernel, padding, with_bias in (
+            ((2, 16, 5, 6, 9), 3, (5, 5, 5), (2, 2, 2), True),
+            ((1, 32, 7, 3, 6), 2, (5, 3, 5), (0, 1, 2), False),  # a slab with its halo
+            ((1, 16, 2, 3, 40), 5, (1, 3, 3), (0, 2, 1), True),
+            ((3, 16, 3, 4, 1), 1, (3, 1, 1), (1, 0, 0), False),
+        ):
+            x, weight = volume(*shape, dtype=dtype, last=True), volume(channels, shape[1], *kernel, dtype=dtype) / 5
+            bias = values(channels).to(dtype) if with_bias else None
+            wanted, weight_gradient, input_gradient, gradient = convolve_widely(x, weight, bias, padding)
+            for programs in (1, 4):  # one has several tiles where there are more voxels than one takes
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(few_out, "PROGRAMS", programs)
+                    got = few_out.forward(x, weight, bias, padding)
+                assert got.is_contiguous(memory_format=torch.channels_last_3d)
+                assert_near(got, wanted, ROUNDING[dtype])
+            assert_near(few_out.input_gradient(gradient, weight, padding), input_gradient, ROUNDING[dtype])
+            assert_near(few_out.weight_gradient(gradient, x, weight, padding), weight_gradient, 2 * ROUNDING[dtype])
 
 
 @covers("device.convolution.few_channels._convolve_few_kernel")

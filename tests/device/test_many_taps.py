@@ -28,14 +28,6 @@ def test_forward_is_the_input_gradient_of_the_flipped_kernel(padding: tuple[int,
     torch.testing.assert_close(got, F.conv3d(x, weight, bias, padding=padding))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 10, 127, 128, 129, 160, 1000, 2**20 + 7])
-def test_divider(n: int) -> None:
-    multiplier, shift = many_taps.find_divider(n)
-    assert -(2**31) <= multiplier < 2**31
-    for v in (0, 1, n - 1, n, n + 1, 5 * n - 1, 5 * n, 2**30 + 3, 2**31 - 2, 2**31 - 1):
-        assert ((v * (multiplier % 2**32) >> 32) + v) >> shift == v // n
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)

@@ -6,6 +6,7 @@ A slab is addressed as (sample, channel, voxel) with three strides, so that the 
 of channels, and slabs inside a buffer with room for a halo. A tile holds ``BV`` voxels of ``BC`` channels.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,7 @@ from volseg.device import pretended
 from volseg.device.triton_kernels import INSTALLED, tl, triton
 
 __all__ = [
+    "DIVIDERS",
     "MOST_VOXELS",
     "STAGES",
     "available",
@@ -24,9 +26,12 @@ __all__ = [
     "count_processors",
     "count_voxels",
     "describe_tile",
+    "find_divider",
+    "find_dividers",
     "find_strides",
     "halve",
     "is_narrow",
+    "locate",
     "make_even",
     "read_strides",
     "select_device",
@@ -151,3 +156,39 @@ def split_voxels(tensor: Tensor, tile: tuple[int, int]) -> tuple[int, int]:
 def describe_tile(tile: tuple[int, int], **more: Any) -> dict[str, Any]:
     """Return the keywords of a kernel for tiles of so many voxels and channels."""
     return {"BV": tile[0], "BC": tile[1], "num_warps": 4, **more}
+
+
+@triton.jit
+def _divide(v, multiplier, shift):
+    """Return ``v // n`` for ``v`` below 2**31; see ``find_divider``."""
+    v = v.to(tl.uint32)
+    return ((tl.umulhi(v, multiplier.to(tl.uint32)) + v) >> shift.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def locate(v, D, H, W, mul_w, shr_w, mul_h, shr_h, mul_d, shr_d):
+    """Return sample, d, h and w of voxels, which are counted over all samples; see ``find_dividers``."""
+    line = _divide(v, mul_w, shr_w)
+    plane = _divide(line, mul_h, shr_h)
+    sample = _divide(plane, mul_d, shr_d)
+    return sample, plane - sample * D, line - plane * H, v - line * W
+
+
+DIVIDERS = ["mul_w", "shr_w", "mul_h", "shr_h", "mul_d", "shr_d"]
+"""For which no kernel is to be compiled anew."""
+
+
+def find_dividers(sides: Sequence[int]) -> list[int]:
+    """Return by what ``locate`` divides by the sides D, H, W of a volume."""
+    return [number for side in reversed(sides) for number in find_divider(side)]
+
+
+@lru_cache(maxsize=1024)
+def find_divider(n: int) -> tuple[int, int]:
+    """Return a multiplier, as the bits of a signed number, and a shift that divide by ``n`` without a division.
+
+    Granlund and Montgomery, 1994, doi:10.1145/178243.178249, figure 4.1.
+    """
+    shift = (n - 1).bit_length()
+    multiplier = 2**32 * (2**shift - n) // n + 1
+    return multiplier - 2**32 if multiplier >= 2**31 else multiplier, shift

@@ -62,7 +62,7 @@ PROCESSORS = 132
 """Of the GPU whose table comes with the package."""
 
 FEW_TAPS = "few_taps"
-COUNTED_BY_TAPS = (FEW_TAPS, "many_taps")
+COUNTED_BY_TAPS = (FEW_TAPS, "many_taps", "few_in", "few_out")
 """Kernels of our own whose speed is that of a matrix product, and not of memory."""
 
 ON_CORES = "depthwise"
@@ -221,7 +221,7 @@ def _classify_taps(run: KernelRun, dtype: str) -> KernelClass:
     volumes = sorted((shape for shape in run.shapes if len(shape) == 5), key=lambda shape: -prod(shape[2:]))[:2]
     channels = sorted(max(1, shape[1]) for shape in volumes)
     voxels = min(shape[0] * prod(shape[2:]) for shape in volumes)  # of the output: a stride leaves some out
-    taps = _count_taps([shape for shape in run.shapes if shape not in volumes], channels[0])
+    taps = _count_taps([shape for shape in run.shapes if shape not in volumes], channels)
     flops = 2 * voxels * channels[0] * channels[-1] * taps
     shape: tuple[float, ...] = log2(channels[0]), log2(channels[-1]), log2(taps)
     if FEW_TAPS in run.name:  # taps of all channels in are one row there: 32 channels of one tap are as one of 27
@@ -240,11 +240,13 @@ def _count_depthwise(shapes: Sequence[Sequence[int]]) -> int:
     return 2 * taps * min(prod(shape) for shape in volumes if len(shape) == 5)
 
 
-def _count_taps(shapes: Sequence[Sequence[int]], fewest: int) -> int:
-    """Return the taps that the kernel's weight, or the parts of its gradient, have."""
+def _count_taps(shapes: Sequence[Sequence[int]], channels: Sequence[int]) -> int:
+    """Return the taps that the kernel's weight, or the parts of its gradient, have, with these channels in and out."""
     weight = shapes[0]
+    if len(weight) == 4:  # in the order in which a kernel reads it
+        return max(1, prod(weight) // prod(channels))
     if len(weight) == 6:  # parts, channels out, three sides, channels in
         return prod(weight[2:5])
     if len(weight) == 5:
         return prod(weight[2:])
-    return max(1, weight[-1] // fewest)  # of one row per channel: all taps of all channels in
+    return max(1, weight[-1] // channels[0])  # of one row per channel: all taps of all channels in

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions, pretended, triton_tiles
-from volseg.device.convolution import depthwise, few_channels, few_taps, many_taps, one_voxel, padded, paired, stacks
+from volseg.device.convolution import (
+    depthwise,
+    few_channels,
+    few_in,
+    few_out,
+    few_taps,
+    many_taps,
+    one_voxel,
+    padded,
+    paired,
+    stacks,
+)
 from volseg.device.convolution.forms import Direction, Form, Groups, find_form
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
@@ -129,15 +140,39 @@ def _has_own_taps(weight: Tensor) -> bool:
     return prod(weight.shape[2:]) > 1 and fusions.is_on("few channels")
 
 
+def _has_few_in(weight: Tensor) -> bool:
+    """Say whether ``few_in`` is for a kernel with so many channels out and in."""
+    fits = few_in.FEWEST_CHANNELS <= weight.shape[0] <= few_in.MOST_CHANNELS and weight.shape[1] <= few_in.MOST_IN
+    return fits and fusions.is_on("few channels")
+
+
+def _is_few_in(call: ConvolutionCall) -> bool:
+    return (
+        _has_few_in(call.weight) and _is_undilated(call.slab, call.weight, call.settings) and few_in.can_read(call.slab)
+    )
+
+
+def _computes_few_in(call: ConvolutionCall) -> bool:
+    return prod(call.weight.shape[1:]) > few_in.MOST_TAPS_ONE_BY_ONE and _is_few_in(call)
+
+
+def _differentiates_few_in(call: ConvolutionCall) -> bool:
+    wide = prod(call.weight.shape[2:]) >= few_in.FEWEST_TAPS_OF_WEIGHT
+    return wide and _is_few_in(call) and _given(call).stride(1) == 1
+
+
 def _is_few_out(call: ConvolutionCall) -> bool:
-    assert call.gradient is not None
-    (out, channels), taps = call.weight.shape[:2], prod(call.weight.shape[2:])
-    fits = few_taps.FEWEST_CHANNELS <= channels <= few_taps.MOST_CHANNELS and out <= few_taps.MOST_OUT
-    wide = few_taps.FEWEST_TAPS_OF_FEW_OUT <= taps <= few_taps.MOST_TAPS
-    if not (fits and wide and _is_undilated(call.gradient, call.weight, call.settings)):
-        return False
-    dense = call.slab.is_contiguous(memory_format=torch.channels_last_3d)
-    return dense and _pads_less_than_kernel(call.weight, call.settings)
+    suits = _has_few_in(call.weight.transpose(0, 1)) and prod(call.weight.shape[2:]) >= few_out.FEWEST_TAPS
+    return suits and _is_undilated(call.slab, call.weight, call.settings) and call.slab.stride(1) == 1
+
+
+def _computes_few_out(call: ConvolutionCall) -> bool:
+    fits = call.weight.shape[1] in few_out.CHANNELS and _is_few_out(call)
+    return fits and few_out.keeps_width(call.weight, call.settings.padding)
+
+
+def _differentiates_few_out(call: ConvolutionCall) -> bool:
+    return _is_few_out(call) and _pads_less_than_kernel(call.weight, call.settings) and few_in.can_read(_given(call))
 
 
 def _is_many_taps(call: ConvolutionCall) -> bool:
@@ -210,6 +245,11 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
             lambda call: few_channels.forward(call.slab, call.weight, call.bias, call.settings.padding),
         ),
         Kernel(
+            "few channels in",
+            _computes_few_in,
+            lambda call: few_in.forward(call.slab, call.weight, call.bias, call.settings.padding),
+        ),
+        Kernel(
             "few taps",
             lambda call: _is_few_taps(call) and (call.bias is None or _has_own_taps(call.weight)),
             lambda call: few_taps.forward(
@@ -220,6 +260,11 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
             "one voxel",
             lambda call: is_one_voxel(call.slab, call.weight, call.settings) or _is_uneven_head(call),
             lambda call: one_voxel.forward(call.slab, call.weight, call.bias),
+        ),
+        Kernel(
+            "few channels out",
+            _computes_few_out,
+            lambda call: few_out.forward(call.slab, call.weight, call.bias, call.settings.padding),
         ),
         Kernel(
             "many taps",
@@ -239,12 +284,22 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
             lambda call: _is_few_channels(call) and _pads_less_than_kernel(call.weight, call.settings),
             lambda call: few_channels.input_gradient(_given(call), call.weight, call.settings.padding),
         ),
+        Kernel(
+            "few channels out",
+            _differentiates_few_out,
+            lambda call: few_out.input_gradient(_given(call), call.weight, call.settings.padding),
+        ),
     ),
     "weight gradient": (
         Kernel(
             "depthwise",
             _differentiates_depthwise,
             lambda call: depthwise.weight_gradient(_given(call), call.slab, call.weight, call.settings),
+        ),
+        Kernel(
+            "few channels in",
+            _differentiates_few_in,
+            lambda call: few_in.weight_gradient(_given(call), call.slab, call.weight, call.settings.padding),
         ),
         Kernel(
             "few taps",
@@ -255,10 +310,8 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
         ),
         Kernel(
             "few channels out",
-            _is_few_out,
-            lambda call: few_taps.weight_gradient_of_few_out(
-                _given(call), call.slab, call.weight, call.settings.padding
-            ),
+            _differentiates_few_out,
+            lambda call: few_out.weight_gradient(_given(call), call.slab, call.weight, call.settings.padding),
         ),
         Kernel(
             "many taps",

@@ -6,9 +6,6 @@ cuDNN has no tensor core kernel for one input channel, computes in contiguous la
 taps of a voxel (3 x 3 x 3 of one channel: 27, padded to 32) take the place of the channels: a matrix product of
 ``(voxels, taps)``, gathered from a volume small enough for the caches, with ``(taps, channels)``. The input's
 gradient, which a first convolution is not asked for, is left to cuDNN.
-
-Where a convolution has few channels *out* (the 5 x 5 x 5 one before a V-Net's classes), the gradient of its weight
-is one of these for each of them: the output's gradient takes the input's place, and the kernel is flipped.
 """
 
 from math import prod
@@ -18,37 +15,33 @@ import torch
 from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import count_processors, select_device
+from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers, locate, select_device
 
-__all__ = ["forward", "weight_gradient", "weight_gradient_of_few_out"]
+__all__ = ["forward", "weight_gradient"]
 
 MOST_TAPS = 128
-"""Of one output voxel: 125 for the first convolution of a V-Net."""
+"""Of one output voxel."""
 
 MOST_CHANNELS_OF_POINT = 32
 """Input channels of a 1 x 1 x 1 convolution: with 96 of them it would take 0.7 ms for 128^3 voxels, which is what 125
 taps take, and a matrix product reads and writes as much in 0.2."""
 
 FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
-"""Out, or in where few go out."""
+"""Out."""
 
-MOST_OUT, FEWEST_TAPS_OF_FEW_OUT = 4, 64
-"""Where few channels go out."""
-
-NOT_SPECIALIZED = ["D", "H", "OD", "OH"]
+NOT_SPECIALIZED = ["D", "H", "OD", "OH", *DIVIDERS]
 """Whether 16 divides them changes no instruction, and a patch of another size would be compiled for anew."""
 
 
 @triton.jit
 def _gather(
     x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS,
+    mul_w, shr_w, mul_h, shr_h, mul_d, shr_d,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Return the input under each tap of the output voxels from ``first`` on, ``[BV, BT]``."""
     v = first + tl.arange(0, BV)
-    line = v // OW
-    plane = line // OH
-    w, h, d, b = v % OW, line % OH, plane % OD, plane // OD
+    b, d, h, w = locate(v, OD, OH, OW, mul_w, shr_w, mul_h, shr_h, mul_d, shr_d)
     t = tl.arange(0, BT)
     zd = d[:, None] * SD + ((t // (KW * KH)) % KD - PD)[None, :]
     zh = h[:, None] * SH + ((t // KW) % KH - PH)[None, :]
@@ -63,12 +56,14 @@ def _gather(
 @kernel(do_not_specialize=NOT_SPECIALIZED)
 def _forward_kernel(
     x, weight, bias, out, V, N, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS,
+    mul_w, shr_w, mul_h, shr_h, mul_d, shr_d,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BV
     taps = _gather(
-        x, first, V, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS, KD, KH, KW, BV, BT
+        x, first, V, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS,
+        mul_w, shr_w, mul_h, shr_h, mul_d, shr_d, KD, KH, KW, BV, BT,
     )  # fmt: skip
     t, n = tl.arange(0, BT), tl.arange(0, BN)
     kernel = tl.load(weight + n[None, :] * TAPS + t[:, None], mask=(n[None, :] < N) & (t[:, None] < TAPS), other=0.0)
@@ -83,6 +78,7 @@ def _forward_kernel(
 @kernel(do_not_specialize=NOT_SPECIALIZED)
 def _weight_kernel(
     x, gradient, out, V, N, per_program, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS,
+    mul_w, shr_w, mul_h, shr_h, mul_d, shr_d,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
@@ -91,7 +87,8 @@ def _weight_kernel(
     total = tl.zeros((BT, BN), tl.float32)
     for first in range(part * per_program, stop, BV):
         taps = _gather(
-            x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS, KD, KH, KW, BV, BT
+            x, first, stop, D, H, W, OD, OH, OW, sb, sc, sd, sh, sw, PD, PH, PW, SD, SH, SW, TAPS,
+            mul_w, shr_w, mul_h, shr_h, mul_d, shr_d, KD, KH, KW, BV, BT,
         )  # fmt: skip
         v = first + tl.arange(0, BV)
         place = gradient + v.to(tl.int64)[:, None] * N + n[None, :]
@@ -114,6 +111,7 @@ def _describe_geometry(
         **dict(zip(("SD", "SH", "SW"), stride, strict=True)),
         **dict(zip(("KD", "KH", "KW"), kernel, strict=True)),
         "TAPS": slab.shape[1] * prod(kernel),
+        **dict(zip(DIVIDERS, find_dividers(sides), strict=True)),
     }
     return sides, told
 
@@ -159,12 +157,3 @@ def weight_gradient(
     with select_device(slab):
         _weight_kernel[(parts,)](slab, gradient, out, voxels, channels, per_program, **told, **tile, num_warps=4)
     return out.sum(0)[:channels, : told["TAPS"]].reshape(weight.shape).to(weight.dtype)
-
-
-def weight_gradient_of_few_out(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
-    """Return the gradient of the weight of a convolution with few channels out; the slab lies with channels last."""
-    around = tuple(k - 1 - p for k, p in zip(weight.shape[2:], padding, strict=True))
-    turned = weight.transpose(0, 1)
-    # One channel at a time: the taps of three take thirty times as long as those of one.
-    each = [weight_gradient(slab, gradient[:, c : c + 1], turned[:, c : c + 1], around) for c in range(len(weight))]
-    return torch.cat(each, 1).flip(2, 3, 4).transpose(0, 1)

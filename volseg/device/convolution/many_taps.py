@@ -12,16 +12,15 @@ where cuDNN's choices are sound. The weights' gradient is a Triton kernel of our
 product of ``(channels out, voxels)`` with ``(voxels, channels in)`` for each tap, over all voxels of the slab.
 """
 
-from functools import lru_cache
 from math import prod
 
 import torch
 from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
-from volseg.device.triton_tiles import count_processors, select_device
+from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers, locate, select_device
 
-__all__ = ["find_divider", "forward", "weight_gradient"]
+__all__ = ["forward", "weight_gradient"]
 
 FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
 """Below, cuDNN is the faster one."""
@@ -41,14 +40,7 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[in
     return torch.ops.aten.convolution(slab, flipped, bias, ones, around, ones, True, zeros, 1)
 
 
-@triton.jit
-def _divide(v, multiplier, shift):
-    """Return ``v // n`` for ``v`` below 2**31; see ``find_divider``."""
-    v = v.to(tl.uint32)
-    return ((tl.umulhi(v, multiplier.to(tl.uint32)) + v) >> shift.to(tl.uint32)).to(tl.int32)
-
-
-@kernel(do_not_specialize=["V", "per_part", "mul_w", "shr_w", "mul_h", "shr_h", "mul_d", "shr_d"])
+@kernel(do_not_specialize=["V", "per_part", *DIVIDERS])
 def _weight_kernel(
     x, gradient, out, V, per_part, D, H, W, OD, OH, OW, sb, sd, sh, sw, PD, PH, PW,
     mul_w, shr_w, mul_h, shr_h, mul_d, shr_d,
@@ -64,10 +56,8 @@ def _weight_kernel(
     total = tl.zeros((BO, BI), tl.float32)
     for first in range(part * per_part, stop, BV):
         v = first + tl.arange(0, BV)
-        line = _divide(v, mul_w, shr_w)
-        plane = _divide(line, mul_h, shr_h)
-        b = _divide(plane, mul_d, shr_d)
-        d, h, w = plane - b * OD + kd - PD, line - plane * OH + kh - PH, v - line * OW + kw - PW
+        b, d, h, w = locate(v, OD, OH, OW, mul_w, shr_w, mul_h, shr_h, mul_d, shr_d)
+        d, h, w = d + kd - PD, h + kh - PH, w + kw - PW
         inside = (v < stop) & (d >= 0) & (d < D) & (h >= 0) & (h < H) & (w >= 0) & (w < W)
         voxel = b.to(tl.int64) * sb + d.to(tl.int64) * sd + h.to(tl.int64) * sh + w.to(tl.int64) * sw
         values = tl.load(x + voxel[:, None] + ci[None, :], mask=inside[:, None] & (ci < CI)[None, :], other=0.0)
@@ -76,17 +66,6 @@ def _weight_kernel(
         total = tl.dot(tl.trans(slopes), values, total)
     place = out + ((part * CO + co).to(tl.int64)[:, None] * TAPS + tap) * CI + ci[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=(co < CO)[:, None] & (ci < CI)[None, :])
-
-
-@lru_cache(maxsize=1024)
-def find_divider(n: int) -> tuple[int, int]:
-    """Return a multiplier, as the bits of a signed number, and a shift that divide by ``n`` without a division.
-
-    Granlund and Montgomery, 1994, doi:10.1145/178243.178249, figure 4.1.
-    """
-    shift = (n - 1).bit_length()
-    multiplier = 2**32 * (2**shift - n) // n + 1
-    return multiplier - 2**32 if multiplier >= 2**31 else multiplier, shift
 
 
 def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
@@ -103,10 +82,10 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
     dtype = weight.dtype if parts == 1 else torch.float32
     found = torch.empty((parts, out, *kernel, own), dtype=dtype, device=slab.device)
     sb, _, sd, sh, sw = slab.stride()
-    dividers = [number for side in reversed(sides) for number in find_divider(side)]
     with select_device(slab):
         _weight_kernel[(columns, rows, parts)](
-            slab, gradient, found, voxels, per_part, *slab.shape[2:], *sides, sb, sd, sh, sw, *padding, *dividers,
+            slab, gradient, found, voxels, per_part, *slab.shape[2:], *sides, sb, sd, sh, sw,
+            *padding, *find_dividers(sides),
             CI=own, CO=out, KH=kernel[1], KW=kernel[2], TAPS=taps, BV=BV, BI=BI, BO=BO, num_warps=8, num_stages=3,
         )  # fmt: skip
     summed = found[0] if parts == 1 else found.sum(0).to(weight.dtype)

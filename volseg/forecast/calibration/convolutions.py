@@ -118,8 +118,15 @@ TRANSPOSED: dict[int, Convolutions] = {
 }
 
 OURS: dict[int, Convolutions] = {
-    3: ((1, 16, (64, 128)), (1, 32, (32, 64, 128)), (4, 16, (64, 128))),
-    5: ((1, 16, (64, 128)), (1, 32, (64, 128)), (32, 2, (64, 128)), (128, 128, (16, 32, 48)), (256, 256, (8, 16, 32))),
+    3: ((1, 16, (64, 128)), (1, 32, (32, 64, 128)), (4, 16, (64, 128)), (32, 3, (64, 128))),
+    5: (
+        (1, 16, (64, 128)),
+        (1, 32, (64, 128)),
+        (32, 2, (64, 128)),
+        (32, 3, (64, 128)),
+        (128, 128, (16, 32, 48)),
+        (256, 256, (8, 16, 32)),
+    ),
     1: ((2, 2, (64, 128)), (32, 3, (16, 64, 128)), (256, 3, (16, 32))),
 }
 """Convolutions that kernels of our own compute, without strides."""
@@ -132,15 +139,23 @@ SAMPLES = (8, 32)
 
 FORWARD = {
     "few channels": "convolution.few_channels._convolve_few_kernel",
+    "few channels in": "convolution.few_in._forward_kernel",
+    "few channels out": "convolution.few_out._forward_kernel",
     "few taps": "convolution.few_taps._forward_kernel",
     "one voxel": "convolution.one_voxel._forward_kernel",
     "many taps": "aten.convolution, turned round",
 }
 """What a trace calls them: the kernel, or how torch is asked."""
 
+INPUT_GRADIENT = {
+    "few channels": "convolution.few_channels._convolve_few_kernel",
+    "few channels out": "convolution.few_in._forward_kernel",
+}
+
 WEIGHT_GRADIENT = {
+    "few channels in": "convolution.few_in._weight_kernel",
+    "few channels out": "convolution.few_in._weight_kernel",
     "few taps": "convolution.few_taps._weight_kernel",
-    "few channels out": "convolution.few_taps._weight_kernel, one by one",
     "many taps": "convolution.many_taps._weight_kernel",
 }
 
@@ -229,6 +244,9 @@ def _list_ours(slab: Tensor, weight: Tensor, settings: Settings, gradient: Tenso
         )
         return
     behind = call._replace(gradient=gradient)
+    if (inward := choice.choose("input gradient", behind)) is not None:
+        run = count_run(INPUT_GRADIENT[inward.name], dtype, (gradient, weight.transpose(0, 1), slab), True, flops)
+        yield run, inward.compute
     if (backward := choice.choose("weight gradient", behind)) is not None:
         run = count_run(WEIGHT_GRADIENT[backward.name], dtype, (gradient, slab, weight, weight), True, flops)
         yield run, backward.compute

@@ -1,0 +1,186 @@
+# ruff: noqa: N803  (upper case: what Triton is compiled for)
+# mypy: disable-error-code="no-untyped-def"
+"""Convolution of few channels to many in half precision with channels last, with kernels of many taps.
+
+Of channels that are last the taps along W of a voxel are one run in memory. Runs of one or more lines of taps stand in
+the columns of a matrix, ``(voxels, taps)``, which is multiplied with ``(taps, channels)`` for each of the other taps
+along H and D. What a column adds to a voxel's place, and whether it lies inside along W and H, is found once for all of
+these, where ``few_taps`` finds all of each tap's place anew.
+
+A V-Net begins with such a convolution (5 x 5 x 5 voxels of one channel), and the input's gradient of its last one is
+another: see ``few_out``.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from volseg.device.triton_kernels import kernel, tl, triton
+from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers, locate, select_device
+
+__all__ = ["can_read", "forward", "weight_gradient"]
+
+FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
+"""Out."""
+
+MOST_IN = 6
+
+MOST_TAPS_ONE_BY_ONE = 32
+"""Of all channels in, forward: ``few_taps`` takes no longer for so many."""
+
+FEWEST_TAPS_OF_WEIGHT = 64
+"""Of one channel, for the weight's gradient: below, ``few_taps`` is the faster one."""
+
+VOXELS, WARPS = 128, 4
+"""Of a tile forward."""
+
+WEIGHT_VOXELS, WEIGHT_WARPS = 64, 4
+"""Of a tile of the weight's gradient."""
+
+MOST_COLUMNS, MOST_WEIGHT_COLUMNS = 64, 128
+"""Of a tile forward, and of the weight's gradient."""
+
+NOT_SPECIALIZED = ["V", "D", "H", "OD", "OH", *DIVIDERS]
+"""Whether 16 divides them changes no instruction, and a patch of another size would be compiled for anew."""
+
+
+def can_read(slab: Tensor) -> bool:
+    """Say whether the channels of voxels beside each other along W follow one another, and 32 bits count all places."""
+    is_dense = slab.stride(4) == slab.shape[1] and (slab.shape[1] == 1 or slab.stride(1) == 1)
+    return is_dense and sum((side - 1) * way for side, way in zip(slab.shape, slab.stride(), strict=True)) < 2**31
+
+
+@triton.jit
+def _find_runs(
+    b, d, h, w, there, W, sb, sd, sh, N: tl.constexpr, KW: tl.constexpr, LINES: tl.constexpr, BN: tl.constexpr
+):
+    """Return where the first lines of taps stand, ``[BV, BN]``; whether they are inside along W; and their h."""
+    j = tl.arange(0, BN)
+    zh, zw = h[:, None] + (j // (KW * N))[None, :], w[:, None] + (j // N % KW)[None, :]
+    inside = there[:, None] & (zw >= 0) & (zw < W) & (j < LINES * KW * N)[None, :]
+    place = (b * sb + d * sd + h * sh + w * N)[:, None] + (j // (KW * N) * sh + j % (KW * N))[None, :]
+    return place, inside, zh
+
+
+@kernel(do_not_specialize=NOT_SPECIALIZED)
+def _forward_kernel(
+    x, weight, bias, out, V, D, H, W, OD, OH, OW, sb, sd, sh, PD, PH, PW,
+    mul_w, shr_w, mul_h, shr_h, mul_d, shr_d,
+    C: tl.constexpr, N: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BIAS: tl.constexpr,
+    LINES: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    groups: tl.constexpr = (KH + LINES - 1) // LINES
+    v, j, c = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, BN), tl.arange(0, BC)
+    b, d, h, w = locate(v, OD, OH, OW, mul_w, shr_w, mul_h, shr_h, mul_d, shr_d)
+    d -= PD
+    place, in_line, zh = _find_runs(b, d, h - PH, w - PW, v < V, W, sb, sd, sh, N, KW, LINES, BN)
+    total = tl.zeros((BV, BC), tl.float32)
+    for tap in range(KD * groups):
+        kd, kh = tap // groups, tap % groups * LINES
+        is_tap = j < (KH - kh) * (KW * N)
+        inside = in_line & ((d + kd >= 0) & (d + kd < D))[:, None] & (zh + kh >= 0) & (zh + kh < H) & is_tap[None, :]
+        runs = tl.load(x + (place + (kd * sd + kh * sh)), mask=inside, other=0.0)
+        rows = weight + ((kd * KH + kh) * (KW * N) + j[:, None]) * C + c[None, :]
+        fits = (is_tap & (j < LINES * KW * N))[:, None] & (c < C)[None, :]
+        total = tl.dot(runs, tl.load(rows, mask=fits, other=0.0), total)
+    if BIAS:
+        total += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    place = out + v.to(tl.int64)[:, None] * C + c[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(v < V)[:, None] & (c < C)[None, :])
+
+
+@kernel(do_not_specialize=[*NOT_SPECIALIZED, "per_part"])
+def _weight_kernel(
+    x, gradient, out, V, per_part, D, H, W, OD, OH, OW, sb, sd, sh, gb, gd, gh, gw, PD, PH, PW,
+    mul_w, shr_w, mul_h, shr_h, mul_d, shr_d,
+    C: tl.constexpr, N: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    LINES: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    groups: tl.constexpr = (KH + LINES - 1) // LINES
+    part, tap = tl.program_id(0), tl.program_id(1)
+    kd, kh = tap // groups, tap % groups * LINES
+    stop = tl.minimum((part + 1) * per_part, V)
+    j, c = tl.arange(0, BN), tl.arange(0, BC)
+    is_tap = (j < (KH - kh) * (KW * N)) & (j < LINES * KW * N)
+    total = tl.zeros((BN, BC), tl.float32)
+    for first in range(part * per_part, stop, BV):
+        v = first + tl.arange(0, BV)
+        b, d, h, w = locate(v, OD, OH, OW, mul_w, shr_w, mul_h, shr_h, mul_d, shr_d)
+        place, in_line, zh = _find_runs(b, d - PD, h - PH, w - PW, v < stop, W, sb, sd, sh, N, KW, LINES, BN)
+        inside = (
+            in_line & ((d + kd >= PD) & (d + kd < D + PD))[:, None] & (zh + kh >= 0) & (zh + kh < H) & is_tap[None, :]
+        )
+        runs = tl.load(x + (place + (kd * sd + kh * sh)), mask=inside, other=0.0)
+        rows = b.to(tl.int64) * gb + d.to(tl.int64) * gd + h.to(tl.int64) * gh + w.to(tl.int64) * gw
+        fits = (v < stop)[:, None] & (c < C)[None, :]
+        slopes = tl.load(gradient + rows[:, None] + c[None, :], mask=fits, other=0.0)
+        total = tl.dot(tl.trans(runs), slopes, total)
+    place = out + ((part * (KD * KH * KW * N) + (kd * KH + kh) * (KW * N) + j)[:, None] * C + c[None, :])
+    tl.store(place, total, mask=is_tap[:, None] & (c < C)[None, :])
+
+
+def _choose_lines(channels: int, kernel: torch.Size) -> tuple[int, int]:
+    """Return how many lines of taps stand in the columns of a tile forward, and how many columns these are.
+
+    So that the fewest columns are read, and of as few the fewest times.
+    """
+    depth, height, width = kernel
+    choices = []
+    for lines in range(1, height + 1):
+        columns = max(16, triton.next_power_of_2(lines * width * channels))
+        if lines == 1 or columns <= MOST_COLUMNS:
+            groups = -(-height // lines)
+            choices.append((depth * groups * columns, groups, lines, columns))
+    *_, lines, columns = min(choices)
+    return lines, columns
+
+
+def _choose_most_lines(channels: int, kernel: torch.Size) -> tuple[int, int]:
+    """Return as many lines as fit in the columns of a tile, and these, for the weight's gradient.
+
+    Each of its tiles reads the output's gradient anew, and finds its places.
+    """
+    _, height, width = kernel
+    lines = max(1, min(height, MOST_WEIGHT_COLUMNS // (width * channels)))
+    return lines, max(16, triton.next_power_of_2(lines * width * channels))
+
+
+def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:
+    """Return the convolution, ``(B, C, D, H, W)`` with channels last, of a slab whose lines are dense."""
+    sides = [side + 2 * p - k + 1 for side, p, k in zip(slab.shape[2:], padding, weight.shape[2:], strict=True)]
+    shape, voxels = (slab.shape[0], weight.shape[0], *sides), slab.shape[0] * prod(sides)
+    out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
+    lines, columns = _choose_lines(slab.shape[1], weight.shape[2:])
+    sb, _, sd, sh, _ = slab.stride()
+    with select_device(slab):
+        _forward_kernel[(triton.cdiv(voxels, VOXELS),)](
+            slab, weight.permute(2, 3, 4, 1, 0).flatten(0, 1).contiguous(), bias, out, voxels,
+            *slab.shape[2:], *sides, sb, sd, sh, *padding, *find_dividers(sides),
+            **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)), BIAS=bias is not None,
+            LINES=lines, BV=VOXELS, BN=columns, BC=max(16, triton.next_power_of_2(weight.shape[0])), num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """Return the gradient of the weight from that of the output, whose channels are last."""
+    sides, (channels, own, *kernel) = gradient.shape[2:], weight.shape
+    voxels = gradient.shape[0] * prod(sides)
+    lines, columns = _choose_most_lines(own, weight.shape[2:])
+    taps = kernel[0] * triton.cdiv(kernel[1], lines)
+    wanted = max(1, 4 * count_processors(slab.device) // taps)
+    per_part = triton.cdiv(triton.cdiv(voxels, wanted), WEIGHT_VOXELS) * WEIGHT_VOXELS
+    parts = triton.cdiv(voxels, per_part)
+    out = torch.empty((parts, 1, *kernel, own * channels), dtype=torch.float32, device=slab.device)
+    sb, _, sd, sh, _ = slab.stride()
+    gb, _, gd, gh, gw = gradient.stride()
+    with select_device(slab):
+        _weight_kernel[(parts, taps)](
+            slab, gradient, out, voxels, per_part, *slab.shape[2:], *sides, sb, sd, sh, gb, gd, gh, gw,
+            *padding, *find_dividers(sides),
+            **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)),
+            LINES=lines, BV=WEIGHT_VOXELS, BN=columns, BC=max(16, triton.next_power_of_2(channels)),
+            num_warps=WEIGHT_WARPS,
+        )  # fmt: skip
+    return out.sum(0).view(*kernel, own, channels).permute(4, 3, 0, 1, 2).to(weight.dtype)
