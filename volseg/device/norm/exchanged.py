@@ -19,7 +19,16 @@ from volseg.device.norm.gathered import (
     store_coefficients,
     weigh_sums,
 )
-from volseg.device.norm.grouping import ALONE, TILE, Grouping, PairBlocks, find_pairs, find_slots
+from volseg.device.norm.grouping import (
+    ALONE,
+    THREADS,
+    TILE,
+    Grouping,
+    PairBlocks,
+    find_pairs,
+    find_samples,
+    find_slots,
+)
 from volseg.device.norm.running import Running
 from volseg.device.norm.statistics import compute_moments_of_parts, join_parts
 from volseg.device.peer.values import CAPACITY, ValueMailbox, count, get, put
@@ -65,14 +74,18 @@ def count_values(grouping: Grouping, batch: int, channels: int, over_replicas: b
 
 
 @triton.jit
-def _sum_parts(partials, i, inside, pairs, parts, rows, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the first two sums of the pairs ``i`` over all parts of the slab, each of which has ``rows`` of them."""
+def _sum_parts(partials, i, inside, pairs, parts, rows, samples, pitch, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the first two sums of the pairs ``i`` over all parts of the slab, each of which has ``rows`` of them.
+
+    And over so many samples, which lie ``pitch`` from one another.
+    """
     total = tl.zeros((PARTS, BLOCK), tl.float32)
     moment = tl.zeros((PARTS, BLOCK), tl.float32)
-    for first in range(0, parts, PARTS):
-        part = first + tl.arange(0, PARTS)
-        there = (part[:, None] < parts) & inside[None, :]
-        place = partials + part[:, None] * rows * pairs + i[None, :]
+    for first in range(0, parts * samples, PARTS):
+        row = first + tl.arange(0, PARTS)
+        there = (row[:, None] < parts * samples) & inside[None, :]
+        part = row // samples
+        place = partials + (part * rows * pairs + (row - part * samples) * pitch)[:, None] + i[None, :]
         total += tl.load(place, mask=there, other=0.0)
         moment += tl.load(place + pairs, mask=there, other=0.0)
     return tl.sum(total, 0), tl.sum(moment, 0)
@@ -83,7 +96,7 @@ def _exchange_coefficients_kernel(
     means, squares, shares, weight, bias, out, running_mean, running_var, momentum, bessel, eps, number,
     C, groups, members, steps, pairs, parts, V, per_program, boxes, calls, rank, patience,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RUNNING: tl.constexpr, REPLICAS: tl.constexpr, SHARDS: tl.constexpr,
-    CAPACITY: tl.constexpr, ACROSS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr, ACROSS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     mean, variance = join_parts(
         means, squares, groups, members, steps, pairs, parts, V, per_program, ACROSS, PARTS, BLOCK
@@ -119,9 +132,16 @@ def _exchange_coefficients_kernel(
             own = get(groups + slot, listens, boxes, call, rank, peer, patience, SHARDS, CAPACITY)
             variance += share * (own + delta * delta)
         count(calls, call)
-    for step in range(steps):
-        i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
-        store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
+    if ACROSS:
+        for step in range(steps):
+            i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
+            store_coefficients(mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS)
+    else:
+        for sample in range(0, members, ROWS):
+            i, inside = find_samples(sample, groups, members, ROWS, BLOCK)
+            store_coefficients(
+                mean[None, :], variance[None, :], weight, bias, out, eps, i, inside, C, pairs, WEIGHT, BIAS
+            )  # fmt: skip
     if RUNNING:
         old = tl.load(running_mean + slot, mask=speaks, other=0.0)
         tl.store(running_mean + slot, old + momentum * (mean - old), mask=speaks)
@@ -133,7 +153,8 @@ def _exchange_coefficients_kernel(
 def _exchange_backward_kernel(
     partials, mean, rstd, weight, out, kept, number, C, groups, members, steps, pairs, parts, rows,
     boxes, calls, rank, patience, WEIGHT: tl.constexpr, REPLICAS: tl.constexpr, SHARDS: tl.constexpr,
-    CAPACITY: tl.constexpr, ACROSS: tl.constexpr, GIVEN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr, ACROSS: tl.constexpr, GIVEN: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.zeros((BLOCK,), tl.float32)
     second = tl.zeros((BLOCK,), tl.float32)
@@ -143,7 +164,7 @@ def _exchange_backward_kernel(
     if ACROSS:  # channels of a group have a weight each
         for step in range(steps):
             i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
-            total, moment = _sum_parts(partials, i, inside, pairs, parts, rows, PARTS, BLOCK)
+            total, moment = _sum_parts(partials, i, inside, pairs, parts, rows, 1, 0, PARTS, BLOCK)
             if SHARDS > 1:
                 put(total, i, inside, boxes, call, rank, SHARDS, CAPACITY)
                 put(moment, pairs + i, inside, boxes, call, rank, SHARDS, CAPACITY)
@@ -171,11 +192,7 @@ def _exchange_backward_kernel(
             count(calls, call)
     else:  # the samples of a channel have one weight, and one deviation
         slot, inside, _ = find_slots(groups, ACROSS, BLOCK)
-        for step in range(steps):
-            i, _ = find_pairs(step, groups, members, ACROSS, BLOCK)
-            total, moment = _sum_parts(partials, i, inside, pairs, parts, rows, PARTS, BLOCK)
-            first += total
-            second += moment
+        first, second = _sum_parts(partials, slot, inside, pairs, parts, rows, members, groups, PARTS, BLOCK)
         own_first, own_second = first, second
         if SHARDS > 1:
             put(first, slot, inside, boxes, call, rank, SHARDS, CAPACITY)
@@ -201,7 +218,7 @@ def _exchange_backward_kernel(
         keep_gradients(own_first, own_second, rstd, kept, slot, inside, groups)
         first, second = weigh_sums(first, second, rstd, weight, slot, inside, C, WEIGHT)
     voxels = tl.load(number) if REPLICAS > 1 else number
-    store_backward(first, second, mean, rstd, out, voxels, groups, members, steps, pairs, ACROSS, GIVEN, BLOCK)
+    store_backward(first, second, mean, rstd, out, voxels, groups, members, steps, pairs, ACROSS, GIVEN, ROWS, BLOCK)
 
 
 def exchange_coefficients(
@@ -305,7 +322,8 @@ def exchange_backward_coefficients(
 
 def _describe_lanes(lanes: PairBlocks) -> dict[str, Any]:
     """Return what a kernel is compiled for."""
-    return {"ACROSS": lanes.across, "PARTS": TILE // lanes.block, "BLOCK": lanes.block, "num_warps": 4}
+    sizes = {"PARTS": TILE // lanes.block, "ROWS": lanes.rows, "BLOCK": lanes.block}
+    return {"ACROSS": lanes.across, **sizes, "num_warps": THREADS // 32}
 
 
 def _describe_peers(mailbox: ValueMailbox | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from volseg.device.norm.grouping import find_pairs, join_lanes
+from volseg.device.norm.grouping import find_pairs, find_samples, join_lanes
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device
 
@@ -25,7 +25,7 @@ __all__ = [
 def store_coefficients(
     mean, variance, weight, bias, out, eps, i, inside, C, pairs, WEIGHT: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Store mean, variance, reciprocal deviation, scale and shift of the pairs ``i``."""
+    """Store mean, variance, reciprocal deviation, scale and shift of the pairs ``i``, of one sample or of several."""
     rstd = 1.0 / tl.sqrt_rn(variance + eps)
     scale = rstd
     if WEIGHT:
@@ -59,24 +59,34 @@ def weigh_sums(total, moment, rstd, weight, i, inside, C, WEIGHT: tl.constexpr):
 
 
 @triton.jit
+def _store_slopes(first, second, mean, rstd, out, i, inside, pairs, GIVEN: tl.constexpr):
+    m = tl.load(mean + i, mask=inside, other=0.0)
+    r = tl.load(rstd + i, mask=inside, other=0.0)
+    slope = -r * r * second
+    offset = -r * first - slope * m
+    if GIVEN:  # statistics that do not come from the input have no gradient to it
+        slope = tl.zeros_like(slope)
+        offset = slope
+    tl.store(out + i, slope, mask=inside)
+    tl.store(out + pairs + i, offset, mask=inside)
+
+
+@triton.jit
 def store_backward(
     first, second, mean, rstd, out, number, groups, members, steps, pairs,
-    ACROSS: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr,
+    ACROSS: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store factor and offset of the input's gradient for a program's pairs; a group has a ``number`` of voxels."""
     first = join_lanes(first, ACROSS) / number
     second = join_lanes(second, ACROSS) / number
-    for step in range(steps):
-        i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
-        m = tl.load(mean + i, mask=inside, other=0.0)
-        r = tl.load(rstd + i, mask=inside, other=0.0)
-        slope = -r * r * second
-        offset = -r * first - slope * m
-        if GIVEN:  # statistics that do not come from the input have no gradient to it
-            slope = tl.zeros((BLOCK,), tl.float32)
-            offset = slope
-        tl.store(out + i, slope, mask=inside)
-        tl.store(out + pairs + i, offset, mask=inside)
+    if ACROSS:
+        for step in range(steps):
+            i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
+            _store_slopes(first, second, mean, rstd, out, i, inside, pairs, GIVEN)
+    else:
+        for sample in range(0, members, ROWS):
+            i, inside = find_samples(sample, groups, members, ROWS, BLOCK)
+            _store_slopes(first[None, :], second[None, :], mean, rstd, out, i, inside, pairs, GIVEN)
 
 
 @kernel()
@@ -123,7 +133,7 @@ def _backward_kernel(
         moment += tl.load(stacked + (shard * 2 + 1) * pairs + i, mask=inside, other=0.0)
     keep_gradients(total, moment, rstd, out + 2 * pairs, i, inside, pairs)
     first, second = weigh_sums(total, moment, rstd, weight, i, inside, C, WEIGHT)
-    store_backward(first, second, mean, rstd, out, voxels, pairs, 1, 1, pairs, False, False, BLOCK)
+    store_backward(first, second, mean, rstd, out, voxels, pairs, 1, 1, pairs, False, False, 1, BLOCK)
 
 
 def given_coefficients(

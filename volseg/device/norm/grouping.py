@@ -9,13 +9,16 @@ from torch import Tensor
 
 from volseg.device.triton_kernels import tl, triton
 
-__all__ = ["ALONE", "Grouping", "PairBlocks", "find_pairs", "find_slots", "join_lanes"]
+__all__ = ["ALONE", "Grouping", "PairBlocks", "find_pairs", "find_samples", "find_slots", "join_lanes"]
 
 LANES = 8
 """Groups that a program joins side by side."""
 
 MOST_LANES = 64
 """Channels of one group that a program joins side by side."""
+
+THREADS = 128
+"""Of a program."""
 
 TILE = 1024
 """Statistics of parts that a program reads at a time."""
@@ -24,7 +27,7 @@ TILE = 1024
 class PairBlocks(NamedTuple):
     """How programs take the pairs: each a few groups at a time, or all pairs of one group.
 
-    Groups lie side by side in memory over a batch (``across`` False): a program takes some, one sample after the other.
+    Groups lie side by side in memory over a batch (``across`` False): a program takes some, many samples at a time.
     A group of channels lies in one piece: a program takes one, some channels after the others (``across`` True).
     """
 
@@ -42,8 +45,13 @@ class PairBlocks(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How often each takes pairs."""
-        return int(triton.cdiv(self.members, self.block)) if self.across else self.members
+        """How often a program of one group takes pairs of it."""
+        return int(triton.cdiv(self.members, self.block)) if self.across else 1
+
+    @property
+    def rows(self) -> int:
+        """Samples that a program of several groups takes at a time."""
+        return max(1, THREADS // self.block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,14 @@ def find_pairs(step, groups, members, ACROSS: tl.constexpr, BLOCK: tl.constexpr)
         i = step * groups + group
         inside = group < groups
     return i, inside
+
+
+@triton.jit
+def find_samples(first, groups, members, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the pairs of a program's groups in some samples, ``[ROWS, BLOCK]``, and which there are: over a batch."""
+    sample = first + tl.arange(0, ROWS)
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    return sample[:, None] * groups + group[None, :], (sample < members)[:, None] & (group < groups)[None, :]
 
 
 @triton.jit

@@ -86,28 +86,34 @@ def join_parts(
     means, squares, groups, members, steps, pairs, parts, V, per_program,
     ACROSS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return mean and biased variance of a program's groups over all parts of the slab."""
+    """Return mean and biased variance of a program's groups over all parts of the slab.
+
+    Over a batch the samples of a part lie one behind the other, as the parts do: all of them are rows of one matrix.
+    """
     voxels = V * 1.0 * members
+    samples, turns, pitch = members, 1, groups
+    if ACROSS:
+        samples, turns, pitch = 1, steps, pairs
     mean = tl.zeros((PARTS, BLOCK), tl.float32)
-    for step in range(steps):
+    for step in range(turns):
         i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
-        for first in range(0, parts, PARTS):
-            part = first + tl.arange(0, PARTS)
-            there = (part[:, None] < parts) & inside[None, :]
-            number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
-            own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
+        for first in range(0, parts * samples, PARTS):
+            row = first + tl.arange(0, PARTS)
+            there = (row[:, None] < parts * samples) & inside[None, :]
+            number = tl.minimum(V - row // samples * per_program, per_program).to(tl.float32)
+            own = tl.load(means + row[:, None] * pitch + i[None, :], mask=there, other=0.0)
             mean += tl.where(there, own * number[:, None], 0.0)
     mean = join_lanes(tl.sum(mean, 0), ACROSS) / voxels
     square = tl.zeros((PARTS, BLOCK), tl.float32)
-    for step in range(steps):
+    for step in range(turns):
         i, inside = find_pairs(step, groups, members, ACROSS, BLOCK)
-        for first in range(0, parts, PARTS):
-            part = first + tl.arange(0, PARTS)
-            there = (part[:, None] < parts) & inside[None, :]
-            number = tl.minimum(V - part * per_program, per_program).to(tl.float32)
-            own = tl.load(means + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
+        for first in range(0, parts * samples, PARTS):
+            row = first + tl.arange(0, PARTS)
+            there = (row[:, None] < parts * samples) & inside[None, :]
+            number = tl.minimum(V - row // samples * per_program, per_program).to(tl.float32)
+            own = tl.load(means + row[:, None] * pitch + i[None, :], mask=there, other=0.0)
             delta = own - mean[None, :]
-            within = tl.load(squares + part[:, None] * pairs + i[None, :], mask=there, other=0.0)
+            within = tl.load(squares + row[:, None] * pitch + i[None, :], mask=there, other=0.0)
             square += tl.where(there, within + delta * delta * number[:, None], 0.0)
     return mean, join_lanes(tl.sum(square, 0), ACROSS) / voxels
 
