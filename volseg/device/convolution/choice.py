@@ -147,18 +147,8 @@ def _has_few_in(weight: Tensor) -> bool:
 
 
 def _is_few_in(call: ConvolutionCall) -> bool:
-    return (
-        _has_few_in(call.weight) and _is_undilated(call.slab, call.weight, call.settings) and few_in.can_read(call.slab)
-    )
-
-
-def _computes_few_in(call: ConvolutionCall) -> bool:
-    return prod(call.weight.shape[1:]) > few_in.MOST_TAPS_ONE_BY_ONE and _is_few_in(call)
-
-
-def _differentiates_few_in(call: ConvolutionCall) -> bool:
-    wide = prod(call.weight.shape[2:]) >= few_in.FEWEST_TAPS_OF_WEIGHT
-    return wide and _is_few_in(call) and _given(call).stride(1) == 1
+    fits = _has_few_in(call.weight) and prod(call.weight.shape[1:]) > few_in.MOST_TAPS_ONE_BY_ONE
+    return fits and _is_undilated(call.slab, call.weight, call.settings) and few_in.can_read(call.slab)
 
 
 def _is_few_out(call: ConvolutionCall) -> bool:
@@ -246,7 +236,7 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
         ),
         Kernel(
             "few channels in",
-            _computes_few_in,
+            _is_few_in,
             lambda call: few_in.forward(call.slab, call.weight, call.bias, call.settings.padding),
         ),
         Kernel(
@@ -298,7 +288,7 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
         ),
         Kernel(
             "few channels in",
-            _differentiates_few_in,
+            lambda call: _is_few_in(call) and _given(call).stride(1) == 1,
             lambda call: few_in.weight_gradient(_given(call), call.slab, call.weight, call.settings.padding),
         ),
         Kernel(

@@ -27,16 +27,13 @@ FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
 MOST_IN = 6
 
 MOST_TAPS_ONE_BY_ONE = 32
-"""Of all channels in, forward: ``few_taps`` takes no longer for so many."""
-
-FEWEST_TAPS_OF_WEIGHT = 64
-"""Of one channel, for the weight's gradient: below, ``few_taps`` is the faster one."""
+"""Of all channels in: with so many ``few_taps`` is the faster one."""
 
 VOXELS, WARPS = 128, 4
 """Of a tile forward."""
 
-WEIGHT_VOXELS, WEIGHT_WARPS = 64, 4
-"""Of a tile of the weight's gradient."""
+WEIGHT_VOXELS, WEIGHT_WARPS = 128, 4
+"""Of a tile of the weight's gradient: twice as many where there are most columns; half the voxels of 64 channels."""
 
 MOST_COLUMNS, MOST_WEIGHT_COLUMNS = 64, 128
 """Of a tile forward, and of the weight's gradient."""
@@ -169,8 +166,13 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
     voxels = gradient.shape[0] * prod(sides)
     lines, columns = _choose_most_lines(own, weight.shape[2:])
     taps = kernel[0] * triton.cdiv(kernel[1], lines)
+    height, warps = WEIGHT_VOXELS, WEIGHT_WARPS
+    if channels > 32:  # else registers and shared memory would not do
+        height //= 2
+    elif columns == MOST_WEIGHT_COLUMNS:
+        height, warps = 2 * height, 2 * warps
     wanted = max(1, 4 * count_processors(slab.device) // taps)
-    per_part = triton.cdiv(triton.cdiv(voxels, wanted), WEIGHT_VOXELS) * WEIGHT_VOXELS
+    per_part = triton.cdiv(triton.cdiv(voxels, wanted), height) * height
     parts = triton.cdiv(voxels, per_part)
     out = torch.empty((parts, 1, *kernel, own * channels), dtype=torch.float32, device=slab.device)
     sb, _, sd, sh, _ = slab.stride()
@@ -180,7 +182,7 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
             slab, gradient, out, voxels, per_part, *slab.shape[2:], *sides, sb, sd, sh, gb, gd, gh, gw,
             *padding, *find_dividers(sides),
             **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)),
-            LINES=lines, BV=WEIGHT_VOXELS, BN=columns, BC=max(16, triton.next_power_of_2(channels)),
-            num_warps=WEIGHT_WARPS,
+            LINES=lines, BV=height, BN=columns, BC=max(16, triton.next_power_of_2(channels)), num_warps=warps,
+            num_stages=1,
         )  # fmt: skip
     return out.sum(0).view(*kernel, own, channels).permute(4, 3, 0, 1, 2).to(weight.dtype)
