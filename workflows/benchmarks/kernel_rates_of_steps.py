@@ -47,12 +47,10 @@ OWN = {
     "_moments_kernel": ("norm.statistics._moments_kernel",),
     "_sums_kernel": ("norm.passes._sums_kernel", "norm.addition_passes._sums_kernel"),
     "_copy_kernel": ("layout._copy_kernel",),
-    "_forward_kernel": ("convolution.few_taps._forward_kernel", "convolution.one_voxel._forward_kernel"),
-    "_weight_kernel": (
-        "convolution.few_taps._weight_kernel",
-        "convolution.few_taps._weight_kernel, one by one",
-        "convolution.many_taps._weight_kernel",
+    "_forward_kernel": tuple(
+        f"convolution.{name}._forward_kernel" for name in ("few_in", "few_out", "few_taps", "one_voxel")
     ),
+    "_weight_kernel": tuple(f"convolution.{name}._weight_kernel" for name in ("few_in", "few_taps", "many_taps")),
     "_backward_kernel": ("convolution.one_voxel._backward_kernel",),
 }
 """Our kernels by the names that a profiler and a trace have for them."""

@@ -35,7 +35,7 @@ VOXELS, WARPS = 128, 4
 WEIGHT_VOXELS, WEIGHT_WARPS = 128, 4
 """Of a tile of the weight's gradient: twice as many where there are most columns; half the voxels of 64 channels."""
 
-MOST_COLUMNS, MOST_WEIGHT_COLUMNS = 64, 128
+MOST_COLUMNS, MOST_WEIGHT_COLUMNS = 32, 128
 """Of a tile forward, and of the weight's gradient."""
 
 NOT_SPECIALIZED = ["V", "D", "H", "OD", "OH", *DIVIDERS]
