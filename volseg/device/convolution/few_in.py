@@ -25,6 +25,7 @@ FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
 """Out."""
 
 MOST_IN = 6
+"""Channels, of which lines of five taps fit in the columns of a tile."""
 
 MOST_TAPS_ONE_BY_ONE = 32
 """Of all channels in: with so many ``few_taps`` is the faster one."""

@@ -25,6 +25,7 @@ CHANNELS = (16, 32, 64)
 """In: a row of one tap is read whole."""
 
 FEWEST_TAPS = 27
+"""Of one channel: of fewer nothing was measured."""
 
 VOXELS, WARPS, STAGES = 128, 4, 3
 """Of a tile forward."""
