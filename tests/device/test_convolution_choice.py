@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from volseg.device import fusions, pretended, triton_tiles
-from volseg.device.convolution import choice, forms, many_taps, stacks
-from volseg.device.convolution.choice import TABLES, ConvolutionCall
+from volseg.device.convolution import choice, forms, many_taps, rules, stacks
+from volseg.device.convolution.choice import TABLES
 from volseg.device.convolution.forms import Direction, Groups, ZeroChannels
+from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 
 HALF = torch.bfloat16
@@ -119,7 +120,7 @@ def test_the_rest_is_left_to_torch(
 def test_which_depthwise_convolutions_are_ours(settings: Callable[..., Settings]) -> None:
     def ours(weight: Tensor, slab: Tensor | None = None, **told: Any) -> bool:
         given = volume(2, 8, 6, 5, 4) if slab is None else slab
-        taken = choice.is_depthwise(given, weight, settings(**{"groups": 8, **told}))
+        taken = rules.is_depthwise(given, weight, settings(**{"groups": 8, **told}))
         call = ConvolutionCall(given, weight, volume(8), settings(**{"groups": 8, **told}))
         for direction in TABLES:
             own = call if direction == "forward" else call._replace(gradient=given)

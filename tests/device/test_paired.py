@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import choice, paired, stacks
+from volseg.device.convolution import choice, paired, rules, stacks
 from volseg.device.convolution.forms import Groups
 from volseg.device.convolution.settings import Settings
 from volseg.device.pretended import find_device
@@ -249,7 +249,7 @@ def in_groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
     def force(voxels: int) -> list[str]:
         taken: list[str] = []
 
-        def find(direction: str, call: choice.ConvolutionCall) -> Groups:
+        def find(direction: str, call: rules.ConvolutionCall) -> Groups:
             assert find_device(call.slab).type == "cpu"
             taken.append(direction)
             return Groups(voxels)

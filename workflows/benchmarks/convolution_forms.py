@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions
-from volseg.device.convolution import choice, padded, paired, stacks
+from volseg.device.convolution import choice, padded, paired, rules, stacks
 from volseg.device.convolution.forms import Direction, Groups, ZeroChannels
 from volseg.device.convolution.settings import Settings
 from volseg.forecast.calibration.cases import draw
@@ -153,7 +153,7 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def prepare(shape: Shape, device: torch.device) -> choice.ConvolutionCall:
+def prepare(shape: Shape, device: torch.device) -> rules.ConvolutionCall:
     """Draw what is convolved, and the gradient of the output; on a CPU, whose bfloat16 is its own, in float32."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     sides = (shape.sides,) * 3 if isinstance(shape.sides, int) else shape.sides
@@ -163,10 +163,10 @@ def prepare(shape: Shape, device: torch.device) -> choice.ConvolutionCall:
     slab = draw(device, (1, shape.inputs, sides[0] + 2 * around, *sides[1:]), dtype, True)
     weight = draw(device, (shape.outputs, shape.inputs, *shape.taps), dtype, True)
     gradient = draw(device, (1, shape.outputs, *sides), dtype, True)
-    return choice.ConvolutionCall(slab, weight, None, settings, gradient)
+    return rules.ConvolutionCall(slab, weight, None, settings, gradient)
 
 
-def list_forms(direction: Direction, call: choice.ConvolutionCall) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def list_forms(direction: Direction, call: rules.ConvolutionCall) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield the forms of a direction, torch's first."""
     slab, weight, _, settings, gradient = call
     assert gradient is not None
@@ -191,7 +191,7 @@ def list_forms(direction: Direction, call: choice.ConvolutionCall) -> Iterator[t
         yield chosen.name, chosen.compute
 
 
-def compute(call: choice.ConvolutionCall, place: int) -> Tensor:
+def compute(call: rules.ConvolutionCall, place: int) -> Tensor:
     """Return the output, the input's gradient or the weight's by torch."""
     slab, weight, _, settings, gradient = call
     assert gradient is not None

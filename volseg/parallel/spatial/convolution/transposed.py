@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import choice, depthwise
+from volseg.device.convolution import choice, depthwise, rules
 from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
 from volseg.parallel.spatial.context import Context
@@ -25,7 +25,7 @@ def convolve_transposed(
         dtype = torch.get_autocast_dtype(kind)
         slab, weight = slab.to(dtype), context.cast(weight, dtype)
         bias = None if bias is None else context.cast(bias, dtype)
-    if not choice.is_depthwise(slab, weight, settings):
+    if not rules.is_depthwise(slab, weight, settings):
         return None
     result: Tensor = _OwnTransposed.apply(slab, weight, bias, settings)
     return result

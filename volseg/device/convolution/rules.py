@@ -1,0 +1,175 @@
+"""Which convolution each kernel of ours takes: shapes, types and layouts that it computes, and faster than torch.
+
+Every limit that was measured stands in the kernel's own module; here they are asked.
+"""
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from volseg.device import fusions, pretended, triton_tiles
+from volseg.device.convolution import depthwise, few_channels, few_in, few_out, few_taps, many_taps, one_voxel, stacks
+from volseg.device.convolution.settings import Settings
+
+__all__ = [
+    "ConvolutionCall",
+    "computes_few_out",
+    "count_voxels",
+    "differentiates_depthwise",
+    "differentiates_few_out",
+    "has_own_taps",
+    "is_depthwise",
+    "is_few_channels",
+    "is_few_in",
+    "is_few_taps",
+    "is_many_taps",
+    "is_one_voxel",
+    "is_plain",
+    "is_uneven_head",
+    "pads_less_than_kernel",
+]
+
+
+class ConvolutionCall(NamedTuple):
+    """What is convolved, or was, where the output's ``gradient`` is there."""
+
+    slab: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    settings: Settings
+    gradient: Tensor | None = None
+
+    @property
+    def given(self) -> Tensor:
+        """The output's gradient, where there must be one."""
+        assert self.gradient is not None
+        return self.gradient
+
+
+def _is_half(tensor: Tensor, weight: Tensor) -> bool:
+    """Say whether Triton may run, and the convolution is one of half precision."""
+    if not (triton_tiles.available() and pretended.on_gpu(tensor) and tensor.ndim == 5):
+        return False
+    if tensor.numel() > triton_tiles.MOST_VOXELS and count_voxels(tensor) > triton_tiles.MOST_VOXELS:
+        return False
+    return tensor.dtype in (torch.float16, torch.bfloat16) and weight.dtype == tensor.dtype
+
+
+def _is_plain_or_strided(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    """Say likewise of one without groups."""
+    return settings.groups == 1 and not settings.transposed and _is_half(tensor, weight)
+
+
+def is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    """Say likewise of one without strides or groups."""
+    return settings.stride == (1, 1, 1) and _is_plain_or_strided(tensor, weight, settings)
+
+
+def _is_undilated(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    return settings.dilation == (1, 1, 1) and is_plain(tensor, weight, settings)
+
+
+def pads_less_than_kernel(weight: Tensor, settings: Settings) -> bool:
+    """Say whether the padding is less than the kernel reaches: what a convolution back to the input needs."""
+    return all(p < k for p, k in zip(settings.padding, weight.shape[2:], strict=True))
+
+
+def count_voxels(slab: Tensor) -> int:
+    """Return the voxels of all samples."""
+    return slab.shape[0] * slab.shape[2:].numel()
+
+
+def is_one_voxel(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    """Say whether ``one_voxel`` takes this convolution; ``tensor`` is its input, or the gradient of its output."""
+    return weight.shape[0] <= one_voxel.MOST_CLASSES and _is_point(tensor, weight, settings)
+
+
+def _is_point(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    point = weight.shape[2:] == (1, 1, 1) and settings.padding == (0, 0, 0)
+    return point and weight.shape[1] <= one_voxel.MOST_FEATURES and is_plain(tensor, weight, settings)
+
+
+def is_uneven_head(call: ConvolutionCall) -> bool:
+    """Say whether this is a head of many classes, which are no multiple of eight: cuDNN's matrix kernels take eights.
+
+    Others between features keep their channels last.
+    """
+    classes = call.weight.shape[0]
+    fits = one_voxel.MOST_CLASSES < classes <= one_voxel.MOST_CLASSES_OF_FORWARD
+    return fits and classes % 8 != 0 and _is_point(call.slab, call.weight, call.settings)
+
+
+def is_few_taps(call: ConvolutionCall) -> bool:
+    """Say whether ``few_taps`` takes this convolution, forward or for the gradient of its weight."""
+    channels, taps = call.weight.shape[0], prod(call.weight.shape[1:])
+    fits = few_taps.FEWEST_CHANNELS <= channels <= few_taps.MOST_CHANNELS and taps <= few_taps.MOST_TAPS
+    # Channels of one voxel lie side by side: that is a matrix product as it stands, and no gathering of taps.
+    is_point = prod(call.weight.shape[2:]) == 1 and fusions.is_on("points")
+    gathered = not is_point or call.weight.shape[1] <= few_taps.MOST_CHANNELS_OF_POINT
+    if not fits or not gathered or call.settings.dilation != (1, 1, 1):
+        return False
+    suits = _is_plain_or_strided if has_own_taps(call.weight) else is_plain
+    return suits(call.slab, call.weight, call.settings)
+
+
+def has_own_taps(weight: Tensor) -> bool:
+    """Say whether ``few_taps`` takes strides and a bias, too: convolutions of single voxels are fast elsewhere."""
+    return prod(weight.shape[2:]) > 1 and fusions.is_on("few channels")
+
+
+def _has_few_in(weight: Tensor) -> bool:
+    """Say whether ``few_in`` is for a kernel with so many channels out and in."""
+    fits = few_in.FEWEST_CHANNELS <= weight.shape[0] <= few_in.MOST_CHANNELS and weight.shape[1] <= few_in.MOST_IN
+    return fits and fusions.is_on("few channels")
+
+
+def is_few_in(call: ConvolutionCall) -> bool:
+    """Say whether ``few_in`` takes this convolution, forward or for the gradient of its weight."""
+    fits = _has_few_in(call.weight) and prod(call.weight.shape[1:]) > few_in.MOST_TAPS_ONE_BY_ONE
+    return fits and _is_undilated(call.slab, call.weight, call.settings) and few_in.can_read(call.slab)
+
+
+def _is_few_out(call: ConvolutionCall) -> bool:
+    suits = _has_few_in(call.weight.transpose(0, 1)) and prod(call.weight.shape[2:]) >= few_out.FEWEST_TAPS
+    return suits and _is_undilated(call.slab, call.weight, call.settings) and call.slab.stride(1) == 1
+
+
+def computes_few_out(call: ConvolutionCall) -> bool:
+    """Say whether ``few_out`` takes this convolution forward."""
+    fits = call.weight.shape[1] in few_out.CHANNELS and _is_few_out(call)
+    return fits and few_out.keeps_width(call.weight, call.settings.padding)
+
+
+def differentiates_few_out(call: ConvolutionCall) -> bool:
+    """Say whether ``few_out`` takes the gradients of this convolution."""
+    return _is_few_out(call) and pads_less_than_kernel(call.weight, call.settings) and few_in.can_read(call.given)
+
+
+def is_many_taps(call: ConvolutionCall) -> bool:
+    """Say whether ``many_taps`` takes this convolution, forward or for the gradient of its weight."""
+    slab, weight = call.slab, call.weight
+    wide = min(weight.shape[:2]) >= many_taps.FEWEST_CHANNELS and prod(weight.shape[2:]) >= many_taps.FEWEST_TAPS
+    if not (wide and _is_undilated(slab, weight, call.settings) and pads_less_than_kernel(weight, call.settings)):
+        return False
+    return slab.stride(1) == 1 and count_voxels(slab) * max(weight.shape[:2]) <= stacks.LIMIT
+
+
+def is_few_channels(call: ConvolutionCall) -> bool:
+    """Say whether ``few_channels`` takes this convolution, forward or for the gradient of its input."""
+    fits = max(call.weight.shape[:2]) <= few_channels.MOST_CHANNELS
+    gathered = call.weight.numel() <= few_channels.MOST_PRODUCTS and prod(call.weight.shape[2:]) > 1
+    return fits and gathered and fusions.is_on("few channels") and _is_undilated(call.slab, call.weight, call.settings)
+
+
+def is_depthwise(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
+    """Say whether ``depthwise`` takes this convolution, transposed or not; ``tensor`` is its input, or a gradient."""
+    if settings.groups == 1 or not fusions.is_on("depthwise") or not _is_half(tensor, weight):
+        return False
+    return tensor.numel() > 0 and depthwise.fits(weight.shape, settings)
+
+
+def differentiates_depthwise(call: ConvolutionCall) -> bool:
+    """Say whether ``depthwise`` takes the gradients of this convolution."""
+    return all(is_depthwise(volume, call.weight, call.settings) for volume in (call.slab, call.given))
