@@ -146,7 +146,8 @@ def forward(
 def weight_gradient(
     gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...], stride: tuple[int, ...] = (1, 1, 1)
 ) -> Tensor:
-    """Return the gradient of the weight from that of the output, which lies densely with channels last."""
+    """Return the gradient of the weight from that of the output."""
+    gradient = gradient.contiguous(memory_format=torch.channels_last_3d)  # planes of several samples are not dense
     sides, told = _describe_geometry(slab, weight.shape[2:], padding, stride)
     channels = weight.shape[0]
     voxels = slab.shape[0] * prod(sides)
