@@ -555,6 +555,19 @@ def convolve_few_in() -> None:
             assert got.is_contiguous(memory_format=torch.channels_last_3d)
             assert_near(got, wanted, ROUNDING[dtype])
             assert_near(few_in.weight_gradient(gradient, x, weight, padding), weight_gradient, 2 * ROUNDING[dtype])
+        convolve_planes_far_apart(dtype)
+
+
+def convolve_planes_far_apart(dtype: torch.dtype) -> None:
+    """Of one sample, whose stride takes 64 bits: the places of planes in front of the first wrap round 32."""
+    plane, reach = 2**26, 32
+    x = torch.zeros(plane + 1, dtype=dtype, device=DEVICE).as_strided((1, 1, 2, 1, 1), (2**31, 1, plane, 1, 1))
+    x[0, 0, :, 0, 0] = torch.tensor([1.0, 2.0])
+    weight, padding = volume(16, 1, 2 * reach + 1, 1, 1, dtype=dtype), (reach, 0, 0)
+    assert few_in.can_read(x)
+    wanted, weight_gradient, _, gradient = convolve_widely(x, weight, None, padding)
+    assert_near(few_in.forward(x, weight, None, padding), wanted, ROUNDING[dtype])
+    assert_near(few_in.weight_gradient(gradient, x, weight, padding), weight_gradient, 2 * ROUNDING[dtype])
 
 
 @covers("device.convolution.few_out._forward_kernel")

@@ -37,7 +37,7 @@ WEIGHT_VOXELS, WEIGHT_WARPS = 128, 4
 """Of a tile of the weight's gradient: twice as many where there are most columns; half the voxels of 64 channels."""
 
 MOST_COLUMNS, MOST_WEIGHT_COLUMNS = 32, 128
-"""Of a tile forward, and of the weight's gradient."""
+"""Of a tile forward, and of the weight's gradient. A line of taps of all channels fits into the first."""
 
 NOT_SPECIALIZED = ["V", "D", "H", "OD", "OH", *DIVIDERS]
 """Whether 16 divides them changes no instruction, and a patch of another size would be compiled for anew."""
@@ -47,6 +47,15 @@ def can_read(slab: Tensor) -> bool:
     """Say whether the channels of voxels beside each other along W follow one another, and 32 bits count all places."""
     is_dense = slab.stride(4) == slab.shape[1] and (slab.shape[1] == 1 or slab.stride(1) == 1)
     return is_dense and sum((side - 1) * way for side, way in zip(slab.shape, slab.stride(), strict=True)) < 2**31
+
+
+def _find_ways(slab: Tensor) -> tuple[int, int, int]:
+    """Return the strides of samples, planes and lines: 0 of a single one, whose own 32 bits may not hold.
+
+    Of places in 64 bits and others in 32 which wrap round the sums would be wrong.
+    """
+    sb, _, sd, sh, _ = (way if side > 1 else 0 for side, way in zip(slab.shape, slab.stride(), strict=True))
+    return sb, sd, sh
 
 
 @triton.jit
@@ -150,11 +159,10 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[in
     shape, voxels = (slab.shape[0], weight.shape[0], *sides), slab.shape[0] * prod(sides)
     out = torch.empty(shape, dtype=slab.dtype, device=slab.device, memory_format=torch.channels_last_3d)
     lines, columns = _choose_lines(slab.shape[1], weight.shape[2:])
-    sb, _, sd, sh, _ = slab.stride()
     with select_device(slab):
         _forward_kernel[(triton.cdiv(voxels, VOXELS),)](
             slab, weight.permute(2, 3, 4, 1, 0).flatten(0, 1).contiguous(), bias, out, voxels,
-            *slab.shape[2:], *sides, sb, sd, sh, *padding, *find_dividers(sides),
+            *slab.shape[2:], *sides, *_find_ways(slab), *padding, *find_dividers(sides),
             **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)), BIAS=bias is not None,
             LINES=lines, BV=VOXELS, BN=columns, BC=max(16, triton.next_power_of_2(weight.shape[0])), num_warps=WARPS,
         )  # fmt: skip
@@ -176,11 +184,10 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
     per_part = triton.cdiv(triton.cdiv(voxels, wanted), height) * height
     parts = triton.cdiv(voxels, per_part)
     out = torch.empty((parts, 1, *kernel, own * channels), dtype=torch.float32, device=slab.device)
-    sb, _, sd, sh, _ = slab.stride()
     gb, _, gd, gh, gw = gradient.stride()
     with select_device(slab):
         _weight_kernel[(parts, taps)](
-            slab, gradient, out, voxels, per_part, *slab.shape[2:], *sides, sb, sd, sh, gb, gd, gh, gw,
+            slab, gradient, out, voxels, per_part, *slab.shape[2:], *sides, *_find_ways(slab), gb, gd, gh, gw,
             *padding, *find_dividers(sides),
             **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)),
             LINES=lines, BV=height, BN=columns, BC=max(16, triton.next_power_of_2(channels)), num_warps=warps,
