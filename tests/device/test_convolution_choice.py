@@ -176,6 +176,10 @@ def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
     assert names((1, 7, 8, 8, 8), (32, 7, 5, 5, 5), 2) == names(one, (65, 1, 5, 5, 5), 2) == [None, None]
     assert names((1, 4, 8, 8, 8), (16, 4, 5, 5, 5), 2, last=False) == [None, None]  # of one channel all layouts are one
     assert names(one, (16, 1, 5, 5, 5), 7, last=False) == ["few channels in", "few channels in"]
+    # Lines of so many taps of all channels do not fit into a tile's columns, nor into shared memory.
+    long = (1, 32, 8, 8, 32)
+    assert names(long, (2, 32, 3, 3, 15), (1, 1, 7)) == [few, few]
+    assert names(long, (3, 32, 3, 3, 15), (1, 1, 7)) == names(one, (32, 1, 3, 3, 65), 32) == [None, None]
     with fusions.without("few channels"):
         assert names(head, (3, 32, 5, 5, 5), 2) == [None, None]
     many = (1, 200, 8, 8, 8)  # classes in eights are cuDNN's; of others the gradient alone
@@ -194,6 +198,42 @@ def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
     # 2**31 elements: cuDNN's kernels, a stack of planes at a time.
     assert stacks.LIMIT == 2**31 - 1
     assert names((1, 128, 256, 256, 256), (128, 128, 5, 5, 5), 2) == [None, None]
+
+
+CONVOLUTIONS = [
+    ((1, 1, 8, 8, 8), (32, 1, 3, 3, 3), 1),
+    ((1, 1, 8, 8, 8), (16, 1, 5, 5, 5), 2),
+    ((1, 32, 8, 8, 8), (3, 32, 5, 5, 5), 2),
+    ((1, 128, 16, 16, 16), (128, 128, 5, 5, 5), 2),
+    ((1, 32, 8, 8, 8), (3, 32, 1, 1, 1), 0),
+    ((1, 3, 8, 8, 8), (3, 3, 3, 3, 3), 1),
+]
+"""Each of another kernel."""
+
+
+@pytest.mark.parametrize(("shape", "kernel", "padding"), CONVOLUTIONS)
+def test_no_samples_are_left_to_torch(
+    shape: tuple[int, ...], kernel: tuple[int, ...], padding: int, settings: Callable[..., Settings]
+) -> None:
+    told = settings((padding,) * 3)
+    assert chosen(volume(*shape), volume(*kernel), None, told)[0] is not None
+    empty, weight = volume(0, *shape[1:]), volume(*kernel)
+    assert chosen(empty, weight, None, told) == [None, None]
+    assert not rules.is_one_voxel(empty, weight, told)
+
+
+def test_outputs_that_32_bits_do_not_count_are_left_to_torch(settings: Callable[..., Settings]) -> None:
+    """Padding makes five planes of one, and more than 2**31 voxels of 2**29."""
+    for shape, kernel in (
+        ((1, 1), (16, 1, 5, 5, 5)),
+        ((1, 1), (32, 1, 5, 3, 3)),
+        ((1, 32), (3, 32, 5, 5, 5)),
+        ((1, 2), (3, 2, 5, 3, 3)),
+    ):
+        padding = (4, kernel[3] // 2, kernel[4] // 2)
+        for side, ours in ((2**6, True), (2**14, False)):
+            call = ConvolutionCall(volume(*shape, 1, side, 2 * side), volume(*kernel), None, settings(padding))
+            assert (find_name("forward", call) is not None) == ours, (shape, kernel, side)
 
 
 def test_gradients_of_the_input_of_few_channels(settings: Callable[..., Settings]) -> None:

@@ -50,7 +50,7 @@ class ConvolutionCall(NamedTuple):
 
 def _is_half(tensor: Tensor, weight: Tensor) -> bool:
     """Say whether Triton may run, and the convolution is one of half precision."""
-    if not (triton_tiles.available() and pretended.on_gpu(tensor) and tensor.ndim == 5):
+    if not (triton_tiles.available() and pretended.on_gpu(tensor) and tensor.ndim == 5 and tensor.numel()):
         return False
     if tensor.numel() > triton_tiles.MOST_VOXELS and count_voxels(tensor) > triton_tiles.MOST_VOXELS:
         return False
@@ -67,8 +67,19 @@ def is_plain(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     return settings.stride == (1, 1, 1) and _is_plain_or_strided(tensor, weight, settings)
 
 
-def _is_undilated(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    return settings.dilation == (1, 1, 1) and is_plain(tensor, weight, settings)
+def _is_undilated(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
+    plain = settings.dilation == (1, 1, 1) and is_plain(slab, weight, settings)
+    return plain and _can_count_output(slab, weight, settings)
+
+
+def _can_count_output(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
+    """Say whether 32 bits count the voxels of all samples of the output: padding may make them many times the input's.
+
+    Of an undilated convolution.
+    """
+    around = zip(slab.shape[2:], weight.shape[2:], settings.padding, settings.stride, strict=True)
+    sides = [(side + 2 * padding - kernel) // stride + 1 for side, kernel, padding, stride in around]
+    return slab.shape[0] * prod(sides) <= triton_tiles.MOST_VOXELS
 
 
 def pads_less_than_kernel(weight: Tensor, settings: Settings) -> bool:
@@ -111,7 +122,8 @@ def is_few_taps(call: ConvolutionCall) -> bool:
     if not fits or not gathered or call.settings.dilation != (1, 1, 1):
         return False
     suits = _is_plain_or_strided if has_own_taps(call.weight) else is_plain
-    return suits(call.slab, call.weight, call.settings)
+    asked = call.slab, call.weight, call.settings
+    return suits(*asked) and _can_count_output(*asked)
 
 
 def has_own_taps(weight: Tensor) -> bool:
@@ -120,9 +132,9 @@ def has_own_taps(weight: Tensor) -> bool:
 
 
 def _has_few_in(weight: Tensor) -> bool:
-    """Say whether ``few_in`` is for a kernel with so many channels out and in."""
+    """Say whether ``few_in`` is for a kernel with so many channels out and in, and lines of taps of this length."""
     fits = few_in.FEWEST_CHANNELS <= weight.shape[0] <= few_in.MOST_CHANNELS and weight.shape[1] <= few_in.MOST_IN
-    return fits and fusions.is_on("few channels")
+    return fits and weight.shape[1] * weight.shape[-1] <= few_in.MOST_COLUMNS and fusions.is_on("few channels")
 
 
 def is_few_in(call: ConvolutionCall) -> bool:
@@ -167,7 +179,7 @@ def is_depthwise(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
     """Say whether ``depthwise`` takes this convolution, transposed or not; ``tensor`` is its input, or a gradient."""
     if settings.groups == 1 or not fusions.is_on("depthwise") or not _is_half(tensor, weight):
         return False
-    return tensor.numel() > 0 and depthwise.fits(weight.shape, settings)
+    return depthwise.fits(weight.shape, settings)
 
 
 def differentiates_depthwise(call: ConvolutionCall) -> bool:
