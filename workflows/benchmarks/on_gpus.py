@@ -111,6 +111,13 @@ MEASUREMENTS = (
         "convolution_forms.py --seconds 36 --result {result}",
         "convolution_h200_forms.json",
     ),
+    Measurement(
+        "few channels",
+        1,
+        45,
+        "few_channel_convolutions.py --tiles --result {result}",
+        "convolution_h200_few_channels.json",
+    ),
     Measurement("roofline", 1, 40, "roofline.py --result {result}", "dynunet_h200_roofline.json"),
     Measurement("reductions", 1, 60, "norm_reductions.py --result {result}", "norms_h200_reductions.json"),
     Measurement(
