@@ -5,12 +5,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     import triton  # noqa: F401  (asked for by name: without it nothing would be interpreted)
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return random values in 16 bits with channels last."""
+    return torch.randn(shape, device=DEVICE).to(dtype).contiguous(memory_format=torch.channels_last_3d)
 
 
 def with_kernels(test: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels import half
 from torch import Tensor, nn
 
 from volseg.device.convolution import few_in, few_out
@@ -20,10 +21,6 @@ CASES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]] 
     "much padding": ((1, 16, 8, 9, 33), 10, (3, 3, 3), (2, 0, 1)),
     "one channel": ((2, 16, 30, 31, 32), 1, (5, 5, 5), (4, 3, 2)),
 }
-
-
-def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=torch.channels_last_3d)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels import half
 from torch import Tensor, nn
 
 from volseg.device.convolution import many_taps
@@ -15,10 +16,6 @@ SHAPES = {
     "two samples, channels that no tile divides": ((2, 144, 5, 7, 3), 136, (2, 1, 3)),
     "one plane": ((3, 128, 1, 4, 5), 128, (2, 2, 2)),
 }
-
-
-def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=torch.channels_last_3d)
 
 
 @pytest.mark.parametrize("padding", [(2, 2, 2), (0, 1, 4)])

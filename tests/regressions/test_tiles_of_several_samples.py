@@ -15,21 +15,25 @@ from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import DIM
 
-CONVOLUTIONS = {
-    "few taps": ((20, 16, 1, 1, 1), 1),
-    "few taps, first": ((32, 1, 3, 3, 3), 1),
-    "few channels in": ((16, 1, 5, 5, 5), 1),
-    "few channels out": ((3, 16, 5, 5, 5), 1),
-    "one voxel": ((3, 16, 1, 1, 1), 1),
-    "few channels": ((3, 3, 3, 3, 3), 1),
-    "depthwise": ((8, 1, 3, 3, 3), 8),
-}
+CONVOLUTIONS = [
+    ((20, 16, 1, 1, 1), 1, "few taps"),
+    ((32, 1, 3, 3, 3), 1, "few taps"),
+    ((16, 1, 5, 5, 5), 1, "few channels in"),
+    ((3, 16, 5, 5, 5), 1, "few channels out"),
+    ((8, 1, 3, 3, 3), 8, "depthwise"),
+    ((3, 16, 1, 1, 1), 1, None),  # whose backward pass is one kernel
+    ((3, 3, 3, 3, 3), 1, None),  # of which the input's gradient is ours
+]
+"""Weights, groups, and who computes the gradient of the weight."""
+
+CLOSE = 2**-9
+"""By norm: ours round once to float16, by 2**-11 at most; torch, which computes the rest, adds in float16 on a CPU."""
 
 
 @with_kernels
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_gradients_from_planes_of_two_samples(name, monkeypatch):
-    (out, own, side, _, _), groups = shape, groups = CONVOLUTIONS[name]
+@pytest.mark.parametrize(("shape", "groups", "name"), CONVOLUTIONS)
+def test_gradients_from_planes_of_two_samples(shape, groups, name, monkeypatch):
+    out, own, side, *_ = shape
     around = (side // 2,) * 3
     x, gradient = (torch.randn(2, channels, 6, 5, 7, device=DEVICE).half() for channels in (own * groups, out))
     weight = torch.randn(shape, device=DEVICE).half()
@@ -44,8 +48,8 @@ def test_gradients_from_planes_of_two_samples(name, monkeypatch):
         monkeypatch.setattr(pretended, "find_capability", lambda device: (9, 0))
     call = ConvolutionCall(slab, weight, None, settings, planes)
     found = choice.choose("weight gradient", call)
-    assert "voxel" in name or name == "few channels" or (found is not None and found.name in name)
+    assert (None if found is None else found.name) == name
     # Tiles are cut of what `lay_out_gradient` has laid out.
     got = choice.differentiate(planes, slab, weight, None, settings, True, [True, True, False])
     for mine, other in zip(got, wanted, strict=False):
-        assert float((mine.double() - other).norm() / other.norm()) < 2e-3
+        assert float((mine.double() - other).norm() / other.norm()) < CLOSE

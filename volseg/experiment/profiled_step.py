@@ -10,7 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,18 +191,6 @@ class _Batches:
             yield batch
 
 
-@contextmanager
-def _one_cycle() -> Iterator[None]:
-    """Have no warning in here that a profiler forgets what it saw in other cycles, as torch 2.11 gives: there is one.
-
-    To have it keep them (``acc_events``) is no way out: it then makes an object of each event and sorts these into a
-    tree, for a minute where there are ten steps of a V-Net. What is wanted of it is the trace alone.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Profiler clears events")
-        yield
-
-
 class _Watching(Hook):
     """Times steps, then lets the profiler watch as many, then notes the operators of one more."""
 
@@ -251,8 +239,7 @@ class _Watching(Hook):
     def on_training_end(self, training: Training) -> None:  # noqa: ARG002 (a hook's signature)
         """Leave nothing behind, whatever happened."""
         self._marks.close()
-        with _one_cycle():
-            self._around.close()
+        self._around.close()
 
     def _start(self, training: Training) -> None:
         recorded = training.step.recorded
@@ -263,13 +250,15 @@ class _Watching(Hook):
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         if self._watch is not None:
             self._around.enter_context(self._watch.watching())
-        with _one_cycle():
+        with warnings.catch_warnings():
+            # There is one cycle; torch 2.11 warns that it forgets others. To have it keep them (acc_events) is no way
+            # out: it then sorts all events into a tree, for a minute where there are ten steps of a V-Net.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
             self._profiler = self._around.enter_context(profile(activities=activities))
 
     def _stop(self) -> None:
         assert self._profiler is not None
-        with _one_cycle():
-            self._around.close()
+        self._around.close()
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(file))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from wide_convolution import best
+from wide_convolution import best, half
 
 from volseg.device.convolution import few_in, few_out, few_taps
 from volseg.monitoring.environment import environment
@@ -84,11 +84,6 @@ def by_tile(module: Any, tiles: Sequence[dict[str, int]], call: Callable[[], obj
         with tiled(module, **tile):
             found[" ".join(f"{name} {number}" for name, number in tile.items())] = best(call)
     return found
-
-
-def half(*shape: int) -> Tensor:
-    """Return random values with channels last."""
-    return torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last_3d)
 
 
 def measure_last(shape: tuple[int, ...], channels: int, side: int, tiles: bool) -> dict[str, Any]:

@@ -45,12 +45,13 @@ def best(call: Callable[[], object], repeats: int = 6) -> float:
     return min(times)
 
 
+def half(*shape: int) -> Tensor:
+    """Return random values in bfloat16 with channels last."""
+    return torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last_3d)
+
+
 def measure(channels: int, sides: tuple[int, int, int]) -> dict[str, float]:
     """Return TFLOP/s of each way, and how far ours are from cuDNN's results, relative to the largest."""
-
-    def half(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last_3d)
-
     x, gradient, weight = half(1, channels, *sides), half(1, channels, *sides), half(channels, channels, 5, 5, 5)
 
     def forward() -> Tensor:
