@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from volseg.device import fusions, pretended, triton_tiles
 from volseg.device.convolution import choice, forms, many_taps, rules, stacks
 from volseg.device.convolution.choice import TABLES
-from volseg.device.convolution.forms import Direction, Groups, ZeroChannels
+from volseg.device.convolution.forms import Direction, Groups, Turned, ZeroChannels
 from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 
@@ -194,6 +194,8 @@ def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
     assert names(wide, (128, 128, 5, 5, 5), 2, last=False) == [None, None]
     assert names(wide, (128, 128, 5, 5, 5), 2, bias=volume(128)) == ["many taps", "many taps"]
     assert many_taps.FEWEST_VOXELS == 16**3
+    assert names((1, 256, 4, 4, 4), (256, 256, 5, 5, 5), 2) == ["many taps", "many taps"]
+    assert names((1, 256, 4, 4, 4), (255, 256, 5, 5, 5), 2) == [None, "many taps"]
     assert names((1, 128, 16, 16, 15), (128, 128, 5, 5, 5), 2) == [None, "many taps"]
     # 2**31 elements: cuDNN's kernels, a stack of planes at a time.
     assert stacks.LIMIT == 2**31 - 1
@@ -303,6 +305,55 @@ def test_pairs_are_taken_as_the_table_says(direction: Direction, settings: Calla
             assert name(wide) is None
     assert name_by_rule(direction, (28, 28, 3, 1), settings, (128, 128, 128)) is None
     assert name_by_rule(direction, (64, 64, 3, 4), settings, (128, 128, 128)) is None, "24 ms instead of 1"
+
+
+@pytest.mark.parametrize("direction", ["forward", "input gradient"])
+def test_weights_are_turned_round_as_the_table_says(direction: Direction, settings: Callable[..., Settings]) -> None:
+    cases = {case: rule for case, rule in forms.RULES[direction].items() if isinstance(rule.form, Turned)}
+    assert cases
+    for case, rule in cases.items():
+        name = partial(name_by_rule, direction, case, settings)
+        side = 32
+        fitting = (rule.fewest // side**2, side, side)
+        assert rule.share <= 0.9, "a tenth faster at least"
+        assert name(fitting) == "turned weights"
+        assert name((fitting[0] - 1, side, side)) is None, "too small"
+        assert name((2 * fitting[0], side, side + 1)) is None, "odd rows"
+        assert name(fitting, last=False) is name(fitting, stride=(2, 1, 1)) is name(fitting, groups=2) is None
+        padding = case[2] // 2
+        assert name(fitting, padding=(0, padding, padding)) == "turned weights", "planes of a halo"
+        assert name(fitting, padding=(case[2], padding, padding)) is None, "more than the kernel reaches"
+        assert name(fitting, device="cpu") is None
+        assert name((2**13, 64, 256)) is None, "a transposed convolution is not cut into stacks"
+        with fusions.without("turned weights"):
+            assert name(fitting) is None
+    assert not any(isinstance(rule.form, Turned) for rule in forms.RULES["weight gradient"].values())
+
+
+def test_weights_gradients_over_groups_of_voxels(settings: Callable[..., Settings]) -> None:
+    def name(
+        channels: int, sides: tuple[int, ...] = (32, 32, 32), outputs: int | None = None, **more: Any
+    ) -> str | None:
+        case = (channels, outputs or channels, 5, 1)
+        return name_by_rule("weight gradient", case, settings, sides, **more)
+
+    assert name(32) == name(64) == name(32, (16, 32, 32), samples=2) == name(64, (2**14, 1, 2)) == "many taps"
+    assert name(32, padding=(0, 1, 3)) == "many taps", "as much as the kernel reaches, or less"
+    assert name(32, (32, 32, 31)) is name(64, (32, 32, 31)) is name(32, (32, 64, 18)) is None, "groups divide rows"
+    assert name(64, (32, 64, 18)) == "many taps"
+    assert name(32, (31, 32, 32)) is name(48) is name(16) is name(32, outputs=64) is None, "not measured"
+    assert name(32, taps=(5, 5, 3)) is name(32, taps=(7, 5, 5)) is name(32, device="cpu") is None
+    assert name(32, last=False) is name(32, stride=(1, 1, 2)) is None
+
+    def of_slab(sides: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+        slab = torch.empty_strided((1, 32, *sides), strides, dtype=HALF, device="cuda")
+        given = slab, volume(32, 32, 5, 5, 5), None, settings((2, 2, 2)), volume(1, 32, 32, 32, 32)
+        return find_name("weight gradient", ConvolutionCall(*given))
+
+    assert of_slab((32, 32, 32), (2**20, 1, 2**15, 1024, 32)) == "many taps"
+    assert of_slab((32, 32, 32), (2**22, 1, 2**15, 1024, 32)) == "many taps", "planes of a slab"
+    assert of_slab((32, 32, 32), (2**21, 1, 2**16, 2048, 64)) is None, "channels of a join"
+    assert of_slab((32, 32, 32), (2**40, 1, 2**27, 1024, 32)) is None, "32 bits do not count its places"
 
 
 @pytest.mark.parametrize("direction", forms.RULES)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import volseg
 from volseg.device import attention, doubling, gating, layer_norm, layout, triton_tiles
-from volseg.device.convolution import depthwise, few_channels, few_in, few_out, few_taps, many_taps, one_voxel
+from volseg.device.convolution import depthwise, few_channels, few_in, few_out, few_taps, many_taps, one_voxel, turned
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation
@@ -636,6 +636,19 @@ def convolve_many_taps() -> None:
         _, weight_gradient, _, gradient = convolve_widely(x, weight, None, padding)
         got = many_taps.weight_gradient(gradient, x, weight, padding)
         assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
+        x, weight = volume(2, 32, 2, 3, 4, dtype=dtype, last=True), volume(5, 32, 2, 1, 3, dtype=dtype)
+        _, weight_gradient, _, gradient = convolve_widely(x, weight, None, (1, 0, 1))
+        got = many_taps.weight_gradient(gradient, x, weight, (1, 0, 1), 4)
+        assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
+
+
+@covers("device.convolution.turned._turn_kernel")
+def turn_weights_round() -> None:
+    for dtype in WIDE_AND_HALF:
+        weight = volume(70, 5, 2, 1, 3, dtype=dtype, last=True)  # more than a tile of channels
+        got = turned.turn_by_triton(weight)
+        assert got.is_contiguous(memory_format=torch.channels_last_3d)
+        assert got.equal(weight.flip(2, 3, 4).transpose(0, 1))
 
 
 @covers("device.convolution.depthwise._depthwise_kernel", "device.convolution.depthwise._depthwise_weight_kernel")

@@ -203,6 +203,13 @@ def test_kernels_of_taps_are_known_by_what_a_trace_and_what_a_row_tells() -> Non
     parts = (9, 16, 3, 3, 3, 4)
     wide = KernelRun("convolution.many_taps._weight_kernel", torch.bfloat16, 1, 1, (slab, out, parts), True)
     assert classify(wide)[0].flops == kernel.flops
+    for channels, parts in ((32, (9, 128, 5, 5, 2, 128)), (64, (9, 128, 5, 5, 3, 128)), (128, (9, 128, 5, 5, 5, 128))):
+        volumes = [(1, channels, 32, 32, 32)] * 2
+        grouped, plain = (
+            KernelRun("convolution.many_taps._weight_kernel", torch.bfloat16, 1, 1, (*volumes, weight), True)
+            for weight in (parts, (channels, channels, 5, 5, 5))
+        )
+        assert classify(grouped) == classify(plain), "runs of taps under a group of voxels"
 
 
 def test_norms_of_torch_are_timed_by_the_multiprocessors_that_they_keep_busy() -> None:

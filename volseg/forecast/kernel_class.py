@@ -245,8 +245,10 @@ def _count_taps(shapes: Sequence[Sequence[int]], channels: Sequence[int]) -> int
     weight = shapes[0]
     if len(weight) == 4:  # in the order in which a kernel reads it
         return max(1, prod(weight) // prod(channels))
-    if len(weight) == 6:  # parts, channels out, three sides, channels in
-        return prod(weight[2:5])
+    if len(weight) == 6:  # parts, channels out, three sides, channels in; of voxels of a group, and of a run of taps
+        depth, height, runs, wide = weight[2:]
+        grouped = wide > channels[-1]
+        return depth * height * (runs * wide // channels[0] - weight[1] // channels[-1] + 1 if grouped else runs)
     if len(weight) == 5:
         return prod(weight[2:])
     return max(1, weight[-1] // channels[0])  # of one row per channel: all taps of all channels in

@@ -4,10 +4,11 @@
 
 Per shape and direction (``forward``, ``input gradient``, ``weight gradient``), in bf16 with channels last: torch's own;
 over pairs and fours of voxels (``volseg.device.convolution.paired``); with channels filled up to a multiple of 32 in
-front of the convolution, behind it, or both (``padded``); the input's gradient as the forward convolution with the
-weight turned round; and what ``volseg`` chooses where pairs are switched off. Microseconds of everything that a form
-takes, expanded weights and copies included, in a recording; and how far its result is from torch's, relative to the
-largest value. Shapes that networks have and that no rule knows come first; behind ``--seconds`` none is begun.
+front of the convolution, behind it, or both (``padded``); forward and the input's gradient as one another, with the
+weight turned round (``turned``), plainly and over groups; and what ``volseg`` chooses where pairs and turned weights
+are switched off. Microseconds of everything that a form takes, expanded weights and copies included, in a recording;
+and how far its result is from torch's, relative to the largest value. Shapes that networks have and that no rule knows
+come first; behind ``--seconds`` none is begun.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from volseg.device import fusions
 from volseg.device.convolution import choice, padded, paired, rules, stacks
-from volseg.device.convolution.forms import Direction, Groups, ZeroChannels
+from volseg.device.convolution.forms import Direction, Groups, Turned, ZeroChannels
 from volseg.device.convolution.settings import Settings
 from volseg.forecast.calibration.cases import draw
 from volseg.forecast.calibration.kernels import time_calls, time_once
@@ -50,6 +51,7 @@ class Shape(NamedTuple):
     sides: int | tuple[int, int, int]
     """Of the output."""
     halo: bool = False
+    samples: int = 1
 
     @property
     def taps(self) -> tuple[int, int, int]:
@@ -62,7 +64,8 @@ class Shape(NamedTuple):
             for sides in (self.kernel, self.sides)
         )
         dilated = f", dilation {self.dilation}" if self.dilation > 1 else ""
-        return f"{self.inputs} to {self.outputs}, {kernel}{dilated}, {sides}{', halo' * self.halo}"
+        many = f", {self.samples} samples" if self.samples > 1 else ""
+        return f"{self.inputs} to {self.outputs}, {kernel}{dilated}, {sides}{', halo' * self.halo}{many}"
 
 
 def list_cubes(kernel: int, dilation: int, *rows: tuple[int, int, int]) -> list[Shape]:
@@ -160,9 +163,9 @@ def prepare(shape: Shape, device: torch.device) -> rules.ConvolutionCall:
     reach = tuple((taps - 1) // 2 * shape.dilation for taps in shape.taps)
     around, padding = (reach[0], (0, *reach[1:])) if shape.halo else (0, reach)
     settings = Settings((1,) * 3, padding, (shape.dilation,) * 3, False, (0,) * 3, 1)
-    slab = draw(device, (1, shape.inputs, sides[0] + 2 * around, *sides[1:]), dtype, True)
+    slab = draw(device, (shape.samples, shape.inputs, sides[0] + 2 * around, *sides[1:]), dtype, True)
     weight = draw(device, (shape.outputs, shape.inputs, *shape.taps), dtype, True)
-    gradient = draw(device, (1, shape.outputs, *sides), dtype, True)
+    gradient = draw(device, (shape.samples, shape.outputs, *sides), dtype, True)
     return rules.ConvolutionCall(slab, weight, None, settings, gradient)
 
 
@@ -173,19 +176,21 @@ def list_forms(direction: Direction, call: rules.ConvolutionCall) -> Iterator[tu
     given = call if direction != "forward" else call._replace(gradient=None)
     yield "torch", partial(compute, call, DIRECTIONS.index(direction))
     taps = weight.shape[2:]
-    reach = tuple((side - 1) // 2 * step for side, step in zip(taps, settings.dilation, strict=True))
-    if direction == "input gradient" and taps.numel() > 1 and settings.padding == reach:
-        yield "turned round", partial(turn_round, gradient, weight, settings)
+    turns = direction != "weight gradient" and taps.numel() > 1 and rules.pads_less_than_kernel(weight, settings)
+    if turns:
+        yield "turned round", partial(choice.compute_in_form, Turned(), direction, given)
     for name, voxels in (("pairs", 2), ("fours", 4)):
         fits = voxels * max(weight.shape[:2]) <= MOST_CHANNELS and taps.numel() > 1
         if fits and all(paired.can_group(volume, weight, settings, voxels) for volume in (slab, gradient)):
             yield name, partial(choice.compute_in_form, Groups(voxels), direction, given)
+            if turns:
+                yield f"{name}, turned round", partial(choice.compute_in_form, Turned(voxels), direction, given)
     odd = [channels != padded.fill_up(channels) for channels in (weight.shape[1], weight.shape[0])]
     for name, inputs, outputs in (("padded in", 1, 0), ("padded out", 0, 1), ("padded both", 1, 1)):
         if (odd[0] or not inputs) and (odd[1] or not outputs):
             form = ZeroChannels(bool(inputs), bool(outputs))
             yield name, partial(choice.compute_in_form, form, direction, given)
-    with fusions.without("pairs"):
+    with fusions.without("pairs", "turned weights"):
         chosen = choice.choose(direction, given)
     if chosen is not None:
         yield chosen.name, chosen.compute
@@ -201,12 +206,6 @@ def compute(call: rules.ConvolutionCall, place: int) -> Tensor:
     found = stacks.differentiate(gradient, slab, weight, None, settings.arguments, mask)[place - 1]
     assert found is not None
     return found
-
-
-def turn_round(gradient: Tensor, weight: Tensor, settings: Settings) -> Tensor:
-    """Return the input's gradient as a forward convolution, of a kernel with odd sides that is padded by its reach."""
-    turned = weight.flip(2, 3, 4).transpose(0, 1).contiguous(memory_format=torch.channels_last_3d)
-    return stacks.convolve(gradient, turned, None, settings.arguments)
 
 
 def time_form(form: Callable[[], object], device: torch.device, hopeless: float | None) -> float:

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import many_taps
+from volseg.device.convolution import many_taps, turned
+from volseg.device.convolution.settings import Settings
 
 CASES = [
     (128, (32, 32, 32)),
@@ -28,7 +29,8 @@ CASES = [
     (256, (8, 32, 32)),
     (256, (8, 8, 8)),
 ]
-ARGUMENTS = [[1] * 3, [2] * 3, [1] * 3, False, [0] * 3, 1]
+SETTINGS = Settings((1,) * 3, (2,) * 3, (1,) * 3, False, (0,) * 3, 1)
+ARGUMENTS = SETTINGS.arguments
 
 
 def best(call: Callable[[], object], repeats: int = 6) -> float:
@@ -63,7 +65,7 @@ def measure(channels: int, sides: tuple[int, int, int]) -> dict[str, float]:
         return found[0 if of_input else 1]
 
     def own_forward() -> Tensor:
-        return many_taps.forward(x, weight, None, (2, 2, 2))
+        return turned.forward(x, weight, None, SETTINGS)
 
     def own_weight() -> Tensor:
         return many_taps.weight_gradient(gradient, x, weight, (2, 2, 2))

@@ -24,8 +24,9 @@ from volseg.device.convolution import (
     paired,
     rules,
     stacks,
+    turned,
 )
-from volseg.device.convolution.forms import Direction, Form, Groups, find_form
+from volseg.device.convolution.forms import Direction, Form, Groups, Turned, ZeroChannels, find_form
 from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
@@ -69,21 +70,35 @@ def _find_form(direction: Direction, call: ConvolutionCall) -> Form | None:
 
 
 def _can_take(form: Form, direction: Direction, call: ConvolutionCall) -> bool:
-    """Say whether the volumes lie in memory as a form reads them."""
-    if not isinstance(form, Groups):
+    """Say whether a form computes the convolution, and the volumes lie in memory as it reads them."""
+    if isinstance(form, ZeroChannels):
         return True
-    volumes = (call.slab,) if direction == "forward" else (call.slab, call.given)
-    return all(paired.can_group(volume, call.weight, call.settings, form.voxels) for volume in volumes)
+    if isinstance(form, Turned):
+        volumes = [call.slab if direction == "forward" else call.given]
+        # A transposed convolution is not cut into stacks.
+        small = rules.count_voxels(volumes[0]) * max(call.weight.shape[:2]) <= stacks.LIMIT
+        if not (small and rules.pads_less_than_kernel(call.weight, call.settings)):
+            return False
+    else:
+        volumes = [call.slab] if direction == "forward" else [call.slab, call.given]
+    grouped = partial(paired.can_group, weight=call.weight, settings=call.settings, voxels=form.voxels)
+    return form.voxels == 1 or all(map(grouped, volumes))
 
 
 def _name(form: Form) -> str:
     """Return a form's name among the fusions."""
-    return "pairs" if isinstance(form, Groups) else "zero channels"
+    return {Groups: "pairs", ZeroChannels: "zero channels", Turned: "turned weights"}[type(form)]
 
 
 def compute_in_form(form: Form, direction: Direction, call: ConvolutionCall) -> Tensor:
-    """Compute the output, or a gradient, in a form that may take it."""
-    module, arguments = paired if isinstance(form, Groups) else padded, form._asdict()
+    """Compute the output, or a gradient, in a form that may take it; no weight's gradient turned round."""
+    arguments = form._asdict()
+    if isinstance(form, Turned):
+        if direction == "forward":
+            return turned.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
+        assert direction == "input gradient", direction
+        return turned.input_gradient(call.given, call.weight, call.settings, **arguments)
+    module = paired if isinstance(form, Groups) else padded
     if direction == "forward":
         return module.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
     compute = module.input_gradient if direction == "input gradient" else module.weight_gradient
@@ -126,8 +141,8 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
         ),
         Kernel(
             "many taps",
-            lambda call: rules.is_many_taps(call) and rules.count_voxels(call.slab) >= many_taps.FEWEST_VOXELS,
-            lambda call: many_taps.forward(call.slab, call.weight, call.bias, call.settings.padding),
+            rules.turns_many_taps,
+            lambda call: turned.forward(call.slab, call.weight, call.bias, call.settings),
         ),
     ),
     # But for ``one_voxel``, which computes both gradients in one pass: see ``differentiate``.
@@ -173,8 +188,10 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
         ),
         Kernel(
             "many taps",
-            rules.is_many_taps,
-            lambda call: many_taps.weight_gradient(call.given, call.slab, call.weight, call.settings.padding),
+            lambda call: rules.count_group(call) > 0,
+            lambda call: many_taps.weight_gradient(
+                call.given, call.slab, call.weight, call.settings.padding, rules.count_group(call)
+            ),
         ),
     ),
 }

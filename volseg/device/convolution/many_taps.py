@@ -1,15 +1,23 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Convolutions of many channels with kernels of 5 x 5 x 5, in half precision with channels last.
+"""The weights' gradient of convolutions with kernels of 5 x 5 x 5, in half precision with channels last.
 
-cuDNN chooses well for most sizes and badly for some of these, where trying all of its algorithms finds no better one:
-on an H200 the weights' gradient ran at 21 TFLOP/s instead of 230 for 256 channels of any size and for 128 channels of
-16 x 64 x 64, and forward at 13 for 256 channels of 16 x 16 x 16. A V-Net spent a third of its time there, and more or
-less of it depending on how its volume was cut.
+A matrix product of ``(channels out, voxels)`` with ``(voxels, channels in)`` for each tap, over all voxels of the slab,
+in Triton. cuDNN chooses badly for some sizes of 128 channels or more, where trying all of its algorithms finds no
+better one: on an H200 21 TFLOP/s for 256 channels of any size. Ours does 440 to 520 on an H100.
 
-Forward is therefore asked for as what it is as well: the input's gradient of a convolution with the flipped kernel,
-where cuDNN's choices are sound. The weights' gradient is a Triton kernel of our own, at 260 to 310 TFLOP/s: a matrix
-product of ``(channels out, voxels)`` with ``(voxels, channels in)`` for each tap, over all voxels of the slab.
+Of 32 and 64 channels a tile of 128 rows is filled by the voxels of a group along W, with their channels one behind the
+other in memory, as in ``paired``. A tap of a group is a run of voxels, whose channels follow one another as well::
+
+    4 voxels of a group, 32 channels           128 rows           g0 g1 g2 g3
+    runs of voxels under taps 0 to 4    2 x 128 columns        x0 x1 x2 x3 | x4 x5 x6 x7
+
+so that all taps along W are two products, and what is wanted is the sum of entries ``(v, v + t)`` over the voxels of a
+group. 8 / 5 of the work, and a quarter less time than cuDNN over pairs.
+
+References
+----------
+Measured: workflows/benchmarks/results/convolution_h100_many_taps.json, of cuDNN convolution_h200_wide_kernels.json.
 """
 
 from math import prod
@@ -17,76 +25,176 @@ from math import prod
 import torch
 from torch import Tensor
 
+from volseg.device.pretended import find_capability, is_gpu
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers, locate, select_device
 
-__all__ = ["forward", "weight_gradient"]
+__all__ = ["can_group", "can_read", "weight_gradient"]
 
 FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
-"""Below, cuDNN is the faster one."""
+"""Below, cuDNN is the faster one; but for ``GROUPS``."""
 
 FEWEST_VOXELS = 4096
-"""Of the forward convolution: below, turning the kernel round takes as long as what it wins."""
+"""Of the forward convolution of these, turned round (``turned``): below, cuDNN's own is as fast."""
+
+ALWAYS_TURNED = 256
+"""Channels from which on cuDNN's own takes twice as long for few voxels, too."""
+
+GROUPS = {32: 4, 64: 2}
+"""Voxels of a group along W, by the channels in and out that were measured."""
+
+FEWEST_VOXELS_OF_GROUPS = 32**3
+"""Measured."""
 
 BV, BI, BO = 64, 128, 128
-"""Voxels, channels in and channels out of a tile."""
+"""Places, columns and rows of a tile."""
+
+WIDE = 9
+"""Compute capability of the GPUs on which a program computes two tiles, which share what they read: two of rows, or of
+columns. They need 144 KiB of shared memory. On others two programs share a processor instead."""
+
+FEWEST_TILES, FEWEST_TILES_OF_WAVES = 8, 64
+"""That a program sums up at least, and where there are more programs than run at a time."""
+
+MOST_WAVES, FULL = 4, 0.96
+"""Of programs, and the share of the processors that is busy enough."""
+
+NOT_SPECIALIZED = ["V", "per_part", "D", "H", "W", "OD", "OH", "OW", "PD", "PH", "PW", *DIVIDERS]
+"""Whether 16 divides them changes no instruction, and a patch of another size would be compiled for anew."""
 
 
-def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:
-    """Return the convolution, ``(B, C, D, H, W)``."""
-    flipped = weight.flip(2, 3, 4).transpose(0, 1).contiguous(memory_format=torch.channels_last_3d)
-    around = [k - 1 - p for k, p in zip(weight.shape[2:], padding, strict=True)]
-    ones, zeros = [1, 1, 1], [0, 0, 0]
-    return torch.ops.aten.convolution(slab, flipped, bias, ones, around, ones, True, zeros, 1)
+@triton.jit
+def _load_under(
+    x, row, live, d, h, w, c, tap, D, H, W, sd, sh, sw,
+    CI: tl.constexpr, KH: tl.constexpr, RUNS: tl.constexpr, ALONG: tl.constexpr,
+):  # fmt: skip
+    """Return the input under a run of taps of some places of the output, ``[BV, BI]``."""
+    kd, kh, kw = tap // (KH * RUNS), tap // RUNS % KH, tap % RUNS * ALONG
+    # One comparison with a number without a sign says whether a coordinate is inside on both sides.
+    inside = live & ((d + kd).to(tl.uint32) < D.to(tl.uint32)) & ((h + kh).to(tl.uint32) < H.to(tl.uint32))
+    if ALONG == 1:
+        there = (inside & ((w + kw).to(tl.uint32) < W.to(tl.uint32)))[:, None] & (c < CI)[None, :]
+    else:
+        along = (w + kw)[:, None] + (c // CI)[None, :]
+        there = inside[:, None] & (along.to(tl.uint32) < W.to(tl.uint32))
+    delta = kd * sd + kh * sh + kw * sw
+    return tl.load(x + delta + row[:, None] + c[None, :], mask=there, other=0.0)
 
 
-@kernel(do_not_specialize=["V", "per_part", *DIVIDERS])
+@kernel(do_not_specialize=NOT_SPECIALIZED)
 def _weight_kernel(
     x, gradient, out, V, per_part, D, H, W, OD, OH, OW, sb, sd, sh, sw, PD, PH, PW,
     mul_w, shr_w, mul_h, shr_h, mul_d, shr_d,
-    CI: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr,
-    BV: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    CI: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr, RUNS: tl.constexpr, TAPS: tl.constexpr,
+    GROUP: tl.constexpr, ALONG: tl.constexpr,
+    BV: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = (CI + BI - 1) // BI
-    tap, part = tl.program_id(0) // tiles, tl.program_id(2)
-    kd, kh, kw = tap // (KH * KW), tap // KW % KH, tap % KW
-    ci = tl.program_id(0) % tiles * BI + tl.arange(0, BI)
+    tap, part = tl.program_id(0) // tiles * BT, tl.program_id(2)
+    c = tl.program_id(0) % tiles * BI + tl.arange(0, BI)
     co = tl.program_id(1) * BO + tl.arange(0, BO)
     stop = tl.minimum((part + 1) * per_part, V)
-    total = tl.zeros((BO, BI), tl.float32)
+    one = tl.zeros((BO, BI), tl.float32)
+    two = tl.zeros((BO, BI), tl.float32)
     for first in range(part * per_part, stop, BV):
         v = first + tl.arange(0, BV)
+        live = v < stop
         b, d, h, w = locate(v, OD, OH, OW, mul_w, shr_w, mul_h, shr_h, mul_d, shr_d)
-        d, h, w = d + kd - PD, h + kh - PH, w + kw - PW
-        inside = (v < stop) & (d >= 0) & (d < D) & (h >= 0) & (h < H) & (w >= 0) & (w < W)
-        voxel = b.to(tl.int64) * sb + d.to(tl.int64) * sd + h.to(tl.int64) * sh + w.to(tl.int64) * sw
-        values = tl.load(x + voxel[:, None] + ci[None, :], mask=inside[:, None] & (ci < CI)[None, :], other=0.0)
+        d, h, w = d - PD, h - PH, w * GROUP - PW
+        row = b.to(tl.int64) * sb + (d * sd + h * sh + w * sw)
         place = gradient + v.to(tl.int64)[:, None] * CO + co[None, :]
-        slopes = tl.load(place, mask=(v < stop)[:, None] & (co < CO)[None, :], other=0.0)
-        total = tl.dot(tl.trans(slopes), values, total)
-    place = out + ((part * CO + co).to(tl.int64)[:, None] * TAPS + tap) * CI + ci[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=(co < CO)[:, None] & (ci < CI)[None, :])
+        slopes = tl.trans(tl.load(place, mask=live[:, None] & (co < CO)[None, :], other=0.0))
+        under = _load_under(x, row, live, d, h, w, c, tap, D, H, W, sd, sh, sw, CI, KH, RUNS, ALONG)
+        one = tl.dot(slopes, under, one)
+        if BT == 2:
+            more = live & (tap + 1 < TAPS)
+            under = _load_under(x, row, more, d, h, w, c, tap + 1, D, H, W, sd, sh, sw, CI, KH, RUNS, ALONG)
+            two = tl.dot(slopes, under, two)
+    width: tl.constexpr = CI * ALONG
+    fits = (co < CO)[:, None] & (c < width)[None, :]
+    place = out + ((part * CO + co).to(tl.int64)[:, None] * TAPS + tap) * width + c[None, :]
+    tl.store(place, one.to(out.dtype.element_ty), mask=fits)
+    if BT == 2:
+        tl.store(place + width, two.to(out.dtype.element_ty), mask=fits & (tap + 1 < TAPS))
 
 
-def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...]) -> Tensor:
-    """Return the gradient of the weight from that of the output; channels are last in all three."""
+def can_read(slab: Tensor) -> bool:
+    """Say whether the channels of a voxel follow one another, and 32 bits count the places of a sample."""
+    along = zip(slab.shape[2:], slab.stride()[2:], strict=True)
+    return slab.stride(1) == 1 and sum((side - 1) * way for side, way in along) < 2**31
+
+
+def can_group(slab: Tensor, width: int, voxels: int) -> bool:
+    """Say whether groups of voxels may be read of it likewise, for an output of some width."""
+    return can_read(slab) and slab.stride(4) == slab.shape[1] and width % voxels == 0
+
+
+def weight_gradient(
+    gradient: Tensor, slab: Tensor, weight: Tensor, padding: tuple[int, ...], voxels: int = 1
+) -> Tensor:
+    """Return the gradient of the weight from that of the output; channels are last in all three.
+
+    Parameters
+    ----------
+    gradient, slab, weight, padding
+        Of a convolution that is padded by so many zeros, without strides; see ``can_read``.
+    voxels
+        Of a group along W; of more than one see ``can_group``, and the channels in divide 128.
+    """
     gradient = gradient.contiguous(memory_format=torch.channels_last_3d)
     out, own, *kernel = weight.shape
-    sides = gradient.shape[2:]
-    voxels, taps = gradient.shape[0] * prod(sides), prod(kernel)
-    columns, rows = taps * triton.cdiv(own, BI), triton.cdiv(out, BO)
-    # Two waves of programs, if that leaves each enough to do.
-    wanted = max(1, min(2 * count_processors(slab.device) // (columns * rows), voxels // (8 * BV)))
-    per_part = triton.cdiv(triton.cdiv(voxels, wanted), BV) * BV
-    parts = triton.cdiv(voxels, per_part)
-    dtype = weight.dtype if parts == 1 else torch.float32
-    found = torch.empty((parts, out, *kernel, own), dtype=dtype, device=slab.device)
-    sb, _, sd, sh, sw = slab.stride()
+    along = BI // own if voxels > 1 else 1
+    runs = triton.cdiv(kernel[2] + voxels - 1, along)
+    rows, taps, wide = voxels * out, kernel[0] * kernel[1] * runs, along * own
+    sides = (*gradient.shape[2:4], gradient.shape[4] // voxels)
+    tile, at_a_time = _choose_tile(rows, slab.device)
+    columns = triton.cdiv(taps, tile["BT"]) * triton.cdiv(wide, BI), triton.cdiv(rows, tile["BO"])
+    places = gradient.shape[0] * prod(sides)
+    wanted = _count_parts(prod(columns), at_a_time, places // BV)
+    per_part = triton.cdiv(triton.cdiv(places, wanted), BV) * BV
+    parts = triton.cdiv(places, per_part)
+    dtype = weight.dtype if parts * voxels == 1 else torch.float32
+    found = torch.empty((parts, rows, *kernel[:2], runs, wide), dtype=dtype, device=slab.device)
+    sb, _, *ways = slab.stride()
     with select_device(slab):
-        _weight_kernel[(columns, rows, parts)](
-            slab, gradient, found, voxels, per_part, *slab.shape[2:], *sides, sb, sd, sh, sw,
-            *padding, *find_dividers(sides),
-            CI=own, CO=out, KH=kernel[1], KW=kernel[2], TAPS=taps, BV=BV, BI=BI, BO=BO, num_warps=8, num_stages=3,
+        _weight_kernel[(*columns, parts)](
+            slab, gradient, found, places, per_part, *slab.shape[2:], *sides,
+            sb if slab.shape[0] > 1 else 0, *ways, *padding, *find_dividers(sides),
+            CI=own, CO=rows, KH=kernel[1], RUNS=runs, TAPS=taps, GROUP=voxels, ALONG=along,
+            BV=BV, BI=BI, **tile, num_warps=8, num_stages=3,
         )  # fmt: skip
-    summed = found[0] if parts == 1 else found.sum(0).to(weight.dtype)
+    # The tap t of voxel v of a group lies under voxel v + t of its run: a sum over shifted views.
+    part, row, depth, height, *_ = found.stride()
+    shape = (parts, voxels, out, *kernel, own)
+    shifted = found.as_strided(shape, (part, out * row + own, row, depth, height, own, 1))
+    summed = shifted[0, 0] if parts * voxels == 1 else shifted.sum((0, 1)).to(weight.dtype)
     return summed.permute(0, 4, 1, 2, 3)
+
+
+def _choose_tile(rows: int, device: torch.device) -> tuple[dict[str, int], int]:
+    """Return rows and taps of a program, and how many programs run at a time."""
+    processors = count_processors(device)
+    if not (is_gpu(device) and find_capability(device)[0] == WIDE):
+        return {"BO": BO, "BT": 1}, 2 * processors
+    return {"BO": 2 * BO, "BT": 1} if rows % (2 * BO) == 0 else {"BO": BO, "BT": 2}, processors
+
+
+def _count_parts(programs: int, at_a_time: int, tiles: int) -> int:
+    """Return among how many programs the places of each tile are dealt.
+
+    Those of whole waves, as few as leave hardly a processor idle.
+    """
+    best, fullest = 1, 0.0
+    for waves in range(1, MOST_WAVES + 1):
+        parts = max(1, waves * at_a_time // programs)
+        fewest = FEWEST_TILES if waves == 1 else FEWEST_TILES_OF_WAVES
+        if parts > 1 and parts * fewest > tiles and waves > 1:
+            break
+        parts = max(1, min(parts, tiles // fewest))
+        taken = parts * programs
+        full = taken / (at_a_time * -(-taken // at_a_time))
+        if full > fullest:
+            best, fullest = parts, full
+        if full >= FULL:
+            break
+    return best

@@ -16,6 +16,7 @@ from volseg.device.convolution.settings import Settings
 __all__ = [
     "ConvolutionCall",
     "computes_few_out",
+    "count_group",
     "count_voxels",
     "differentiates_depthwise",
     "differentiates_few_out",
@@ -24,11 +25,11 @@ __all__ = [
     "is_few_channels",
     "is_few_in",
     "is_few_taps",
-    "is_many_taps",
     "is_one_voxel",
     "is_plain",
     "is_uneven_head",
     "pads_less_than_kernel",
+    "turns_many_taps",
 ]
 
 
@@ -159,13 +160,31 @@ def differentiates_few_out(call: ConvolutionCall) -> bool:
     return _is_few_out(call) and pads_less_than_kernel(call.weight, call.settings) and few_in.can_read(call.given)
 
 
-def is_many_taps(call: ConvolutionCall) -> bool:
-    """Say whether ``many_taps`` takes this convolution, forward or for the gradient of its weight."""
+def _is_many_taps(call: ConvolutionCall) -> bool:
     slab, weight = call.slab, call.weight
-    wide = min(weight.shape[:2]) >= many_taps.FEWEST_CHANNELS and prod(weight.shape[2:]) >= many_taps.FEWEST_TAPS
-    if not (wide and _is_undilated(slab, weight, call.settings) and pads_less_than_kernel(weight, call.settings)):
+    fits = prod(weight.shape[2:]) >= many_taps.FEWEST_TAPS and pads_less_than_kernel(weight, call.settings)
+    if not (fits and _is_undilated(slab, weight, call.settings)):
         return False
     return slab.stride(1) == 1 and count_voxels(slab) * max(weight.shape[:2]) <= stacks.LIMIT
+
+
+def turns_many_taps(call: ConvolutionCall) -> bool:
+    """Say whether this convolution is ``turned`` round forward, however it is grouped."""
+    fewest, voxels = min(call.weight.shape[:2]), count_voxels(call.slab)
+    is_known = fewest >= many_taps.ALWAYS_TURNED or voxels >= many_taps.FEWEST_VOXELS
+    return fewest >= many_taps.FEWEST_CHANNELS and is_known and _is_many_taps(call)
+
+
+def count_group(call: ConvolutionCall) -> int:
+    """Return the voxels of a group with which ``many_taps`` takes the gradient of this weight; 0 where it does not."""
+    outputs, inputs, *taps = call.weight.shape
+    if not _is_many_taps(call):
+        return 0
+    if min(outputs, inputs) >= many_taps.FEWEST_CHANNELS:
+        return int(many_taps.can_read(call.slab))
+    voxels = many_taps.GROUPS.get(inputs, 0) if outputs == inputs and taps == [5, 5, 5] else 0
+    is_known = voxels and count_voxels(call.given) >= many_taps.FEWEST_VOXELS_OF_GROUPS
+    return voxels if is_known and many_taps.can_group(call.slab, call.given.shape[-1], voxels) else 0
 
 
 def is_few_channels(call: ConvolutionCall) -> bool:

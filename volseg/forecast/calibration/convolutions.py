@@ -124,6 +124,8 @@ OURS: dict[int, Convolutions] = {
         (1, 32, (64, 128)),
         (32, 2, (64, 128)),
         (32, 3, (64, 128)),
+        (32, 32, (32, 64, 128)),
+        (64, 64, (32, 64)),
         (128, 128, (16, 32, 48)),
         (256, 256, (8, 16, 32)),
     ),
@@ -145,7 +147,7 @@ FORWARD = {
     "one voxel": "convolution.one_voxel._forward_kernel",
     "many taps": "aten.convolution, turned round",
 }
-"""What a trace calls them: the kernel, or how torch is asked."""
+"""What a trace calls them: the kernel, or how torch is asked. In another form than its own torch is timed by itself."""
 
 INPUT_GRADIENT = {
     "few channels": "convolution.few_channels._convolve_few_kernel",
@@ -232,7 +234,7 @@ def _list_ours(slab: Tensor, weight: Tensor, settings: Settings, gradient: Tenso
     """List what ``device.convolution.choice`` computes by kernels of our own."""
     dtype = slab.dtype
     call = rules.ConvolutionCall(slab, weight, None, settings)
-    if (forward := choice.choose("forward", call)) is not None:
+    if (forward := choice.choose("forward", call)) is not None and forward.name in FORWARD:
         yield count_run(FORWARD[forward.name], dtype, (slab, weight, gradient), True, flops), forward.compute
     if rules.is_one_voxel(gradient, weight, settings):
         gradient = gradient.contiguous()  # as a loss gives it
@@ -244,7 +246,7 @@ def _list_ours(slab: Tensor, weight: Tensor, settings: Settings, gradient: Tenso
         )
         return
     behind = call._replace(gradient=gradient)
-    if (inward := choice.choose("input gradient", behind)) is not None:
+    if (inward := choice.choose("input gradient", behind)) is not None and inward.name in INPUT_GRADIENT:
         run = count_run(INPUT_GRADIENT[inward.name], dtype, (gradient, weight.transpose(0, 1), slab), True, flops)
         yield run, inward.compute
     if (backward := choice.choose("weight gradient", behind)) is not None:

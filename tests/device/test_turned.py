@@ -1,0 +1,122 @@
+"""Convolutions as input gradients of others, and the other way round, against torch's own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from kernels import half
+from torch import Tensor, nn
+
+from volseg.device import fusions
+from volseg.device.convolution import choice, rules, turned
+from volseg.device.convolution.forms import Turned
+from volseg.device.convolution.settings import Settings
+
+LAST = torch.channels_last_3d
+SETTINGS = Settings((1, 1, 1), (0, 0, 0), (1, 1, 1), False, (0, 0, 0), 1)
+
+KERNELS = {
+    "5": ((5, 5, 5), (2, 2, 2), (1, 1, 1)),
+    "no padding": ((3, 3, 3), (0, 0, 0), (1, 1, 1)),
+    "as much padding as the kernel reaches": ((3, 2, 4), (2, 1, 3), (1, 1, 1)),
+    "uneven": ((1, 2, 5), (0, 1, 2), (1, 1, 1)),
+    "dilation": ((3, 3, 3), (2, 1, 3), (2, 1, 3)),
+    "planes of a halo": ((5, 3, 3), (0, 1, 1), (1, 1, 1)),
+}
+GROUPED = ["5", "uneven", "dilation", "planes of a halo"]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).contiguous(memory_format=LAST)
+
+
+@pytest.mark.parametrize("laid", [LAST, torch.contiguous_format], ids=str)
+@pytest.mark.parametrize(
+    ("name", "voxels"), [*((name, 1) for name in KERNELS), *((name, 2) for name in GROUPED), ("5", 4)]
+)
+def test_both_directions_equal_torchs(name: str, voxels: int, laid: torch.memory_format) -> None:
+    kernel, padding, dilation = KERNELS[name]
+    settings = replace(SETTINGS, padding=padding, dilation=dilation)
+    slab, bias = draw(2, 3, 9, 10, 16), torch.randn(5, dtype=torch.float64)
+    weight = draw(5, 3, *kernel).contiguous(memory_format=laid)
+    expected = torch.ops.aten.convolution(slab, weight, bias, *settings.arguments)
+    gradient, mask = draw(*expected.shape), [True, False, False]
+    of_input, *_ = torch.ops.aten.convolution_backward(gradient, slab, weight, None, *settings.arguments, mask)
+    got = turned.forward(slab, weight, bias, settings, voxels)
+    derived = turned.input_gradient(gradient, weight, settings, voxels)
+    for one, other in ((got, expected), (derived, of_input)):
+        assert one.is_contiguous(memory_format=LAST)
+        torch.testing.assert_close(one, other)
+
+
+def test_turned_round_twice_a_weight_is_as_it_was() -> None:
+    weight = torch.randn(4, 6, 5, 2, 3)
+    once = turned.turn_round(weight)
+    assert once.shape == (6, 4, 5, 2, 3)
+    assert once[5, 3, 0, 1, 2].equal(weight[3, 5, 4, 0, 0])
+    assert turned.turn_round(once).equal(weight)
+
+
+def test_no_weights_gradient_is_computed_so() -> None:
+    call = rules.ConvolutionCall(draw(1, 2, 4, 4, 4), draw(2, 2, 3, 3, 3), None, SETTINGS, draw(1, 2, 2, 2, 2))
+    with pytest.raises(AssertionError):
+        choice.compute_in_form(Turned(), "weight gradient", call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("laid", [LAST, torch.contiguous_format], ids=str)
+def test_the_kernel_moves_every_value(dtype: torch.dtype, laid: torch.memory_format) -> None:
+    for outputs, inputs, *kernel in ((64, 64, 5, 5, 5), (130, 70, 3, 1, 2), (1, 3, 5, 5, 5), (320, 256, 3, 3, 3)):
+        weight = half(outputs, inputs, *kernel, dtype=dtype).contiguous(memory_format=laid)
+        got = turned.turn_round(weight)
+        assert got.is_contiguous(memory_format=LAST)
+        assert got.equal(weight.flip(2, 3, 4).transpose(0, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("voxels", [1, 2])
+def test_halves_are_as_near_to_float64_as_torchs(dtype: torch.dtype, voxels: int) -> None:
+    settings = replace(SETTINGS, padding=(2, 2, 2))
+    x, weight = half(2, 64, 12, 10, 16, dtype=dtype), half(64, 64, 5, 5, 5, dtype=dtype)
+    bias = torch.randn(64, device="cuda").to(dtype)
+    exact = [tensor.double() for tensor in (x, weight, bias)]
+    exact[0].requires_grad_()
+    expected = torch.ops.aten.convolution(*exact, *settings.arguments)
+    gradient = half(*expected.shape, dtype=dtype)
+    (wanted,) = torch.autograd.grad(expected, exact[0], gradient.double())
+    got = turned.forward(x, weight, bias, settings, voxels)
+    derived = turned.input_gradient(gradient, weight, settings, voxels)
+    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]  # once, of sums in float32, and of the bias's sum
+    for value, other in ((got, expected.detach()), (derived, wanted)):
+        assert float((value.double() - other).abs().max() / other.abs().max()) < 2 * rounding
+
+
+@pytest.mark.gpu
+def test_a_network_trains_with_them(
+    beside_float64: Callable[..., list[tuple[Tensor, Tensor]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def find(direction: str, call: rules.ConvolutionCall) -> Turned | None:
+        fits = direction != "weight gradient" and call.weight.shape[2:].numel() > 1 and call.settings.groups == 1
+        if not (fits and fusions.is_on("turned weights")):
+            return None
+        asked.append(direction)
+        return Turned(2 if direction == "forward" else 1)
+
+    monkeypatch.setattr(choice, "_find_form", find)
+
+    def layers() -> list[nn.Module]:
+        first = [nn.Conv3d(1, 48, 3, padding=1), nn.InstanceNorm3d(48), nn.PReLU(48)]
+        second = [nn.Conv3d(48, 64, 5, padding=2), nn.BatchNorm3d(64), nn.ELU()]
+        return [*first, *second, nn.Conv3d(64, 3, 1)]
+
+    pairs = beside_float64(layers, torch.randn(2, 1, 12, 14, 16, device="cuda"))
+    assert {"forward", "input gradient"} == set(asked)
+    largest = max(float(wanted.norm()) for _, wanted in pairs)
+    for one, other in pairs:
+        # bfloat16 has three digits; of a bias in front of a norm nothing but rounding is left.
+        assert float((one - other).norm()) < 0.05 * max(float(other.norm()), 1e-2 * largest)
