@@ -246,9 +246,9 @@ def _count_taps(shapes: Sequence[Sequence[int]], channels: Sequence[int]) -> int
     if len(weight) == 4:  # in the order in which a kernel reads it
         return max(1, prod(weight) // prod(channels))
     if len(weight) == 6:  # parts, channels out, three sides, channels in; of voxels of a group, and of a run of taps
-        depth, height, runs, wide = weight[2:]
-        grouped = wide > channels[-1]
-        return depth * height * (runs * wide // channels[0] - weight[1] // channels[-1] + 1 if grouped else runs)
+        rows, depth, height, runs, wide = weight[1:]
+        grouped = rows > channels[-1]
+        return depth * height * (runs * wide // channels[0] - rows // channels[-1] + 1 if grouped else runs)
     if len(weight) == 5:
         return prod(weight[2:])
     return max(1, weight[-1] // channels[0])  # of one row per channel: all taps of all channels in

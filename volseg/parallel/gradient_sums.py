@@ -283,7 +283,9 @@ class _ToParameters(torch.autograd.Function):
         ctx.given = [weakref.ref(parameter) for parameter in parameters]
         ctx.set_materialize_grads(False)
         # Of a parameter's shape, and without memory: only their gradients matter.
-        return tuple(parameter.new_zeros(()).expand(parameter.shape) for parameter in parameters)
+        kinds = {(parameter.dtype, parameter.device): parameter for parameter in parameters}
+        zeros = {kind: parameter.new_zeros(()) for kind, parameter in kinds.items()}
+        return tuple(zeros[parameter.dtype, parameter.device].expand(parameter.shape) for parameter in parameters)
 
     @staticmethod
     @first_order
