@@ -78,7 +78,7 @@ def test_groups_equal_float64_in_each_tile(name: str, tile: str, monkeypatch: py
 
 
 def test_places_are_dealt_in_whole_waves_where_each_program_has_enough() -> None:
-    for programs, tiles, parts in (
+    for results, tiles, parts in (
         (63, 2048, 2),  # 126 of 132 at a time, and no number of waves is fuller
         (25, 8192, 21),  # 525 in four waves of 132
         (25, 1024, 5),  # which would be too little for each
@@ -88,7 +88,7 @@ def test_places_are_dealt_in_whole_waves_where_each_program_has_enough() -> None
         (250, 64, 1),  # twice as many as run at a time
         (1000, 4, 1),
     ):
-        assert many_taps._count_parts(programs, 132, tiles) == parts, (programs, tiles)
+        assert many_taps._count_parts(results, 132, tiles) == parts, (results, tiles)
 
 
 @pytest.mark.gpu

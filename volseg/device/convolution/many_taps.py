@@ -179,19 +179,19 @@ def _choose_tile(rows: int, device: torch.device) -> tuple[dict[str, int], int]:
     return {"BO": 2 * BO, "BT": 1} if rows % (2 * BO) == 0 else {"BO": BO, "BT": 2}, processors
 
 
-def _count_parts(programs: int, at_a_time: int, tiles: int) -> int:
-    """Return among how many programs the places of each tile are dealt.
+def _count_parts(results: int, at_a_time: int, tiles: int) -> int:
+    """Return among how many programs the places of each of some results are dealt.
 
     Those of whole waves, as few as leave hardly a processor idle.
     """
     best, fullest = 1, 0.0
     for waves in range(1, MOST_WAVES + 1):
-        parts = max(1, waves * at_a_time // programs)
+        parts = max(1, waves * at_a_time // results)
         fewest = FEWEST_TILES if waves == 1 else FEWEST_TILES_OF_WAVES
         if parts > 1 and parts * fewest > tiles and waves > 1:
             break
         parts = max(1, min(parts, tiles // fewest))
-        taken = parts * programs
+        taken = parts * results
         full = taken / (at_a_time * -(-taken // at_a_time))
         if full > fullest:
             best, fullest = parts, full
