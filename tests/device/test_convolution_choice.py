@@ -330,7 +330,9 @@ def test_weights_are_turned_round_as_the_table_says(direction: Direction, settin
     assert not any(isinstance(rule.form, Turned) for rule in forms.RULES["weight gradient"].values())
 
 
-def test_weights_gradients_over_groups_of_voxels(settings: Callable[..., Settings]) -> None:
+def test_weights_gradients_over_groups_of_voxels(
+    settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def name(
         channels: int, sides: tuple[int, ...] = (32, 32, 32), outputs: int | None = None, **more: Any
     ) -> str | None:
@@ -354,6 +356,8 @@ def test_weights_gradients_over_groups_of_voxels(settings: Callable[..., Setting
     assert of_slab((32, 32, 32), (2**22, 1, 2**15, 1024, 32)) == "many taps", "planes of a slab"
     assert of_slab((32, 32, 32), (2**21, 1, 2**16, 2048, 64)) is None, "channels of a join"
     assert of_slab((32, 32, 32), (2**40, 1, 2**27, 1024, 32)) is None, "32 bits do not count its places"
+    monkeypatch.setattr(pretended, "find_capability", lambda device: (8, 6))
+    assert (name(32), name(128)) == (None, "many taps"), "groups were measured on others"
 
 
 @pytest.mark.parametrize("direction", forms.RULES)

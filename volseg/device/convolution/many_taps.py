@@ -51,7 +51,8 @@ BV, BI, BO = 64, 128, 128
 
 WIDE = 9
 """Compute capability of the GPUs on which a program computes two tiles, which share what they read: two of rows, or of
-columns. They need 144 KiB of shared memory. On others two programs share a processor instead."""
+columns. They need 144 KiB of shared memory. On others two programs share a processor instead, and groups of voxels were
+not measured."""
 
 FEWEST_TILES, FEWEST_TILES_OF_WAVES = 8, 64
 """That a program sums up at least, and where there are more programs than run at a time."""
@@ -187,10 +188,9 @@ def _count_parts(results: int, at_a_time: int, tiles: int) -> int:
     best, fullest = 1, 0.0
     for waves in range(1, MOST_WAVES + 1):
         parts = max(1, waves * at_a_time // results)
-        fewest = FEWEST_TILES if waves == 1 else FEWEST_TILES_OF_WAVES
-        if parts > 1 and parts * fewest > tiles and waves > 1:
+        if waves > 1 and parts * FEWEST_TILES_OF_WAVES > tiles:
             break
-        parts = max(1, min(parts, tiles // fewest))
+        parts = max(1, min(parts, tiles // FEWEST_TILES))
         taken = parts * results
         full = taken / (at_a_time * -(-taken // at_a_time))
         if full > fullest:
