@@ -347,15 +347,20 @@ def test_weights_gradients_over_groups_of_voxels(
     assert name(32, taps=(5, 5, 3)) is name(32, taps=(7, 5, 5)) is name(32, device="cpu") is None
     assert name(32, last=False) is name(32, stride=(1, 1, 2)) is None
 
-    def of_slab(sides: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+    def of_slab(
+        sides: tuple[int, ...], strides: tuple[int, ...], outputs: tuple[int, ...] = (32, 32, 32)
+    ) -> str | None:
         slab = torch.empty_strided((1, 32, *sides), strides, dtype=HALF, device="cuda")
-        given = slab, volume(32, 32, 5, 5, 5), None, settings((2, 2, 2)), volume(1, 32, 32, 32, 32)
+        given = slab, volume(32, 32, 5, 5, 5), None, settings((2, 2, 2)), volume(1, 32, *outputs)
         return find_name("weight gradient", ConvolutionCall(*given))
 
     assert of_slab((32, 32, 32), (2**20, 1, 2**15, 1024, 32)) == "many taps"
     assert of_slab((32, 32, 32), (2**22, 1, 2**15, 1024, 32)) == "many taps", "planes of a slab"
     assert of_slab((32, 32, 32), (2**21, 1, 2**16, 2048, 64)) is None, "channels of a join"
     assert of_slab((32, 32, 32), (2**40, 1, 2**27, 1024, 32)) is None, "32 bits do not count its places"
+    # Two planes so far apart that places before the first one, and the reach that is added, need more bits.
+    assert of_slab((2, 32, 512), (2**31, 1, 2**29, 2**14, 32), (2, 32, 512)) is None
+    assert of_slab((2, 32, 512), (2**31, 1, 2**26, 2**14, 32), (2, 32, 512)) == "many taps"
     monkeypatch.setattr(pretended, "find_capability", lambda device: (8, 6))
     assert (name(32), name(128)) == (None, "many taps"), "groups were measured on others"
 

@@ -20,6 +20,7 @@ References
 Measured: workflows/benchmarks/results/convolution_h100_many_taps.json, of cuDNN convolution_h200_wide_kernels.json.
 """
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -119,15 +120,18 @@ def _weight_kernel(
         tl.store(place + width, two.to(out.dtype.element_ty), mask=fits & (tap + 1 < TAPS))
 
 
-def can_read(slab: Tensor) -> bool:
-    """Say whether the channels of a voxel follow one another, and 32 bits count the places of a sample."""
-    along = zip(slab.shape[2:], slab.stride()[2:], strict=True)
-    return slab.stride(1) == 1 and sum((side - 1) * way for side, way in along) < 2**31
+def can_read(slab: Tensor, kernel: Sequence[int]) -> bool:
+    """Say whether the channels of a voxel follow one another, and 32 bits count a sample's places.
+
+    Those around it as well, from which the kernel's reach is subtracted, and to which it is added.
+    """
+    along = zip(slab.shape[2:], kernel, slab.stride()[2:], strict=True)
+    return slab.stride(1) == 1 and sum((side + 3 * taps) * way for side, taps, way in along) < 2**31
 
 
-def can_group(slab: Tensor, width: int, voxels: int) -> bool:
+def can_group(slab: Tensor, kernel: Sequence[int], width: int, voxels: int) -> bool:
     """Say whether groups of voxels may be read of it likewise, for an output of some width."""
-    return can_read(slab) and slab.stride(4) == slab.shape[1] and width % voxels == 0
+    return can_read(slab, kernel) and slab.stride(4) == slab.shape[1] and width % voxels == 0
 
 
 def weight_gradient(

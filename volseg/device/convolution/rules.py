@@ -181,12 +181,12 @@ def count_group(call: ConvolutionCall) -> int:
     if not _is_many_taps(call):
         return 0
     if min(outputs, inputs) >= many_taps.FEWEST_CHANNELS:
-        return int(many_taps.can_read(call.slab))
+        return int(many_taps.can_read(call.slab, taps))
     voxels = many_taps.GROUPS.get(inputs, 0) if outputs == inputs and taps == [5, 5, 5] else 0
     if not voxels or count_voxels(call.given) < many_taps.FEWEST_VOXELS_OF_GROUPS:
         return 0
     is_measured = pretended.find_capability(pretended.find_device(call.given))[0] == many_taps.WIDE
-    return voxels if is_measured and many_taps.can_group(call.slab, call.given.shape[-1], voxels) else 0
+    return voxels if is_measured and many_taps.can_group(call.slab, taps, call.given.shape[-1], voxels) else 0
 
 
 def is_few_channels(call: ConvolutionCall) -> bool:
