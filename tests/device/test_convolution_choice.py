@@ -196,6 +196,8 @@ def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
     assert many_taps.FEWEST_VOXELS == 16**3
     assert names((1, 256, 4, 4, 4), (256, 256, 5, 5, 5), 2) == ["many taps", "many taps"]
     assert names((1, 256, 4, 4, 4), (255, 256, 5, 5, 5), 2) == [None, "many taps"]
+    with fusions.without("turned weights"):
+        assert names(wide, (128, 128, 5, 5, 5), 2) == [None, "many taps"]
     assert names((1, 128, 16, 16, 15), (128, 128, 5, 5, 5), 2) == [None, "many taps"]
     # 2**31 elements: cuDNN's kernels, a stack of planes at a time.
     assert stacks.LIMIT == 2**31 - 1
@@ -358,9 +360,11 @@ def test_weights_gradients_over_groups_of_voxels(
     assert of_slab((32, 32, 32), (2**22, 1, 2**15, 1024, 32)) == "many taps", "planes of a slab"
     assert of_slab((32, 32, 32), (2**21, 1, 2**16, 2048, 64)) is None, "channels of a join"
     assert of_slab((32, 32, 32), (2**40, 1, 2**27, 1024, 32)) is None, "32 bits do not count its places"
-    # Two planes so far apart that places before the first one, and the reach that is added, need more bits.
+    # Planes so far apart that places before the first one, and the reach that is added, need more bits.
     assert of_slab((2, 32, 512), (2**31, 1, 2**29, 2**14, 32), (2, 32, 512)) is None
     assert of_slab((2, 32, 512), (2**31, 1, 2**26, 2**14, 32), (2, 32, 512)) == "many taps"
+    assert (name(128, (2, 2896, 2896)), name(128, (3, 2364, 2364)), name(32, (3, 4728, 4728))) == (None,) * 3
+    assert name(128, (4, 2048, 2047)) is None
     monkeypatch.setattr(pretended, "find_capability", lambda device: (8, 6))
     assert (name(32), name(128)) == (None, "many taps"), "groups were measured on others"
 

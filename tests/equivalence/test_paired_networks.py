@@ -12,8 +12,8 @@ from monai.networks.nets.highresnet import DEFAULT_LAYER_PARAMS_3D
 from narrow_vnet import NarrowVNet
 from torch import Tensor, nn
 
-from volseg.device.convolution import choice, padded, paired
-from volseg.device.convolution.forms import Form, Groups, ZeroChannels
+from volseg.device.convolution import choice, padded, paired, turned
+from volseg.device.convolution.forms import Form, Groups, Turned, ZeroChannels
 from volseg.device.convolution.rules import ConvolutionCall
 from volseg.parallel import ModelParallel, Spatial
 
@@ -92,6 +92,43 @@ def test_a_network_trains_in_groups(
     for label, got, wanted in train(ours, plain, shape):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9, msg=lambda text, label=label: f"{label}: {text}")
     assert set(taken) == {"forward", "input_gradient", "weight_gradient"}
+    for form, found in taken.items():
+        assert found >= kernels, form
+
+
+@pytest.mark.parametrize(
+    ("shards", "options", "voxels"),
+    every_pair([1, 2], OPTIONS[0], [1, 2], ids=["12", OPTIONS[1], "12"]),
+)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_trains_with_weights_turned_round(
+    name: str, shards: int, options: dict[str, Any], voxels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, shape, kernels = NETWORKS[name]
+    taken: dict[str, set[str]] = {}
+
+    def note(form: str, compute: Callable[..., Tensor], *given: Any, **group: int) -> Tensor:
+        assert group == {"voxels": voxels}
+        weight, settings = given[1], given[-1]
+        dilated = f" by {settings.dilation[2]}" if settings.dilation[2] > 1 else ""
+        taken.setdefault(form, set()).add(", ".join(map(str, weight.shape[2:])) + dilated)
+        return compute(*given, **group)
+
+    def find_form(direction: str, call: ConvolutionCall) -> Form | None:
+        plain = call.settings.stride == (1, 1, 1) and call.settings.groups == 1 and not call.settings.transposed
+        return Turned(voxels) if plain and direction != "weight gradient" else None
+
+    for form in ("forward", "input_gradient"):
+        monkeypatch.setattr(turned, form, partial(note, form, getattr(turned, form)))
+    monkeypatch.setattr(choice, "_find_form", find_form)
+    torch.manual_seed(0)
+    net, plain = (build().double() for _ in range(2))
+    plain.load_state_dict(net.state_dict())
+    cut = {"fixed_order": True} if shards > 1 else {}
+    ours = ModelParallel(net, Spatial(channels_last=True, **{**cut, **options}), devices=["cpu"] * shards)
+    for label, got, wanted in train(ours, plain, shape):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9, msg=lambda text, label=label: f"{label}: {text}")
+    assert set(taken) == {"forward", "input_gradient"}
     for form, found in taken.items():
         assert found >= kernels, form
 

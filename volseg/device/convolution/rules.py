@@ -85,7 +85,8 @@ def _can_count_output(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
 
 def pads_less_than_kernel(weight: Tensor, settings: Settings) -> bool:
     """Say whether the padding is less than the kernel reaches: what a convolution back to the input needs."""
-    return all(p < k for p, k in zip(settings.padding, weight.shape[2:], strict=True))
+    along = zip(settings.padding, weight.shape[2:], settings.dilation, strict=True)
+    return all(padding <= (taps - 1) * step for padding, taps, step in along)
 
 
 def count_voxels(slab: Tensor) -> int:
@@ -170,6 +171,8 @@ def _is_many_taps(call: ConvolutionCall) -> bool:
 
 def turns_many_taps(call: ConvolutionCall) -> bool:
     """Say whether this convolution is ``turned`` round forward, however it is grouped."""
+    if not fusions.is_on("turned weights"):
+        return False
     fewest, voxels = min(call.weight.shape[:2]), count_voxels(call.slab)
     is_known = fewest >= many_taps.ALWAYS_TURNED or voxels >= many_taps.FEWEST_VOXELS
     return fewest >= many_taps.FEWEST_CHANNELS and is_known and _is_many_taps(call)

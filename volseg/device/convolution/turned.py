@@ -74,7 +74,7 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
     voxels
         Of a group along W; 1 for none.
     """
-    settings = replace(_turn_settings(weight, settings), transposed=True)
+    settings = replace(_turn_settings(weight, settings), transposed=True, output_padding=(0, 0, 0))
     return _convolve(slab, turn_round(weight), bias, settings, voxels)
 
 
