@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -131,12 +132,24 @@ def runs(net: nn.Sequential, volume: Tensor) -> bool:
     return True
 
 
+MOVES = 16
+"""Of the input, to find results that round-off decides. Behind a norm, and a convolution that pads by its whole kernel,
+a mean is zero but for round-off: whether a ReLU there lets the border through changes with most moves, but not all."""
+
+
 def find_round_off(net: nn.Module, volume: Tensor) -> dict[str, float]:
-    """Return how far the plain network's own values move where its input moves by round-off."""
-    moved = volume * (1 + torch.randint_like(volume, -4, 5) * torch.finfo(volume.dtype).eps)
-    nets = [net, copy.deepcopy(net)]
-    values = [observe(n, [v], eager_step(n, default_objective))[0] for n, v in zip(nets, (volume, moved), strict=True)]
-    return find_differences(*values).errors
+    """Return how far the plain network's own values move at most where its input moves by round-off."""
+
+    def look(given: Tensor) -> dict[str, Any]:
+        own = copy.deepcopy(net)
+        return observe(own, [given], eager_step(own, default_objective))[0]
+
+    expected, largest = look(volume), {}
+    for _ in range(MOVES):
+        moved = volume * (1 + torch.randint_like(volume, -4, 5) * torch.finfo(volume.dtype).eps)
+        for name, error in find_differences(expected, look(moved)).errors.items():
+            largest[name] = max(largest.get(name, 0.0), error)
+    return largest
 
 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
@@ -159,6 +172,9 @@ def test_a_stack_on_slabs_equals_the_stack(
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
+    for module in nn.Sequential(*stack).modules():  # which were made with whatever numbers came next
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
     first = nn.Conv3d(1, CHANNELS, 3, padding=1)
     plain, other, reference = (copy.deepcopy(nn.Sequential(first, *stack).double().train()) for _ in range(3))
     volume = torch.randn(batch, 1, *size, dtype=torch.float64)
@@ -175,7 +191,9 @@ def test_a_stack_on_slabs_equals_the_stack(
         if not any(reason in str(refused) for reason in ("thinner than the number of shards", "(or another view)")):
             raise
         return
-    # A result that is zero but for round-off (the mean of what a norm has centred) has no digits to agree in.
-    noise = find_round_off(reference, volume)
-    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE * 1e2 + 100 * noise[name]}
+    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE * 1e2}
+    if wrong:
+        # A result that is zero but for round-off (the mean of what a norm has centred) has no digits to agree in.
+        noise = find_round_off(reference, volume)
+        wrong = {name: error for name, error in wrong.items() if not error <= TOLERANCE * 1e2 + 100 * noise[name]}
     assert not wrong, wrong
