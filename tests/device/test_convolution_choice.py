@@ -326,7 +326,8 @@ def test_weights_are_turned_round_as_the_table_says(direction: Direction, settin
         assert name(fitting, padding=(0, padding, padding)) == "turned weights", "planes of a halo"
         assert name(fitting, padding=(case[2], padding, padding)) is None, "more than the kernel reaches"
         assert name(fitting, device="cpu") is None
-        assert name((2**13, 64, 256)) is None, "a transposed convolution is not cut into stacks"
+        large = None if direction == "forward" else "turned weights"
+        assert name((2**13, 64, 256)) == large, "a transposed convolution is not cut into stacks"
         with fusions.without("turned weights"):
             assert name(fitting) is None
     assert not any(isinstance(rule.form, Turned) for rule in forms.RULES["weight gradient"].values())

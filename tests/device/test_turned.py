@@ -8,7 +8,6 @@ import torch
 from kernels import half
 from torch import Tensor, nn
 
-from volseg.device import fusions
 from volseg.device.convolution import choice, rules, turned
 from volseg.device.convolution.forms import Turned
 from volseg.device.convolution.settings import Settings
@@ -102,7 +101,7 @@ def test_a_network_trains_with_them(
 
     def find(direction: str, call: rules.ConvolutionCall) -> Turned | None:
         fits = direction != "weight gradient" and call.weight.shape[2:].numel() > 1 and call.settings.groups == 1
-        if not (fits and fusions.is_on("turned weights")):
+        if not fits:
             return None
         asked.append(direction)
         return Turned(2 if direction == "forward" else 1)

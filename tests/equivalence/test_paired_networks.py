@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from volseg.device.convolution import choice, padded, paired, turned
 from volseg.device.convolution.forms import Form, Groups, Turned, ZeroChannels
 from volseg.device.convolution.rules import ConvolutionCall
+from volseg.device.convolution.settings import Settings
 from volseg.parallel import ModelParallel, Spatial
 
 
@@ -60,6 +61,25 @@ def train(net: nn.Module, plain: nn.Module, shape: tuple[int, ...]) -> list[tupl
     return pairs
 
 
+def check_training(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], shards: int, options: dict[str, Any]
+) -> None:
+    """Train a network on shards beside the plain one."""
+    torch.manual_seed(0)
+    net, plain = (build().double() for _ in range(2))
+    plain.load_state_dict(net.state_dict())
+    cut = {"fixed_order": True} if shards > 1 else {}
+    ours = ModelParallel(net, Spatial(channels_last=True, **{**cut, **options}), devices=["cpu"] * shards)
+    for label, got, wanted in train(ours, plain, shape):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9, msg=lambda text, label=label: f"{label}: {text}")
+
+
+def name_kernel(weight: Tensor, settings: Settings) -> str:
+    """Return the sides of a kernel, and its dilation where it has one."""
+    dilated = f" by {settings.dilation[2]}" if settings.dilation[2] > 1 else ""
+    return ", ".join(map(str, weight.shape[2:])) + dilated
+
+
 OPTIONS = ([{}, {"checkpoint": "all"}, {"fixed_order": True}], ["plain", "all", "fixed order"])
 
 
@@ -77,20 +97,13 @@ def test_a_network_trains_in_groups(
     def note(form: str, compute: Callable[..., Tensor], *given: Any, **group: int) -> Tensor:
         *_, weight, settings = given if form != "forward" else (*given[:2], *given[3:])
         assert group == {"voxels": voxels}
-        dilated = f" by {settings.dilation[2]}" if settings.dilation[2] > 1 else ""
-        taken.setdefault(form, set()).add(", ".join(map(str, weight.shape[2:])) + dilated)
+        taken.setdefault(form, set()).add(name_kernel(weight, settings))
         return compute(*given, **group)
 
     for form in ("forward", "input_gradient", "weight_gradient"):
         monkeypatch.setattr(paired, form, partial(note, form, getattr(paired, form)))
     monkeypatch.setattr(choice, "_find_form", lambda direction, call: Groups(voxels))
-    torch.manual_seed(0)
-    net, plain = (build().double() for _ in range(2))
-    plain.load_state_dict(net.state_dict())
-    cut = {"fixed_order": True} if shards > 1 else {}
-    ours = ModelParallel(net, Spatial(channels_last=True, **{**cut, **options}), devices=["cpu"] * shards)
-    for label, got, wanted in train(ours, plain, shape):
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9, msg=lambda text, label=label: f"{label}: {text}")
+    check_training(build, shape, shards, options)
     assert set(taken) == {"forward", "input_gradient", "weight_gradient"}
     for form, found in taken.items():
         assert found >= kernels, form
@@ -109,9 +122,7 @@ def test_a_network_trains_with_weights_turned_round(
 
     def note(form: str, compute: Callable[..., Tensor], *given: Any, **group: int) -> Tensor:
         assert group == {"voxels": voxels}
-        weight, settings = given[1], given[-1]
-        dilated = f" by {settings.dilation[2]}" if settings.dilation[2] > 1 else ""
-        taken.setdefault(form, set()).add(", ".join(map(str, weight.shape[2:])) + dilated)
+        taken.setdefault(form, set()).add(name_kernel(given[1], given[-1]))
         return compute(*given, **group)
 
     def find_form(direction: str, call: ConvolutionCall) -> Form | None:
@@ -121,13 +132,7 @@ def test_a_network_trains_with_weights_turned_round(
     for form in ("forward", "input_gradient"):
         monkeypatch.setattr(turned, form, partial(note, form, getattr(turned, form)))
     monkeypatch.setattr(choice, "_find_form", find_form)
-    torch.manual_seed(0)
-    net, plain = (build().double() for _ in range(2))
-    plain.load_state_dict(net.state_dict())
-    cut = {"fixed_order": True} if shards > 1 else {}
-    ours = ModelParallel(net, Spatial(channels_last=True, **{**cut, **options}), devices=["cpu"] * shards)
-    for label, got, wanted in train(ours, plain, shape):
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9, msg=lambda text, label=label: f"{label}: {text}")
+    check_training(build, shape, shards, options)
     assert set(taken) == {"forward", "input_gradient"}
     for form, found in taken.items():
         assert found >= kernels, form
@@ -177,11 +182,5 @@ def check_channels_of_zeros(
     for form in ("forward", "input_gradient", "weight_gradient"):
         monkeypatch.setattr(padded, form, partial(note, form, getattr(padded, form)))
     monkeypatch.setattr(choice, "_find_form", find_form)
-    torch.manual_seed(0)
-    net, plain = (build().double() for _ in range(2))
-    plain.load_state_dict(net.state_dict())
-    cut = {"fixed_order": True} if shards > 1 else {}
-    ours = ModelParallel(net, Spatial(channels_last=True, **{**cut, **options}), devices=["cpu"] * shards)
-    for label, got, wanted in train(ours, plain, shape):
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9, msg=lambda text, label=label: f"{label}: {text}")
+    check_training(build, shape, shards, options)
     assert taken == {"forward", "input_gradient", "weight_gradient"}

@@ -1,4 +1,4 @@
-"""Convolutions of 5 x 5 x 5 voxels and many channels: cuDNN's choices beside ``volseg``'s.
+"""Convolutions of 5 x 5 x 5 voxels from 32 channels on: cuDNN's choices beside ``volseg``'s.
 
     python workflows/benchmarks/wide_convolution.py --output results.json
 
@@ -17,18 +17,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import many_taps, turned
+from volseg.device.convolution import choice
 from volseg.device.convolution.settings import Settings
 
 CASES = [
-    (128, (32, 32, 32)),
-    (128, (16, 64, 64)),
-    (128, (16, 16, 16)),
-    (256, (32, 32, 32)),
-    (256, (16, 16, 16)),
-    (256, (8, 32, 32)),
-    (256, (8, 8, 8)),
+    (1, 128, (32, 32, 32)),
+    (1, 128, (16, 64, 64)),
+    (1, 128, (16, 16, 16)),
+    (1, 256, (32, 32, 32)),
+    (1, 256, (16, 16, 16)),
+    (1, 256, (8, 32, 32)),
+    (1, 256, (8, 8, 8)),
+    *((count, 128, (side,) * 3) for count, side in ((8, 8), (8, 16), (32, 8), (32, 16))),
+    *((count, 256, (side,) * 3) for count, side in ((8, 4), (8, 8), (32, 4), (32, 8))),
+    *((count, 64, (side,) * 3) for count, side in ((1, 32), (1, 64), (8, 16), (8, 32), (32, 16), (32, 32))),
+    *((count, 32, (side,) * 3) for count, side in ((1, 32), (1, 64), (1, 128), (8, 32), (8, 64), (32, 32), (32, 64))),
 ]
+"""Samples, channels and sides."""
+
 SETTINGS = Settings((1,) * 3, (2,) * 3, (1,) * 3, False, (0,) * 3, 1)
 ARGUMENTS = SETTINGS.arguments
 
@@ -52,9 +58,13 @@ def half(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last_3d)
 
 
-def measure(channels: int, sides: tuple[int, int, int]) -> dict[str, float]:
+def measure(count: int, channels: int, sides: tuple[int, int, int]) -> dict[str, float]:
     """Return TFLOP/s of each way, and how far ours are from cuDNN's results, relative to the largest."""
-    x, gradient, weight = half(1, channels, *sides), half(1, channels, *sides), half(channels, channels, 5, 5, 5)
+    x, gradient, weight = (
+        half(count, channels, *sides),
+        half(count, channels, *sides),
+        half(channels, channels, 5, 5, 5),
+    )
 
     def forward() -> Tensor:
         return torch.ops.aten.convolution(x, weight, None, *ARGUMENTS)
@@ -65,12 +75,14 @@ def measure(channels: int, sides: tuple[int, int, int]) -> dict[str, float]:
         return found[0 if of_input else 1]
 
     def own_forward() -> Tensor:
-        return turned.forward(x, weight, None, SETTINGS)
+        return choice.convolve(x, weight, None, SETTINGS, channels_last=True)
 
     def own_weight() -> Tensor:
-        return many_taps.weight_gradient(gradient, x, weight, (2, 2, 2))
+        found = choice.differentiate(gradient, x, weight, None, SETTINGS, True, [False, True, False])[1]
+        assert found is not None
+        return found
 
-    work = 2 * 125 * channels**2 * prod(sides) / 1e9
+    work = 2 * 125 * channels**2 * count * prod(sides) / 1e9
     found = {}
     for trials in (False, True):
         torch.backends.cudnn.benchmark = trials
@@ -99,7 +111,7 @@ def main() -> None:
         "cudnn": torch.backends.cudnn.version(),
         "date": time.strftime("%Y-%m-%d"),
         "unit": "TFLOP/s, differences relative to the largest value",
-        "rows": [{"channels": channels, "sides": sides, **measure(channels, sides)} for channels, sides in CASES],
+        "rows": [{"samples": case[0], "channels": case[1], "sides": case[2], **measure(*case)} for case in CASES],
     }
     arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for row in report["rows"]:

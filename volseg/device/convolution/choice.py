@@ -75,9 +75,9 @@ def _can_take(form: Form, direction: Direction, call: ConvolutionCall) -> bool:
         return True
     if isinstance(form, Turned):
         volumes = [call.slab if direction == "forward" else call.given]
-        # A transposed convolution is not cut into stacks.
-        small = rules.count_voxels(volumes[0]) * max(call.weight.shape[:2]) <= stacks.LIMIT
-        if not (small and rules.pads_less_than_kernel(call.weight, call.settings)):
+        # Forward is a transposed convolution, which is not cut into stacks.
+        is_large = rules.count_voxels(volumes[0]) * max(call.weight.shape[:2]) > stacks.LIMIT
+        if (direction == "forward" and is_large) or not rules.pads_less_than_kernel(call.weight, call.settings):
             return False
     else:
         volumes = [call.slab] if direction == "forward" else [call.slab, call.given]
@@ -188,9 +188,9 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
         ),
         Kernel(
             "many taps",
-            lambda call: rules.count_group(call) > 0,
+            rules.differentiates_many_taps,
             lambda call: many_taps.weight_gradient(
-                call.given, call.slab, call.weight, call.settings.padding, rules.count_group(call)
+                call.given, call.slab, call.weight, call.settings.padding, many_taps.count_group(call.weight)
             ),
         ),
     ),

@@ -30,7 +30,7 @@ from volseg.device.pretended import find_capability, is_gpu
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers, locate, select_device
 
-__all__ = ["can_group", "can_read", "weight_gradient"]
+__all__ = ["can_group", "can_read", "count_group", "weight_gradient"]
 
 FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
 """Below, cuDNN is the faster one; but for ``GROUPS``."""
@@ -132,6 +132,11 @@ def can_read(slab: Tensor, kernel: Sequence[int]) -> bool:
 def can_group(slab: Tensor, kernel: Sequence[int], width: int, voxels: int) -> bool:
     """Say whether groups of voxels may be read of it likewise, for an output of some width."""
     return can_read(slab, kernel) and slab.stride(4) == slab.shape[1] and width % voxels == 0
+
+
+def count_group(weight: Tensor) -> int:
+    """Return how many voxels along W are a group where the gradient of this weight is computed here; 1 for none."""
+    return GROUPS.get(weight.shape[1], 1)
 
 
 def weight_gradient(

@@ -16,10 +16,10 @@ from volseg.device.convolution.settings import Settings
 __all__ = [
     "ConvolutionCall",
     "computes_few_out",
-    "count_group",
     "count_voxels",
     "differentiates_depthwise",
     "differentiates_few_out",
+    "differentiates_many_taps",
     "has_own_taps",
     "is_depthwise",
     "is_few_channels",
@@ -178,18 +178,19 @@ def turns_many_taps(call: ConvolutionCall) -> bool:
     return fewest >= many_taps.FEWEST_CHANNELS and is_known and _is_many_taps(call)
 
 
-def count_group(call: ConvolutionCall) -> int:
-    """Return the voxels of a group with which ``many_taps`` takes the gradient of this weight; 0 where it does not."""
+def differentiates_many_taps(call: ConvolutionCall) -> bool:
+    """Say whether ``many_taps`` takes the gradient of this weight."""
     outputs, inputs, *taps = call.weight.shape
     if not _is_many_taps(call):
-        return 0
+        return False
     if min(outputs, inputs) >= many_taps.FEWEST_CHANNELS:
-        return int(many_taps.can_read(call.slab, taps))
-    voxels = many_taps.GROUPS.get(inputs, 0) if outputs == inputs and taps == [5, 5, 5] else 0
-    if not voxels or count_voxels(call.given) < many_taps.FEWEST_VOXELS_OF_GROUPS:
-        return 0
+        return many_taps.can_read(call.slab, taps)
+    is_grouped = outputs == inputs and inputs in many_taps.GROUPS and taps == [5, 5, 5]
+    if not is_grouped or count_voxels(call.given) < many_taps.FEWEST_VOXELS_OF_GROUPS:
+        return False
     is_measured = pretended.find_capability(pretended.find_device(call.given))[0] == many_taps.WIDE
-    return voxels if is_measured and many_taps.can_group(call.slab, taps, call.given.shape[-1], voxels) else 0
+    group = many_taps.count_group(call.weight)
+    return is_measured and many_taps.can_group(call.slab, taps, call.given.shape[-1], group)
 
 
 def is_few_channels(call: ConvolutionCall) -> bool:
