@@ -196,10 +196,14 @@ ADDED = [("leaky", "none", "leaky"), ("prelu", None, "elu"), ("none", "prelu", "
 """The first one's activation, the second one's, where that is a norm, and the sum's."""
 
 
-def terms(first: str, second: str | None, dtype: torch.dtype) -> tuple[list[Term], list[Term]]:
+Types = tuple[torch.dtype, torch.dtype]
+"""Of what is added."""
+
+
+def terms(first: str, second: str | None, dtypes: Types) -> tuple[list[Term], list[Term]]:
     """Return what is added, and the same in float64."""
     found = []
-    for kind, last in ((first, True), (second, False)):
+    for kind, dtype, last in zip((first, second), dtypes, (True, False), strict=True):
         x = volume(2, 3, 2, 3, 1, dtype=dtype, last=last)
         if kind is None:
             found.append(Term(x))
@@ -217,16 +221,27 @@ def compute_terms(exact: list[Term], activation: Activation) -> Tensor:
     return activation.apply(parts[0] + parts[1])
 
 
+def list_sums() -> list[tuple[str, str | None, Activation, Types]]:
+    """Return activations and types: of one type, and of two."""
+    wide, half = WIDE_AND_HALF
+    types = [(wide, wide), (half, half), (wide, wide), (half, half), (half, wide), (wide, half), (wide, half)]
+    types.append((half, wide))
+    rows = zip(ADDED * 2, types, strict=True)
+    return [(first, second, Activation(behind, 0.2), dtypes) for (first, second, behind), dtypes in rows]
+
+
 @covers("device.norm.addition_passes._add_kernel")
 def add_norms() -> None:
-    for (first, second, behind), dtype in zip(ADDED, [*WIDE_AND_HALF] * 2, strict=True):
-        activation = Activation(behind, 0.2)
-        given, exact = terms(first, second, dtype)
+    for first, second, activation, dtypes in list_sums():
+        given, exact = terms(first, second, dtypes)
+        dtype = torch.promote_types(*dtypes)
         wanted = compute_terms(exact, activation)
-        assert_near(addition_passes.add(*given, activation), wanted, ROUNDING[dtype])
+        got = addition_passes.add(*given, activation)
+        assert got.dtype == dtype
+        assert_near(got, wanted, ROUNDING[dtype])
         assert_near(addition.add(*exact, activation), wanted, 1e-12)
         for row, rounding in ((given, ROUNDING[dtype]), (exact, 1e-12)):
-            whole, out = with_room(row[0].slab)
+            whole, out = with_room(row[0].slab.to(torch.promote_types(row[0].slab.dtype, row[1].slab.dtype)))
             assert (addition_passes if row is given else addition).add(*row, activation, out) is out
             assert_near(out, wanted, rounding)
             assert_untouched(whole)
@@ -245,19 +260,19 @@ def assert_untouched(whole: Tensor) -> None:
 
 @covers("device.norm.addition_passes._sums_kernel", "device.norm.addition_passes._input_kernel")
 def differentiate_added_norms() -> None:
-    for (first, second, behind), dtype in zip(ADDED, [*WIDE_AND_HALF] * 2, strict=True):
-        activation = Activation(behind, 0.2)
-        given, exact = terms(first, second, dtype)
-        gradient = volume(2, 3, 2, 3, 1, dtype=dtype)
+    for first, second, activation, dtypes in list_sums():
+        given, exact = terms(first, second, dtypes)
+        gradient = volume(2, 3, 2, 3, 1, dtype=torch.promote_types(*dtypes))
         exact_sums = addition.add_sums(gradient.double(), *exact, activation)
         for got, wanted in zip(addition_passes.add_sums(gradient, *given, activation), exact_sums, strict=True):
             assert_near(got.sum(0), wanted[0], 1e-5)
         found = [(values(2, 3), values(2, 3)) for _ in exact_sums]
         exact_found = [tuple(wide(*pair)) for pair in found]
         exact_gradients = addition.add_gradients(gradient.double(), *exact, exact_found, activation)
-        for got, wanted in zip(
-            addition_passes.add_gradients(gradient, *given, found, activation), exact_gradients, strict=True
+        for got, wanted, dtype in zip(
+            addition_passes.add_gradients(gradient, *given, found, activation), exact_gradients, dtypes, strict=True
         ):
+            assert got.dtype == dtype
             assert_near(got, wanted, ROUNDING[dtype])
         for module, row, own, each in (
             (addition_passes, given, found, gradient),
@@ -265,7 +280,7 @@ def differentiate_added_norms() -> None:
         ):
             rooms = [with_room(term.slab) if term.is_norm else (None, None) for term in row]
             got = module.add_gradients(each, *row, own, activation, [out for _, out in rooms])
-            for (whole, out), one, wanted in zip(rooms, got, exact_gradients, strict=True):
+            for (whole, out), one, wanted, dtype in zip(rooms, got, exact_gradients, dtypes, strict=True):
                 assert_near(one, wanted, ROUNDING[dtype])
                 if whole is not None:
                     assert one is out

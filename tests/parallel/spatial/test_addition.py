@@ -1,7 +1,7 @@
 """Sums that take norms along, against the plain network in float64: outputs, every gradient, buffers."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from volseg.device import fusions
 from volseg.parallel import ModelParallel
+from volseg.parallel.spatial.lazy.addition import WaitingSum
+from volseg.parallel.spatial.transport.halo import Halo
 from volseg.parallel.spatial.volume import ShardedVolume
 
 Sum = Callable[["Block", Tensor], Tensor]
@@ -115,6 +117,77 @@ def test_norms_in_sums_are_exact(norm: str, training: bool) -> None:
     plain = Block(NORMS[norm], SUMS["norm + norm, leaky"]).double()
     plain(torch.rand(2, 2, 5, 4, 3, dtype=torch.float64))  # running statistics that are no start's
     compare(plain.train(training), ["cpu"], torch.rand(3, 2, 5, 4, 3, dtype=torch.float64))
+
+
+class Mixed(nn.Module):
+    """A norm and what is added to it, of two types; of one type, float64, as its own reference."""
+
+    def __init__(self, combine: Callable[["Mixed", Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(4, 4, 3, padding=1, bias=False)  # which a norm behind would take away
+        self.norm, self.other = nn.InstanceNorm3d(4, affine=True), nn.GroupNorm(2, 4)
+        self.slope = nn.Parameter(torch.rand(4))
+        self.last = nn.Conv3d(4, 2, 3, padding=1)
+        self.combine = combine
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x if x.dtype == torch.float64 else x.bfloat16()
+        result: Tensor = self.last(self.combine(self, half, self.conv(x), x))
+        return result
+
+
+MIXED: dict[str, Callable[[Mixed, Tensor, Tensor, Tensor], Tensor]] = {
+    "half norm + slab, elu": lambda net, half, wide, x: F.elu(net.norm(half) + wide),
+    "slab + half norm, elu in place": lambda net, half, wide, x: F.elu(wide + net.norm(half), inplace=True),
+    "half norm + slab": lambda net, half, wide, x: net.norm(half) + wide,
+    "half norm + what needs no gradient": lambda net, half, wide, x: F.elu(net.norm(half) + x.detach()) + wide,
+    "norm + half slab": lambda net, half, wide, x: net.norm(wide) + half,
+    "norm + half slab, leaky": lambda net, half, wide, x: F.leaky_relu(net.norm(wide) + half, 0.2),
+    "half norm + norm, silu": lambda net, half, wide, x: F.silu(F.prelu(net.norm(half), net.slope) + net.other(wide)),
+    "norm + half norm": lambda net, half, wide, x: F.relu(net.other(wide)) + F.relu(net.norm(half)),
+}
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]], ids=["one", "two"])
+@pytest.mark.parametrize("combine", MIXED)
+def test_sums_of_two_types_are_float32_and_exact(
+    combine: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    plain = Mixed(MIXED[combine])
+    # What half precision holds, and one more does too, so that nothing is rounded before the norm.
+    x = torch.randint(128, (2, 4, 34, 3, 5)) / 128
+    summed: list[torch.dtype] = []
+
+    def note(waiting: WaitingSum, halos: Sequence[Halo]) -> Any:
+        written = write(waiting, halos)
+        assert [slab.dtype for slab in waiting.stand_ins] == [slab.dtype for slab in written[0]]
+        summed.append(written[0][0].dtype)
+        return written
+
+    write = WaitingSum.write
+    monkeypatch.setattr(WaitingSum, "write", note)
+    net = copy.deepcopy(plain)
+    got = run(net, ModelParallel(net, strategy="spatial", devices=devices), x, 2)
+    assert summed == [torch.float32] * 2
+    wanted = run(plain.double(), plain, x.double(), 2)
+    for place, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        # The input's gradient comes through the half-precision slab.
+        limit = 2**-7 if place in (1, 3) else 1e-5
+        error = (one.double() - other).norm() / other.norm().clamp(min=1e-3)
+        assert float(error) < limit, (place, float(error))
+
+
+def test_a_sum_in_place_keeps_the_type_of_what_is_changed() -> None:
+    def change(net: Mixed, half: Tensor, wide: Tensor, x: Tensor) -> Tensor:
+        out = net.norm(half)
+        out += wide
+        assert out.dtype == half.dtype
+        return out.float()
+
+    torch.manual_seed(0)
+    net = Mixed(change)
+    ModelParallel(net, strategy="spatial", devices=["cpu", "cpu:1"])(torch.rand(1, 4, 34, 3, 5))
 
 
 @pytest.mark.parametrize("channels", [1, 7, 130])

@@ -26,15 +26,17 @@ def add(first: Term, second: Term, activation: Activation = IDENTITY, out: Tenso
     first
         A norm.
     second
-        Another, or a slab as it is; of the first one's shape and type.
+        Another, or a slab as it is; of the first one's shape. The sum has the type that torch gives a sum of both: a
+        norm in half precision plus a slab in float32 is float32.
     activation
         Of the sum; no PReLU.
     out
-        Of the first one's shape and type.
+        Of the sum's shape and type.
     """
     if takes(first.slab):
         return addition_passes.add(first, second, activation, out)
-    result = activation.apply(_compute(first) + _compute(second)).to(first.slab.dtype)
+    dtype = torch.promote_types(first.slab.dtype, second.slab.dtype)
+    result = activation.apply(_compute(first) + _compute(second)).to(dtype)
     return result if out is None else out.copy_(result)
 
 

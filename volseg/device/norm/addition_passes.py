@@ -196,7 +196,7 @@ def add(first: Term, second: Term, activation: Activation, out: Tensor | None = 
     first = _make_even(first, first.slab)
     second = _make_even(second, first.slab)
     x, y = first.slab, second.slab
-    out = torch.empty_like(x) if out is None else out
+    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, y.dtype)) if out is None else out
     tile = choose_tile(x, y)
     grid = (triton.cdiv(count_voxels(x), tile[0]), triton.cdiv(x.shape[1], tile[1]), x.shape[0])
     with select_device(x):
@@ -256,7 +256,9 @@ def add_gradients(
     x = first.slab
     second, gradient = _make_even(second, x), make_even(gradient, x)
     y = second.slab
-    of_first, of_second = (torch.empty_like(x) if out is None else out for out in outs)
+    of_first, of_second = (
+        torch.empty_like(x, dtype=slab.dtype) if out is None else out for slab, out in zip((x, y), outs, strict=True)
+    )
     tile = choose_tile(x, y, gradient)
     pairs = [*found, (None, None)][:2]
     grid = (triton.cdiv(count_voxels(x), tile[0]), triton.cdiv(x.shape[1], tile[1]), x.shape[0])

@@ -23,7 +23,7 @@ from volseg.parallel.spatial.lazy.norm import WaitingNorm, sum_to_slope
 from volseg.parallel.spatial.lazy.statistics import Pooled, combine_sums
 from volseg.parallel.spatial.lazy.vanishing import note_vanishing
 from volseg.parallel.spatial.pending import PLAIN, Waiting
-from volseg.parallel.spatial.recipe import Recipe
+from volseg.parallel.spatial.recipe import Recipe, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
@@ -48,8 +48,15 @@ class WaitingSum(Waiting):
     def __init__(self, context: Context, norm: WaitingNorm, other: WaitingNorm | list[Tensor]) -> None:
         self.context, self.norm, self.other = context, norm, other
         self.activation = IDENTITY
-        # Several samples with room around each lie apart, which whoever reads no halo would copy.
-        self.stand_ins, self.room = list(norm.stand_ins), norm.room if len(norm.stand_ins[0]) == 1 else 0
+        second = other.stand_ins if isinstance(other, WaitingNorm) else other
+        dtype = torch.promote_types(norm.stand_ins[0].dtype, second[0].dtype)
+        self.is_mixed = norm.stand_ins[0].dtype != second[0].dtype
+        self.stand_ins = list(norm.stand_ins)
+        if self.is_mixed:
+            self.stand_ins = [outline_slab(slab.shape, dtype, slab.device) for slab in norm.stand_ins]
+        # Several samples with room around each lie apart, which whoever reads no halo would copy. Sums of two types are
+        # cast by the convolution behind, which leaves the room itself.
+        self.room = 0 if self.is_mixed or len(norm.stand_ins[0]) > 1 else norm.room
         if isinstance(other, WaitingNorm):
             self.moment, self.unchanged = norm.moment.joined(other.moment), norm.unchanged.joined(other.unchanged)
         else:
@@ -100,7 +107,8 @@ class WaitingSum(Waiting):
         parameters = chain.from_iterable((norm.weight, norm.bias) for norm in norms)
         with self.moment.restored():
             slopes = [[] if norm.slope is None else spread(norm.slope) for norm in norms]
-            slabs = _Add.apply(self, fill, norms, *parameters, *chain.from_iterable(slopes), *self.stand_ins, *second)
+            slopes_of_all = chain.from_iterable(slopes)
+            slabs = _Add.apply(self, fill, norms, *parameters, *slopes_of_all, *self.norm.stand_ins, *second)
         return list(slabs), None, wait
 
     def _fill(self, rows: Sequence[tuple[Term, Term]], halos: Sequence[Halo]) -> tuple[list[Tensor], Wait | None]:
@@ -146,7 +154,7 @@ def add_in_place(first: Any, second: Any) -> bool:
     waiting = None
     if isinstance(first, ShardedVolume) and first.hooks is None and first.origin is None:
         waiting = _find_sum(first, second)
-    if waiting is None:
+    if waiting is None or waiting.is_mixed:  # the sum would have another type than what is changed
         return False
     first.pending = waiting
     increment_version(first)
@@ -162,13 +170,18 @@ def _find_sum(first: Any, second: Any) -> WaitingSum | None:
     norm = first.pending
     if not isinstance(norm, WaitingNorm) or first is second or first.context is not second.context:
         return None
-    alike = first.shape == second.shape and first.dims == second.dims and first.dtype == second.dtype
+    alike = first.shape == second.shape and first.dims == second.dims and _adds_up(first.dtype, second.dtype)
     if not alike or first.merged is not None or second.merged is not None or second.origin is not None:
         return None
     other = second.pending if isinstance(second.pending, WaitingNorm) else None
     if not all(waiting.moment.is_now() for waiting in (norm, other) if waiting is not None):
         return None
     return WaitingSum(first.context, norm, second.slabs if other is None else other)
+
+
+def _adds_up(first: torch.dtype, second: torch.dtype) -> bool:
+    """Say whether a norm and what is added are of one type, or of two whose sum is float32, as the kernels count."""
+    return first == second or {first, second} <= {torch.float16, torch.bfloat16, torch.float32}
 
 
 class _Add(torch.autograd.Function):
