@@ -206,7 +206,7 @@ def terms(first: str, second: str | None, dtypes: Types) -> tuple[list[Term], li
     for kind, dtype, last in zip((first, second), dtypes, (True, False), strict=True):
         x = volume(2, 3, 2, 3, 1, dtype=dtype, last=last)
         if kind is None:
-            found.append(Term(x))
+            found.append(Term(x if first == "prelu" else x[:, :1].expand(x.shape)))  # an image that is repeated
         else:
             slope = values(3) if kind == "prelu" else None
             found.append(Term(x, values(2, 3), values(2, 3), values(2, 3) - 1, Activation(kind, 0.3), slope))
@@ -274,6 +274,10 @@ def differentiate_added_norms() -> None:
         ):
             assert got.dtype == dtype
             assert_near(got, wanted, ROUNDING[dtype])
+        if second is None:
+            alone, nothing = addition_passes.add_gradients(gradient, *given, found, activation, both=False)
+            assert nothing is None
+            assert_near(alone, exact_gradients[0], ROUNDING[dtypes[0]])
         for module, row, own, each in (
             (addition_passes, given, found, gradient),
             (addition, exact, exact_found, gradient.double()),

@@ -136,11 +136,26 @@ class Mixed(nn.Module):
         return result
 
 
+def repeat(x: Tensor) -> Tensor:
+    """Return the first channel four times, as V-Net repeats its image: it needs no gradient."""
+    return x.detach()[:, :1].repeat(1, 4, 1, 1, 1)
+
+
+def add_image_that_changes(net: Mixed, half: Tensor, wide: Tensor, x: Tensor) -> Tensor:
+    image = x.detach()[:, :1].clone()
+    repeated = image.repeat(1, 4, 1, 1, 1)
+    image += 1.0
+    return F.elu(net.norm(wide) + repeated) * image
+
+
 MIXED: dict[str, Callable[[Mixed, Tensor, Tensor, Tensor], Tensor]] = {
     "half norm + slab, elu": lambda net, half, wide, x: F.elu(net.norm(half) + wide),
     "slab + half norm, elu in place": lambda net, half, wide, x: F.elu(wide + net.norm(half), inplace=True),
     "half norm + slab": lambda net, half, wide, x: net.norm(half) + wide,
     "half norm + what needs no gradient": lambda net, half, wide, x: F.elu(net.norm(half) + x.detach()) + wide,
+    "half norm + image, elu": lambda net, half, wide, x: F.elu(net.norm(half) + repeat(x)) * wide,
+    "image + norm, elu": lambda net, half, wide, x: F.elu(repeat(x) + net.norm(wide)) + repeat(x),
+    "norm + image changed behind, elu": add_image_that_changes,
     "norm + half slab": lambda net, half, wide, x: net.norm(wide) + half,
     "norm + half slab, leaky": lambda net, half, wide, x: F.leaky_relu(net.norm(wide) + half, 0.2),
     "half norm + norm, silu": lambda net, half, wide, x: F.silu(F.prelu(net.norm(half), net.slope) + net.other(wide)),
@@ -176,6 +191,20 @@ def test_sums_of_two_types_are_float32_and_exact(
         limit = 2**-7 if place in (1, 3) else 1e-5
         error = (one.double() - other).norm() / other.norm().clamp(min=1e-3)
         assert float(error) < limit, (place, float(error))
+
+
+def test_a_sum_reads_an_image_that_is_repeated_where_it_lies() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def add(net: Mixed, half: Tensor, wide: Tensor, x: Tensor) -> Tensor:
+        repeated: Any = repeat(x)
+        total: Any = net.norm(half) + repeated
+        seen.append((type(repeated.pending).__name__, total.pending.other[0].stride(1)))
+        return F.elu(total)
+
+    torch.manual_seed(0)
+    ModelParallel(Mixed(add), strategy="spatial", devices=["cpu", "cpu:1"])(torch.rand(1, 4, 34, 3, 5))
+    assert seen == [("WaitingRepeat", 0)]
 
 
 def test_a_sum_in_place_keeps_the_type_of_what_is_changed() -> None:

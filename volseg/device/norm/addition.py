@@ -90,7 +90,9 @@ def add_gradients(
     found: list[tuple[Tensor, Tensor]],
     activation: Activation,
     outs: Sequence[Tensor | None] = (None, None),
-) -> tuple[Tensor, Tensor]:
+    *,
+    both: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of both slabs; those of norms in ``outs`` where they are given.
 
     Parameters
@@ -103,13 +105,15 @@ def add_gradients(
         Factor and offset of each term that is a norm: see ``reference.gradient_input``.
     outs
         Of the slabs' shapes and types.
+    both
+        Whether the second one's is wanted, which is no norm otherwise; else it is None.
     """
     if _passes_on(second, activation):
         slab, _, scale, shift, kind, slope = first
         assert scale is not None
         assert shift is not None
         own = choice.gradient_input(gradient, slab, scale, shift, *found[0], kind, out=outs[0], slope=slope)
-        return own, gradient
+        return own, gradient if both else None
     if not takes(first.slab):
         inner = _differentiate(gradient, first, second, activation)
         slabs = [
@@ -119,5 +123,7 @@ def add_gradients(
             for term, own, out in zip((first, second), found, outs, strict=False)
             if term.scale is not None and term.shift is not None
         ]
-        return slabs[0], slabs[1] if second.is_norm else inner.to(second.slab.dtype)
-    return addition_passes.add_gradients(gradient, first, second, found, activation, outs)
+        if second.is_norm:
+            return slabs[0], slabs[1]
+        return slabs[0], inner.to(second.slab.dtype) if both else None
+    return addition_passes.add_gradients(gradient, first, second, found, activation, outs, both=both)

@@ -133,7 +133,7 @@ def _sums_kernel(
 def _input_kernel(
     g, x, xscale, xshift, xfactor, xoffset, xslopes, y, yscale, yshift, yfactor, yoffset, yslopes, xout, yout, C, V,
     xalpha, xstep, yalpha, ystep, alpha, gb, gc, gv, xb, xc, xv, yb, yc, yv, ub, uc, uv, wb, wc, wv,
-    XKIND: tl.constexpr, YNORM: tl.constexpr, YKIND: tl.constexpr, KIND: tl.constexpr,
+    XKIND: tl.constexpr, YNORM: tl.constexpr, YKIND: tl.constexpr, KIND: tl.constexpr, BOTH: tl.constexpr,
     BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     v = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -155,14 +155,15 @@ def _input_kernel(
     o = tl.load(xoffset + b * C + c, mask=inside, other=0.0)
     own = own * xs[None, :] + xraw * k[None, :] + o[None, :]
     tl.store(xout + elements(ub, uc, uv, b, c, v), own.to(xout.dtype.element_ty), mask=mask)
-    own = grad
-    if YKIND != 0:
-        own = grad * differentiate_activation(second, ya, YKIND)
-    if YNORM:
-        k = tl.load(yfactor + b * C + c, mask=inside, other=0.0)
-        o = tl.load(yoffset + b * C + c, mask=inside, other=0.0)
-        own = own * ys[None, :] + yraw * k[None, :] + o[None, :]
-    tl.store(yout + elements(wb, wc, wv, b, c, v), own.to(yout.dtype.element_ty), mask=mask)
+    if BOTH:
+        own = grad
+        if YKIND != 0:
+            own = grad * differentiate_activation(second, ya, YKIND)
+        if YNORM:
+            k = tl.load(yfactor + b * C + c, mask=inside, other=0.0)
+            o = tl.load(yoffset + b * C + c, mask=inside, other=0.0)
+            own = own * ys[None, :] + yraw * k[None, :] + o[None, :]
+        tl.store(yout + elements(wb, wc, wv, b, c, v), own.to(yout.dtype.element_ty), mask=mask)
 
 
 def _describe_kinds(first: Term, second: Term, activation: Activation) -> dict[str, int | bool]:
@@ -244,21 +245,22 @@ def add_gradients(
     found: list[tuple[Tensor, Tensor]],
     activation: Activation,
     outs: Sequence[Tensor | None] = (None, None),
-) -> tuple[Tensor, Tensor]:
+    *,
+    both: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Compute ``addition.add_gradients``.
 
     Parameters
     ----------
-    gradient, first, second, found, activation, outs
+    gradient, first, second, found, activation, outs, both
         See ``addition.add_gradients``.
     """
     first = _make_even(first, first.slab)
     x = first.slab
     second, gradient = _make_even(second, x), make_even(gradient, x)
     y = second.slab
-    of_first, of_second = (
-        torch.empty_like(x, dtype=slab.dtype) if out is None else out for slab, out in zip((x, y), outs, strict=True)
-    )
+    of_first = torch.empty_like(x) if outs[0] is None else outs[0]
+    of_second = torch.empty_like(x, dtype=y.dtype) if outs[1] is None and both else outs[1]
     tile = choose_tile(x, y, gradient)
     pairs = [*found, (None, None)][:2]
     grid = (triton.cdiv(count_voxels(x), tile[0]), triton.cdiv(x.shape[1], tile[1]), x.shape[0])
@@ -268,7 +270,7 @@ def add_gradients(
             y, *_make_dense(second.scale, second.shift, *pairs[1]), second.slope, of_first, of_second,
             x.shape[1], count_voxels(x),
             *_list_parameters(first, second, activation), *read_strides(gradient), *read_strides(x), *read_strides(y),
-            *read_strides(of_first), *read_strides(of_second),
-            **describe_tile(tile, **_describe_kinds(first, second, activation)),
+            *read_strides(of_first), *((0, 0, 0) if of_second is None else read_strides(of_second)),
+            **describe_tile(tile, BOTH=both, **_describe_kinds(first, second, activation)),
         )  # fmt: skip
-    return of_first, of_second
+    return of_first, of_second if both else None

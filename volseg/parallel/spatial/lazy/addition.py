@@ -20,6 +20,7 @@ from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, sum_to_slope
+from volseg.parallel.spatial.lazy.repeated import WaitingRepeat
 from volseg.parallel.spatial.lazy.statistics import Pooled, combine_sums
 from volseg.parallel.spatial.lazy.vanishing import note_vanishing
 from volseg.parallel.spatial.pending import PLAIN, Waiting
@@ -176,7 +177,13 @@ def _find_sum(first: Any, second: Any) -> WaitingSum | None:
     other = second.pending if isinstance(second.pending, WaitingNorm) else None
     if not all(waiting.moment.is_now() for waiting in (norm, other) if waiting is not None):
         return None
-    return WaitingSum(first.context, norm, second.slabs if other is None else other)
+    return WaitingSum(first.context, norm, _read_slabs(second) if other is None else other)
+
+
+def _read_slabs(volume: ShardedVolume) -> list[Tensor]:
+    """Return a volume's slabs; those of an image that is repeated in the memory of the image."""
+    spread = volume.pending.spread() if isinstance(volume.pending, WaitingRepeat) else None
+    return volume.slabs if spread is None else spread
 
 
 def _adds_up(first: torch.dtype, second: torch.dtype) -> bool:
@@ -202,6 +209,7 @@ class _Add(torch.autograd.Function):
         known = [value for norm in norms for value in (norm.found.mean, norm.found.rstd)]
         affine = [value for norm in norms for value in (norm.found.scale, norm.found.shift)]
         rows = _list_terms(ctx, known, affine, tensors)
+        ctx.wants_both = ctx.is_pair or any(ctx.needs_input_grad[-ctx.count :])
         # What is added as it is, with nothing behind the sum, has the sum's gradient: torch does not keep it either.
         ctx.keeps_both = ctx.is_pair or waiting.activation != IDENTITY
         ctx.save_for_backward(*known, *affine, *(tensors if ctx.keeps_both else tensors[: -ctx.count]))
@@ -228,10 +236,11 @@ class _Add(torch.autograd.Function):
             of_parameters.append(None if bias is None else found.bias.to(bias))
             slopes = [row[number].slope for row in rows]
             of_slopes += [sum_to_slope(each, s) for each, s in zip(own, slopes, strict=True) if s is not None]
-        inputs = [
-            addition.add_gradients(gradient, first, second, list(pairs), ctx.activation, _give_room(ctx, first, second))
-            for gradient, (first, second), *pairs in zip(gradients, rows, *factors, strict=True)
-        ]
+        inputs = []
+        for gradient, (first, second), *pairs in zip(gradients, rows, *factors, strict=True):
+            room, both = _give_room(ctx, first, second), ctx.wants_both
+            of_slabs = addition.add_gradients(gradient, first, second, pairs, ctx.activation, room, both=both)
+            inputs.append(of_slabs)
         columns = list(zip(*inputs, strict=True))
         for column, plan, pairs in zip(columns, ctx.plans, factors, strict=False):
             if plan.pooled.ignores_channels(*known[0].shape):

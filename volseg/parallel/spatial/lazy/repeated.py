@@ -1,6 +1,6 @@
-"""Channels that are repeated: what needs no gradient is written again by whoever reads it, and takes no memory.
+"""Channels that are repeated: what needs no gradient is written by whoever reads it, or read as it lies, once.
 
-V-Net adds its image to each of sixteen channels.
+V-Net adds its image to each of sixteen channels. A sum reads the image itself (see ``addition``).
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from volseg.device.layout import DIM, layout_of
-from volseg.parallel.spatial.pending import Released, Waiting, Written
-from volseg.parallel.spatial.recipe import Recipe, outline_slab
+from volseg.parallel.spatial.pending import Waiting
+from volseg.parallel.spatial.recipe import Outline, Recipe, outline_slab
+from volseg.parallel.spatial.transport.halo import Halo, Wait
 from volseg.parallel.spatial.versions import Unchanged
-from volseg.parallel.spatial.volume import ShardedVolume
+from volseg.parallel.spatial.volume import ShardedVolume, defer
 
-__all__ = ["repeat_later"]
+__all__ = ["WaitingRepeat", "repeat_later"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +31,62 @@ class Repeat:
         out.unflatten(1, (self.count, slab.shape[1])).copy_(planes.unsqueeze(1))
 
 
+class WaitingRepeat(Waiting):
+    """Slabs whose channels are to be repeated.
+
+    Parameters
+    ----------
+    slabs
+        ``(B, C, D, H, W)``.
+    count
+        How many times.
+    """
+
+    room = 0
+
+    def __init__(self, slabs: Sequence[Tensor], count: int) -> None:
+        self.repeated, self.count, self.unchanged = list(slabs), count, Unchanged(slabs)
+        self.stand_ins = self._outline_slabs()
+
+    def _outline_slabs(self) -> list[Tensor]:
+        shapes = [(slab.shape[0], self.count * slab.shape[1], *slab.shape[2:]) for slab in self.repeated]
+        return [outline_slab(shape, slab.dtype, slab.device) for shape, slab in zip(shapes, self.repeated, strict=True)]
+
+    def _make_recipe(self) -> Recipe:
+        return Recipe(tuple((slab,) for slab in self.repeated), Repeat(self.count))
+
+    def spread(self) -> list[Tensor] | None:
+        """Return the slabs repeated without memory; None where they have more than one channel."""
+        if any(slab.shape[1] != 1 for slab in self.repeated):
+            return None
+        self.check()
+        return [slab.expand(-1, self.count, -1, -1, -1) for slab in self.repeated]
+
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Copy the channels."""
+        del halos  # there is no room for them
+        return [slab.repeat(1, self.count, 1, 1, 1) for slab in self.repeated], self._make_recipe(), None
+
+    def outline(self) -> Outline | None:
+        """Note it for whoever reads it a few planes at a time."""
+        return Outline(self._outline_slabs(), self._make_recipe(), layout_of(self.repeated[0]))
+
+    def hold(self, volume: ShardedVolume) -> Recipe | None:
+        """Leave it unwritten: it is larger than what it is written from."""
+        return self.spare(volume)
+
+
 def repeat_later(volume: ShardedVolume, count: int) -> ShardedVolume | None:
     """Return a volume with its channels repeated, unwritten; None where it waits itself, or needs a gradient.
 
     Parameters
     ----------
     volume
-        Of five dims, cut along D.
+        Of five dims.
     count
         How many times.
     """
     if isinstance(volume.pending, Waiting) or any(slab.requires_grad for slab in volume._slabs):
         return None
-    slabs = volume.slabs
     shape = [volume.shape[0], count * volume.shape[1], *volume.shape[2:]]
-    outlines = [
-        outline_slab([slab.shape[0], count * slab.shape[1], *slab.shape[2:]], slab.dtype, slab.device) for slab in slabs
-    ]
-    recipe = Recipe(tuple((slab,) for slab in slabs), Repeat(count))
-    repeated = ShardedVolume(outlines, volume.dims, shape, volume.context)
-    written = Written(recipe, Unchanged((*outlines, *slabs)))
-    repeated.pending = Released(written, [0] * len(slabs), None, layout_of(slabs[0]))
-    return repeated
+    return defer(WaitingRepeat(volume.slabs, count), volume.dims, shape, volume.context, volume.merged)

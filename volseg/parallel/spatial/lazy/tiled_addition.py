@@ -281,13 +281,16 @@ def _differentiate(
         )
         for channels, dtype in columns
     ]
+    any_wanted = any(part is not None for part in parts)
     for start, stop in write.cut(slab.shape[DIM]):
         planes = stop - start
         own = gradient.narrow(DIM, start, planes).to(write.dtype)
-        first, second = addition.add_gradients(own, *write.read(row, start, planes), [found], write.activation)
+        terms = write.read(row, start, planes)
+        first, second = addition.add_gradients(own, *terms, [found], write.activation, both=any_wanted)
         copy_into(first, of_norm.narrow(DIM, start, planes))
-        for part, split in zip(parts, second.split([channels for channels, _ in columns], 1), strict=True):
+        splits = () if second is None else second.split([channels for channels, _ in columns], 1)
+        for part, split in zip(parts, splits, strict=second is not None):
             if part is not None:
                 copy_into(split, part.narrow(DIM, start, planes))
-        del own, first, second  # before the next tile is written
+        del own, terms, first, second, splits  # before the next tile is written
     return [of_norm, *parts]
