@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, ClassVar
 
 from networks_listed import NETWORKS, fit
 from networks_plot import compare, plot
@@ -82,7 +82,7 @@ def main() -> None:
     chosen = parser.parse_args()
     chosen.rows = chosen.rows or BY_DEFAULT
     if threading.current_thread() is threading.main_thread():  # who ends this program ends its processes with it
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        signal.signal(signal.SIGTERM, end_early)
     report = read(chosen)
     begin = time.monotonic()
     waiting = list(list_waiting(chosen, report))
@@ -100,6 +100,14 @@ def main() -> None:
     write(chosen.result, report)
     left = [network for network, _ in waiting]
     print(f"{time.monotonic() - begin:.0f} s; not begun: {', '.join(left) or 'none'}")
+
+
+def end_early(*_: object) -> None:
+    """End the processes of all rows, and then this one: whoever waits for an answer is told that none comes."""
+    Running.is_over = True
+    for one in list(Running.begun):
+        one.kill()
+    sys.exit(143)
 
 
 def read(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -232,6 +240,10 @@ class Running:
         For what they print.
     """
 
+    is_over: ClassVar[bool] = False
+    """Whether this program is being ended: nothing is begun any more."""
+    begun: ClassVar[list["Running"]] = []
+
     def __init__(self, row: Row, gpu: int, chosen: argparse.Namespace, scratch: Path) -> None:
         self.row, self.limit_s = row, chosen.limit
         self.ms: list[float] = []
@@ -246,6 +258,7 @@ class Running:
         self.listeners: list[threading.Thread] = []
 
     def _start(self) -> None:
+        self.begun.append(self)
         job = self.row | {"gpu": self.gpu, "port": find_port()}
         self.processes = [
             subprocess.Popen(
@@ -265,10 +278,12 @@ class Running:
 
     def get_ready(self, limit: float) -> None:
         """Begin, and wait until the step is built and compiled; a row that is not ready by then is ended."""
-        if time.monotonic() >= limit:
+        if self.is_over or time.monotonic() >= limit:
             self.told = {"error": f"{LATE} {self.limit_s:.0f} s, and not begun"}
             return
         self._start()
+        if self.is_over:  # since
+            self.kill()
         answers = self._hear(limit, "ready")
         if answers is not None:
             self.told = answers[0]["ready"]
@@ -333,11 +348,16 @@ class Running:
         median = statistics.median(self.ms)
         return self.told | {"ms": median, "ms_of_turns": self.ms, "mvoxel_per_s": voxels / median / 1e3}
 
-    def end(self) -> None:
-        """End the processes."""
+    def kill(self) -> None:
+        """End the processes at once."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
+
+    def end(self) -> None:
+        """End the processes, and close what was opened for them."""
+        self.kill()
+        for process in self.processes:
             process.wait()
         for listener in self.listeners:
             listener.join()
