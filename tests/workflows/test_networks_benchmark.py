@@ -117,7 +117,7 @@ def test_whoever_ends_it_ends_its_rows_and_does_not_wait_for_their_answers(tmp_p
 
 def list_children(process):
     files = Path(f"/proc/{process}/task").glob("*/children")
-    return [int(child) for file in files for child in file.read_text().split()]
+    return [int(child) for file in files for child in file.read_text(encoding="utf-8").split()]
 
 
 def test_ratios_are_to_the_best_of_each_kind(tmp_path):
