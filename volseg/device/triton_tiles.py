@@ -76,10 +76,15 @@ def find_strides(tensor: Tensor) -> tuple[int, int, int] | None:
 
 @lru_cache(maxsize=4096)  # each run of a kernel asks several times, about the same few slabs in every step
 def _find_strides(size: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int] | None:
-    step = stride[-1]
-    for dim in range(len(size) - 2, 1, -1):
-        if size[dim] > 1 and stride[dim] != stride[dim + 1] * size[dim + 1]:
+    step, expected = stride[-1], None
+    for dim in range(len(size) - 1, 1, -1):
+        if size[dim] == 1:  # whose stride, which may be any, is never taken
+            continue
+        if expected is None:
+            step = expected = stride[dim]
+        elif stride[dim] != expected:
             return None
+        expected *= size[dim]
     # Of one channel the step to the next is never taken, and 0 hides nothing from the compiler: with 1, as it is with
     # channels last, no line of memory would begin evenly, and each element would be loaded by itself.
     return stride[0], stride[1] if size[1] > 1 else 0, step

@@ -1,14 +1,17 @@
-"""Channels that are repeated: what needs no gradient is written by whoever reads it, or read as it lies, once.
+"""Channels that are repeated wait for whoever reads them, where they need no gradient.
 
-V-Net adds its image to each of sixteen channels. A sum reads the image itself (see ``addition``).
+V-Net adds its image to each of sixteen channels. What waits has a copy of such an image, which nobody changes, and a
+sum reads that without writing the channels (see ``addition``).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from volseg.device.layout import DIM, layout_of
+from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.recipe import Outline, Recipe, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait
@@ -37,7 +40,7 @@ class WaitingRepeat(Waiting):
     Parameters
     ----------
     slabs
-        ``(B, C, D, H, W)``.
+        ``(B, C, D, H, W)``, without history.
     count
         How many times.
     """
@@ -45,7 +48,7 @@ class WaitingRepeat(Waiting):
     room = 0
 
     def __init__(self, slabs: Sequence[Tensor], count: int) -> None:
-        self.repeated, self.count, self.unchanged = list(slabs), count, Unchanged(slabs)
+        self.repeated, self.count, self.unchanged, self.moment = list(slabs), count, Unchanged(slabs), Moment()
         self.stand_ins = self._outline_slabs()
 
     def _outline_slabs(self) -> list[Tensor]:
@@ -65,7 +68,9 @@ class WaitingRepeat(Waiting):
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Copy the channels."""
         del halos  # there is no room for them
-        return [slab.repeat(1, self.count, 1, 1, 1) for slab in self.repeated], self._make_recipe(), None
+        with self.moment.restored():
+            slabs = [slab.repeat(1, self.count, 1, 1, 1) for slab in self.repeated]
+        return slabs, self._make_recipe(), None
 
     def outline(self) -> Outline | None:
         """Note it for whoever reads it a few planes at a time."""
@@ -76,8 +81,8 @@ class WaitingRepeat(Waiting):
         return self.spare(volume)
 
 
-def repeat_later(volume: ShardedVolume, count: int) -> ShardedVolume | None:
-    """Return a volume with its channels repeated, unwritten; None where it waits itself, or needs a gradient.
+def repeat_later(volume: ShardedVolume, count: int, tiles: int) -> ShardedVolume | None:
+    """Return a volume with its channels repeated, unwritten; None where that saves nothing, or a gradient is needed.
 
     Parameters
     ----------
@@ -85,8 +90,16 @@ def repeat_later(volume: ShardedVolume, count: int) -> ShardedVolume | None:
         Of five dims.
     count
         How many times.
+    tiles
+        In how many pieces the result would be written.
     """
     if isinstance(volume.pending, Waiting) or any(slab.requires_grad for slab in volume._slabs):
         return None
+    if volume.shape[1] == 1:
+        slabs = [slab.detach().clone(memory_format=torch.contiguous_format) for slab in volume.slabs]
+    elif tiles > 1:
+        slabs = [slab.detach() for slab in volume.slabs]  # who needs a gradient later needs none of what was repeated
+    else:
+        return None
     shape = [volume.shape[0], count * volume.shape[1], *volume.shape[2:]]
-    return defer(WaitingRepeat(volume.slabs, count), volume.dims, shape, volume.context, volume.merged)
+    return defer(WaitingRepeat(slabs, count), volume.dims, shape, volume.context, volume.merged)

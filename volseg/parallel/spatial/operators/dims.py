@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
 from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.lazy.repeated import repeat_later
@@ -95,7 +96,8 @@ def repeat(func: Callable, input: Any, repeats: Sequence[int] = (), dims: Sequen
     if any(counts[dim] != 1 for dim in cut):
         refuse("a cut dim cannot be repeated")
     if input.ndim == 5 and counts[1] > 1 and list(counts) == [1, counts[1], 1, 1, 1]:
-        later = repeat_later(input, counts[1])
+        tiles = count_slab_tiles(input, counts[1] * input.shape[1], input.dtype.itemsize)
+        later = repeat_later(input, counts[1], tiles)
         if later is not None:
             return later
     return wrap(input, [slab.repeat(counts) for slab in input.slabs], cut)
