@@ -50,14 +50,15 @@ class WaitingSum(Waiting):
         self.context, self.norm, self.other = context, norm, other
         self.activation = IDENTITY
         second = other.stand_ins if isinstance(other, WaitingNorm) else other
-        dtype = torch.promote_types(norm.stand_ins[0].dtype, second[0].dtype)
-        self.is_mixed = norm.stand_ins[0].dtype != second[0].dtype
+        dtypes = norm.stand_ins[0].dtype, second[0].dtype
+        is_mixed = dtypes[0] != dtypes[1]
         self.stand_ins = list(norm.stand_ins)
-        if self.is_mixed:
+        if is_mixed:
+            dtype = torch.promote_types(*dtypes)
             self.stand_ins = [outline_slab(slab.shape, dtype, slab.device) for slab in norm.stand_ins]
         # Several samples with room around each lie apart, which whoever reads no halo would copy. Sums of two types are
         # cast by the convolution behind, which leaves the room itself.
-        self.room = 0 if self.is_mixed or len(norm.stand_ins[0]) > 1 else norm.room
+        self.room = 0 if is_mixed or len(norm.stand_ins[0]) > 1 else norm.room
         if isinstance(other, WaitingNorm):
             self.moment, self.unchanged = norm.moment.joined(other.moment), norm.unchanged.joined(other.unchanged)
         else:
@@ -153,9 +154,11 @@ def add_in_place(first: Any, second: Any) -> bool:
         What is added.
     """
     waiting = None
-    if isinstance(first, ShardedVolume) and first.hooks is None and first.origin is None:
+    are_volumes = isinstance(first, ShardedVolume) and isinstance(second, ShardedVolume)
+    # A sum of two types might have another one than what is changed.
+    if are_volumes and first.dtype == second.dtype and first.hooks is None and first.origin is None:
         waiting = _find_sum(first, second)
-    if waiting is None or waiting.is_mixed:  # the sum would have another type than what is changed
+    if waiting is None:
         return False
     first.pending = waiting
     increment_version(first)
@@ -181,9 +184,9 @@ def _find_sum(first: Any, second: Any) -> WaitingSum | None:
 
 
 def _read_slabs(volume: ShardedVolume) -> list[Tensor]:
-    """Return a volume's slabs; those of an image that is repeated in the memory of the image."""
-    spread = volume.pending.spread() if isinstance(volume.pending, WaitingRepeat) else None
-    return volume.slabs if spread is None else spread
+    """Return a volume's slabs; those of an image that is repeated in the memory of one channel."""
+    expanded = volume.pending.expand() if isinstance(volume.pending, WaitingRepeat) else None
+    return volume.slabs if expanded is None else expanded
 
 
 def _adds_up(first: torch.dtype, second: torch.dtype) -> bool:

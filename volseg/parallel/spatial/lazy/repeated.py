@@ -58,8 +58,8 @@ class WaitingRepeat(Waiting):
     def _make_recipe(self) -> Recipe:
         return Recipe(tuple((slab,) for slab in self.repeated), Repeat(self.count))
 
-    def spread(self) -> list[Tensor] | None:
-        """Return the slabs repeated without memory; None where they have more than one channel."""
+    def expand(self) -> list[Tensor] | None:
+        """Return views of the slabs that repeat them without memory; None where they have more than one channel."""
         if any(slab.shape[1] != 1 for slab in self.repeated):
             return None
         self.check()
