@@ -10,6 +10,7 @@ from volseg.data.cases import Task
 from volseg.data.catalogue import PublicTask, list_public_tasks
 from volseg.data.readers import list_files, read_volume
 from volseg.data.threads import map_in_threads
+from volseg.transforms.spacing import measure_sides
 
 __all__ = ["describe_public_task", "describe_task", "tabulate_public_tasks"]
 
@@ -84,7 +85,7 @@ def describe_task(task: Task, *, progress: Callable[[], object] | None = None) -
 
 def _measure(path: Path) -> tuple[tuple[int, ...], list[float]]:
     volume = read_volume(path)
-    return tuple(volume.shape[1:]), np.linalg.norm(volume.affine.numpy()[:3, :3], axis=0).tolist()
+    return tuple(volume.shape[1:]), list(measure_sides(volume.affine))
 
 
 def _summarise(sides: np.ndarray) -> str:

@@ -29,6 +29,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.evaluation.lesions import LESIONS, MINIMUM_OVERLAP, match_lesions
 from volseg.evaluation.surfaces import DISTANCES, measure_surfaces
 from volseg.evaluation.tolerances import find_tolerance
+from volseg.transforms.spacing import measure_sides
 
 __all__ = ["VOLUMES", "Scoring", "choose_scoring", "read_spacing"]
 
@@ -170,9 +171,8 @@ def read_spacing(affine: Tensor) -> tuple[tuple[float, float, float] | None, flo
     axes = affine[:3, :3].double()
     sides = axes.norm(dim=0)
     skew = ((axes / sides).T @ (axes / sides)).fill_diagonal_(0).abs().max()
-    volume = abs(float(axes.det())) / 1000
     if skew > MOST_SKEW:
         logger.warning("voxels are sheared, axes meet at a cosine of %.3g: no distances between surfaces", float(skew))
-        return None, volume
-    depth, height, width = sides.tolist()
-    return (depth, height, width), volume
+        return None, abs(float(axes.det())) / 1000
+    spacing = measure_sides(affine)
+    return spacing, math.prod(spacing) / 1000

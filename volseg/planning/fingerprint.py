@@ -20,6 +20,7 @@ from volseg.data.checks import Finding, read_case, require_sound
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
 from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
+from volseg.transforms.spacing import measure_sides
 
 __all__ = ["Taken", "take_fingerprint"]
 
@@ -138,8 +139,8 @@ def _find_axes(image: MetaTensor) -> tuple[list[int], tuple[float, float, float]
     affine = image.affine.numpy().astype(np.float64)
     goals = nibabel.io_orientation(affine)[:, 0].astype(int).tolist()
     axes = [goals.index(axis) for axis in range(3)]
-    lengths = np.linalg.norm(affine[:3, :3], axis=0)
-    d, h, w = (float(lengths[axis]) for axis in axes)
+    lengths = measure_sides(affine)
+    d, h, w = (lengths[axis] for axis in axes)
     return axes, (d, h, w)
 
 

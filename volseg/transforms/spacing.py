@@ -1,14 +1,40 @@
-"""Which voxel sides a preprocessing leaves a volume with, by the volume's affine alone."""
+"""The voxel sides of a volume, and those that a preprocessing leaves it with, by the volume's affine only."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from nibabel.orientations import axcodes2ornt, io_orientation, ornt_transform
+from numpy.typing import ArrayLike
 
-__all__ = ["Sides", "depends_on_case", "spacing_after"]
+__all__ = ["Sides", "depends_on_case", "measure_sides", "spacing_after"]
 
 Sides = tuple[float, float, float]
+
+DIGITS = 6
+"""Significant digits of a side. NIfTI stores affines as float32, DICOM and MetaImage as decimals: a turned axis of 2 mm
+measures 1.9999998 or 2.0000001 mm."""
+
+
+def measure_sides(affine: ArrayLike) -> Sides:
+    """Return the voxel sides along D, H, W in mm, rounded to what a stored affine can say.
+
+    Everything that compares sides or distances takes them from here: the same voxels compare alike however the header
+    turns them.
+
+    Parameters
+    ----------
+    affine : array_like
+        3 x 3 or 4 x 4, voxel index to position in mm.
+
+    Examples
+    --------
+    >>> measure_sides(np.diag([0.7, 0.7, 1.9999998]).astype(np.float32))
+    (0.7, 0.7, 2.0)
+    """
+    axes = np.asarray(affine, dtype=np.float64)[:3, :3]
+    d, h, w = (float(f"{side:.{DIGITS}g}") for side in np.linalg.norm(axes, axis=0))
+    return d, h, w
 
 
 def spacing_after(components: Sequence[Mapping[str, Any]], affine: np.ndarray) -> Sides:
@@ -39,8 +65,7 @@ def spacing_after(components: Sequence[Mapping[str, Any]], affine: np.ndarray) -
             placed[:3, :3] = axes
             turn = ornt_transform(io_orientation(placed), axcodes2ornt(component.get("axcodes", "RAS")))
             axes = axes[:, np.argsort(turn[:, 0])]
-    d, h, w = np.linalg.norm(axes, axis=0).tolist()
-    return d, h, w
+    return measure_sides(axes)
 
 
 def depends_on_case(components: Sequence[Mapping[str, Any]]) -> bool:

@@ -29,6 +29,7 @@ from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
 from volseg.parallel.progress import report_progress
 from volseg.transforms.grid import Grid
+from volseg.transforms.spacing import measure_sides
 from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 
@@ -171,7 +172,7 @@ class Validation:
                 **case,
                 "pred": volumes[0],
                 "label": volumes[1],
-                "spacing": reference.affine[:3, :3].norm(dim=0).tolist(),
+                "spacing": list(measure_sides(reference.affine)),
             }
             further = {
                 key: number
