@@ -101,7 +101,12 @@ def check(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit status 1 for what should be looked at too.")] = False,
     split: Annotated[
-        Path | None, typer.Option(help="Split file; default the five folds. No image may train and validate.")
+        Path | None,
+        typer.Option(help="Split file; default the five folds. No image and no patient may train and validate."),
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN|COLUMN", help="As split.group: which cases are of one patient; or none."),
     ] = None,
     fix: Annotated[
         Path | None,
@@ -125,7 +130,7 @@ def check(
     task = load_task(folder, require_files=False)
     splits = None if split is None else read_splits(split, [case["case"] for case in task.training])
     with count_up(len(task.training) + len(task.test), "checking") as count:
-        checked = check_task(task, splits=splits, progress=count)
+        checked = check_task(task, splits=splits, group=group, progress=count)
     typer.echo(json.dumps(checked.as_dict(), indent=1) if as_json else "\n".join(checked.lines()))
     if output is not None:
         checked.write(output)

@@ -1,14 +1,16 @@
 """Which cases there are, and which of them train."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from volseg.config.base import ConfigModel
 from volseg.config.numbers import NonNegative, Positive, Seed
+from volseg.errors import ConfigError
 
-__all__ = ["DataConfig", "SplitConfig"]
+__all__ = ["DataConfig", "SplitConfig", "compile_group"]
 
 
 class DataConfig(ConfigModel):
@@ -45,9 +47,41 @@ class SplitConfig(ConfigModel):
     file: Path | None = None
     """A split file of your own in nnU-Net's form, ``[{"train": [...], "val": [...]}, ...]``; ``fold`` chooses in it.
     Without it, a table's own columns ``fold`` or ``split`` count."""
+    group: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    """How cases are grouped by patient, none of whom trains and validates: a regular expression with one capture group,
+    searched in the names of cases, such as ``^(patient\\d+)``; the name of a column of the table; or ``PatientID`` of
+    DICOM images. ``none``: each case is of a patient of its own; null: the same, with a warning where names tell
+    otherwise. Folds that are given are not changed, but checked."""
+
+    @field_validator("group")
+    @classmethod
+    def _group_is_pattern_or_name(cls, group: str | None) -> str | None:
+        if group is not None and "(" in group:
+            compile_group(group)
+        return group
 
     @model_validator(mode="after")
     def _fold_exists(self) -> "SplitConfig":
         if self.file is None and self.fold >= self.num_folds:
             raise ValueError(f"fold must be below num_folds={self.num_folds}, got {self.fold}")
         return self
+
+
+def compile_group(group: str) -> re.Pattern[str]:
+    """Return the pattern of names that ``split.group`` is.
+
+    Raises
+    ------
+    ConfigError
+        It is no regular expression, or has another number of capture groups than one.
+    """
+    try:
+        pattern = re.compile(group)
+    except (re.error, OverflowError, RecursionError) as fault:
+        raise ConfigError(f"{group!r} is no regular expression: {fault}") from fault
+    if pattern.groups != 1:
+        raise ConfigError(
+            f"the pattern {group!r} has {pattern.groups} capture groups; needed: one, which holds the patient. "
+            "(?:...) groups without capturing"
+        )
+    return pattern

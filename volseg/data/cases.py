@@ -46,6 +46,8 @@ class Task:
     """Value of voxels that nobody annotated, which are neither trained on nor judged; no key of ``labels``."""
     splits: tuple[Split, ...] = ()
     """Which cases train and which validate, fold by fold, where the data set itself says so."""
+    columns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What else the data set says of its cases, such as their patients: by column, and by case."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", Path(self.root))

@@ -8,6 +8,7 @@ import numpy as np
 from volseg.commands import spell
 from volseg.data.cases import Task
 from volseg.data.catalogue import PublicTask, list_public_tasks
+from volseg.data.groups import propose_groups
 from volseg.data.readers import list_files, read_volume
 from volseg.data.threads import map_in_threads
 from volseg.transforms.spacing import measure_sides
@@ -66,6 +67,8 @@ def describe_task(task: Task, *, progress: Callable[[], object] | None = None) -
             progress()
     shapes, spacings = (np.array(side, dtype=np.float64) for side in zip(*measured, strict=True))
     regions = ", ".join(f"{name} = {' + '.join(map(str, values))}" for name, values in task.regions.items())
+    proposed = propose_groups(task)
+    patients = proposed if proposed is not None and proposed.evident else None
     partly = sum("labelled" in case for case in task.training)
     facts = [
         ("task", task.name),
@@ -77,6 +80,7 @@ def describe_task(task: Task, *, progress: Callable[[], object] | None = None) -
         *([("ignored", str(task.ignore))] if task.ignore is not None else []),
         *([("partly", f"{partly} case(s) were looked through for some labels only")] if partly else []),
         *([("folds", f"{len(task.splits)}, of the data set's own")] if task.splits else []),
+        *([("patients", f"{patients.num_patients} (split.group: {patients.group})")] if patients else []),
         ("voxels", _summarise(shapes)),
         ("spacing", f"{_summarise(spacings)} mm"),
     ]

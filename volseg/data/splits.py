@@ -2,12 +2,17 @@
 
 The folds are nnU-Net's: scikit-learn's ``KFold(5, shuffle=True, random_state=12345)`` over the sorted case ids, so that
 a Dice can be compared with published ones fold by fold. scikit-learn itself is not needed for ten lines of it.
+
+Where several cases are of one patient, patients are dealt and not cases: shuffled by the same generator, the one with
+the most cases first, each to the fold that has the fewest cases so far. Folds differ by no more cases than the largest
+patient has.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -38,18 +43,23 @@ class Split:
             raise DataError(f"{_list_ids(shared)} stand in training and in validation; keep each in one of them")
 
 
-def folds(ids: Iterable[str], num_folds: int = 5, seed: int = 12345) -> list[Split]:
+def folds(
+    ids: Iterable[str], num_folds: int = 5, seed: int = 12345, *, groups: Mapping[str, str] | None = None
+) -> list[Split]:
     """Return nnU-Net's folds; each case validates exactly once.
 
     Parameters
     ----------
     ids
         Case ids in any order: they are sorted first, as nnU-Net does.
+    groups
+        The patient of each case; all cases of one validate in the same fold. Where each has one case, the folds are
+        nnU-Net's.
 
     Raises
     ------
     DataError
-        Fewer cases than folds, fewer than two folds, or an id twice.
+        Fewer cases or patients than folds, fewer than two folds, or an id twice.
 
     References
     ----------
@@ -68,21 +78,53 @@ def folds(ids: Iterable[str], num_folds: int = 5, seed: int = 12345) -> list[Spl
             f"need 2 folds or more, and a case for each, got {num_folds} folds of {len(names)} cases; "
             f"set split.num_folds to {max(2, min(num_folds, len(names)))}, or split.validation to none"
         )
-    order = np.arange(len(names))
+    if groups is not None and len(patients := _gather_patients(names, groups)) < len(names):
+        validated = _deal_patients(patients, num_folds, seed)
+    else:
+        order = _shuffle(len(names), seed)
+        sizes = [len(names) // num_folds + (fold < len(names) % num_folds) for fold in range(num_folds)]
+        ends = list(accumulate(sizes))
+        validated = [{names[index] for index in order[start:end]} for start, end in pairwise([0, *ends])]
+    return [
+        Split(
+            training=tuple(name for name in names if name not in chosen),
+            validation=tuple(name for name in names if name in chosen),
+        )
+        for chosen in validated
+    ]
+
+
+def _shuffle(count: int, seed: int) -> list[int]:
+    order = np.arange(count)
     # The legacy generator on purpose: scikit-learn's folds are defined by it.
     np.random.RandomState(seed).shuffle(order)
-    sizes = [len(names) // num_folds + (fold < len(names) % num_folds) for fold in range(num_folds)]
-    ends = list(accumulate(sizes))
-    splits = []
-    for start, end in zip([0, *ends], ends, strict=False):
-        chosen = set(order[start:end].tolist())
-        splits.append(
-            Split(
-                training=tuple(name for index, name in enumerate(names) if index not in chosen),
-                validation=tuple(name for index, name in enumerate(names) if index in chosen),
-            )
+    return [int(index) for index in order]
+
+
+def _gather_patients(names: Sequence[str], groups: Mapping[str, str]) -> list[list[str]]:
+    """Return the cases of each patient, in the order of their first cases; patients may be called in any way."""
+    if missing := [name for name in names if name not in groups]:
+        raise DataError(f"folds by patient need the patient of each case; {_list_ids(missing)} have none")
+    cases: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        cases[groups[name]].append(name)
+    return list(cases.values())
+
+
+def _deal_patients(patients: Sequence[Sequence[str]], num_folds: int, seed: int) -> list[set[str]]:
+    """Return the cases that validate in each fold."""
+    if len(patients) < num_folds:
+        num_cases = sum(map(len, patients))
+        remedy = f"set split.num_folds to {len(patients)}" if len(patients) > 1 else "set split.validation to none"
+        raise DataError(
+            f"need a patient for each fold, got {num_folds} folds of {len(patients)} patients ({num_cases} cases, by "
+            f"split.group); {remedy}, or split.group to none if each case is of a patient of its own"
         )
-    return splits
+    shuffled = [patients[index] for index in _shuffle(len(patients), seed)]
+    dealt: list[set[str]] = [set() for _ in range(num_folds)]
+    for cases in sorted(shuffled, key=len, reverse=True):  # a stable sort: the generator orders those of one size
+        min(dealt, key=len).update(cases)
+    return dealt
 
 
 def write_splits(path: str | Path, splits: Sequence[Split]) -> Path:

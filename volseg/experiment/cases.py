@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cache_folder import choose_cache_folder
@@ -11,11 +11,13 @@ from volseg.data.case_cache import CaseCache
 from volseg.data.cases import Case, Task
 from volseg.data.cases_ahead import CasesAhead
 from volseg.data.checks import summarise_remarks
+from volseg.data.groups import find_groups
 from volseg.data.layouts import load_task
 from volseg.data.preparing import PreparedCases, prepare_ahead, prepare_together
 from volseg.data.reading_group import ALONE, Readers
 from volseg.data.splits import Split, folds, read_splits
 from volseg.errors import ConfigError, DataError, VolsegError
+from volseg.experiment.patients import PatientWords, describe_patients
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import is_main_process
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
@@ -41,6 +43,8 @@ class ChosenCases:
     split: Split
     training: tuple[Case, ...]
     validation: tuple[Case, ...]
+    patients: PatientWords = field(default_factory=PatientWords)
+    """What is said of the patients on both sides."""
 
 
 def choose_cases(config: ExperimentConfig) -> ChosenCases:
@@ -55,7 +59,9 @@ def choose_cases(config: ExperimentConfig) -> ChosenCases:
     split = choose_split(config, task)
     by_id = {case["case"]: case for case in task.training}
     training, validation = (tuple(by_id[name] for name in names) for names in (split.training, split.validation))
-    return ChosenCases(task=task, split=split, training=training, validation=validation)
+    is_given = list_given_splits(config, task) is not None
+    patients = describe_patients(task, config.split.group, split, is_given=is_given)
+    return ChosenCases(task=task, split=split, training=training, validation=validation, patients=patients)
 
 
 def open_cache(config: ExperimentConfig, task: Task, preprocessing: Preprocessing) -> CaseCache | None:
@@ -146,17 +152,22 @@ def prepare_chosen(
 def choose_split(config: ExperimentConfig, task: Task) -> Split:
     """Return the split that the config asks for: of its file, else of the data set itself, else nnU-Net's.
 
+    Given splits are taken as they are; `ChosenCases.patients` says whether they cut a patient.
+
     Raises
     ------
     ConfigError
-        If there is no such fold.
+        If there is no such fold, or ``split.group`` is no column and no pattern.
+    DataError
+        If there are fewer cases or patients than folds, or a case without a patient.
     """
     wanted = config.split
     ids = [case["case"] for case in task.training]
+    groups = find_groups(task, wanted.group)  # a wrong one is refused, whatever the split
     if wanted.validation == "none":
         return Split(training=tuple(sorted(ids)), validation=())
     if (splits := list_given_splits(config, task)) is None:
-        return folds(ids, wanted.num_folds, wanted.seed)[wanted.fold]
+        return folds(ids, wanted.num_folds, wanted.seed, groups=groups)[wanted.fold]
     if wanted.fold >= len(splits):
         source = wanted.file or f"the table of {task.name}"
         raise ConfigError(f"split.fold is {wanted.fold}, but {source} holds folds 0 to {len(splits) - 1}")

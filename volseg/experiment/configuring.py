@@ -10,6 +10,7 @@ from volseg.commands import spell
 from volseg.config.loading import load_config, require_sound_overrides
 from volseg.data import load_task
 from volseg.data.cases import Task
+from volseg.data.groups import propose_groups
 from volseg.data.layouts.table import TABLES
 from volseg.errors import ConfigError
 from volseg.experiment.run_folder import RunFolder
@@ -67,7 +68,19 @@ def configure(
 def _plan_for(task: Task, folder: str | Path, preset: str, gpu_memory: float, name: str | None, skip_bad: bool) -> Plan:
     fingerprint = _find_fingerprint(task, skip_bad)
     root = os.path.abspath(folder)  # not resolved: a link may be pointed to another disk later
-    return plan(fingerprint, preset, gpu_memory, root=root, name=name, skip_bad=skip_bad, given_folds=len(task.splits))
+    proposed = propose_groups(task)
+    if proposed is not None and not proposed.evident:
+        logger.warning("%s; set split.group: %s if that is so", proposed.reason, proposed.group)
+    return plan(
+        fingerprint,
+        preset,
+        gpu_memory,
+        root=root,
+        name=name,
+        skip_bad=skip_bad,
+        given_folds=len(task.splits),
+        patients=proposed if proposed is not None and proposed.evident else None,
+    )
 
 
 def _find_fingerprint(task: Task, skip_bad: bool) -> Fingerprint:
@@ -87,6 +100,7 @@ def configure_words(planned: Plan, path: str | Path) -> str:
     size = " x ".join(f"{side:g}" for side in geometry.median_shape)
     lines = {
         "cases": f"{len(fingerprint.cases)}, {len(fingerprint.channels)} channel(s), {len(fingerprint.labels)} labels",
+        **({} if (told := planned.patients) is None else {"patients": f"{told.num_patients}, by {told.group}"}),
         "spacing": f"{' x '.join(f'{mm:.4g}' for mm in geometry.spacing)} mm",
         "median case": f"{size} voxels at that spacing",
         "patch": f"{' x '.join(map(str, geometry.patch))} voxels, {geometry.batch} per batch",

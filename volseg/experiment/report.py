@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from shlex import quote
 from typing import Any
 
@@ -11,6 +11,7 @@ from volseg.data.cases import Task
 from volseg.data.checks import Problem, Remark, summarise_remarks
 from volseg.evaluation.published import published_results
 from volseg.evaluation.summary import Summary, read_structure
+from volseg.experiment.patients import PatientWords
 from volseg.experiment.run_folder import RunFolder
 from volseg.reporting.reading import list_component_files
 from volseg.reporting.run import name_components
@@ -39,24 +40,29 @@ class Outcome:
     """Batches per epoch."""
     remarks: Sequence[Remark] = ()
     """On cases that should be looked at."""
+    patients: PatientWords = field(default_factory=PatientWords)
+    """How many there are, and whether one trains and validates."""
     memory: str | None = None
     """What the first steps took of the GPUs, and what was forecast; None where there are none."""
     replanned: str | None = None
     """What ran out of memory, and how the training went on."""
 
 
-def tell_findings(task: Task, problems: Sequence[Problem], remarks: Sequence[Remark]) -> dict[str, Any]:
+def tell_findings(
+    task: Task, problems: Sequence[Problem], remarks: Sequence[Remark], patients: PatientWords
+) -> dict[str, Any]:
     """Return what a report says that stands in no other file of the run folder, as plain values."""
     return {
         "problems": [str(problem) for problem in problems],
         "remarks": summarise_remarks(remarks),
         "published": [asdict(row) for row in published_results(task)],
+        "patients": asdict(patients),
     }
 
 
 def tell_outcome(outcome: Outcome) -> dict[str, Any]:
     """Return the same at the end of a training."""
-    findings = tell_findings(outcome.task, outcome.problems, outcome.remarks)
+    findings = tell_findings(outcome.task, outcome.problems, outcome.remarks, outcome.patients)
     return {**findings, "memory": outcome.memory, "replanned": outcome.replanned}
 
 

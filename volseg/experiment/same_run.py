@@ -24,7 +24,16 @@ __all__ = [
 ]
 
 PLACES = (
-    *("output", "data.root", "data.keep", "data.device_limit", "data.cache", "data.cache_limit", "split.file"),
+    *(
+        "output",
+        "data.root",
+        "data.keep",
+        "data.device_limit",
+        "data.cache",
+        "data.cache_limit",
+        "split.file",
+        "split.group",
+    ),
     *("device", "parallel.", "training.kernels", "training.checkpoint_minutes", "training.spot", "logging."),
 )
 """What may differ when a run goes on, and between the folds of a cross-validation: where things are, and on what is

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
+from volseg.data.groups import find_groups
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.run_folder import RunFolder
@@ -69,11 +70,12 @@ class Start:
         self.config, self.task = config, chosen.task
         self.weights = find_weights(path)
         self._done: tuple[WeightTransfer, Mapping[str, int]] | None = None
-        seen = self.weights.cases & {*chosen.split.validation}
+        seen = self._find_seen(chosen)
         same_task = self.weights.task is not None and self.weights.task.name == self.task.name
         if seen and same_task and is_main_process():
             logger.warning(
-                "%s was trained on %d of this run's %d validation cases, first %s: their scores will be too good",
+                "%s was trained on %d of this run's %d validation cases (or on their patients), first %s: their scores "
+                "will be too good",
                 path,
                 len(seen),
                 len(chosen.split.validation),
@@ -89,6 +91,13 @@ class Start:
                 ", ".join(before),
                 ", ".join(self.task.modalities),
             )
+
+    def _find_seen(self, chosen: ChosenCases) -> set[str]:
+        """Return the validation cases that the weights were trained on, or of whose patients they saw another case."""
+        groups = find_groups(self.task, self.config.split.group) or {}
+        patients = {groups[name] for name in self.weights.cases if name in groups}
+        validated = chosen.split.validation
+        return {name for name in validated if name in self.weights.cases or groups.get(name) in patients}
 
     def __call__(self, network: FitGrid) -> None:
         """Take what fits; see `transfer_weights`."""

@@ -26,6 +26,7 @@ from volseg.experiment.measured_kernels import KERNELS, settle_kernels
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.network_text import describe_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
+from volseg.experiment.patients import PatientWords
 from volseg.experiment.placed_network import build_model, choose_device, count_devices
 from volseg.experiment.reading import Follower, choose_reading
 from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
@@ -168,6 +169,13 @@ class _Run:
     signs: SignsOfLife
 
 
+def _tell_patients(patients: PatientWords) -> None:
+    if patients.warning:
+        logger.warning("%s", patients.warning)
+    elif patients.summary:
+        logger.info("%s", patients.summary)
+
+
 def _begin(
     role: Member,
     resume: bool,
@@ -183,6 +191,8 @@ def _begin(
     folder, device = role.folder, choose_device(role.config)
     with signs.span("reading"):
         chosen = choose_cases(role.config)
+    if is_main_process():
+        _tell_patients(chosen.patients)
     require_plausible_sizes(role.config, chosen.task, device)
     build_objective(role.config, chosen.task)  # a loss that cannot be of this task is refused before cases are read
     choose_channel(role.config, chosen.task)
@@ -242,7 +252,7 @@ def _begin(
         ],
         task=chosen.task,
     )
-    told = {TOLD: tell_findings(chosen.task, held_out.problems, held_out.remarks)}
+    told = {TOLD: tell_findings(chosen.task, held_out.problems, held_out.remarks, chosen.patients)}
     if resume:
         state = folder.newest_checkpoint()
         require_epochs(folder, state, config.training.epochs)
@@ -329,6 +339,7 @@ def _write_end(run: _Run, final: Score | None, scores: Mapping[str, float]) -> O
         validated=final if isinstance(final, Validated) else None,
         problems=run.held_out.problems,
         remarks=run.held_out.remarks,
+        patients=chosen.patients,
         seconds=run.signs.seconds,
         iterations=config.training.iterations,
         memory=run.memory.describe(),

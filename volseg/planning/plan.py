@@ -8,6 +8,7 @@ from typing import Any
 from volseg.config.base import validated
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
+from volseg.data.proposed_groups import GroupProposal
 from volseg.errors import ConfigError
 from volseg.planning.facts import Fingerprint
 from volseg.planning.geometry import PRESETS, Geometry, plan_geometry
@@ -29,6 +30,8 @@ class Plan:
     """Of one GPU (GiB)."""
     geometry: Geometry
     settings: tuple[Setting, ...]
+    patients: GroupProposal | None = None
+    """How the cases are grouped by patient; None where each counts as one of its own."""
 
     def values(self) -> dict[str, Any]:
         """Return the settings as a config file holds them."""
@@ -55,6 +58,7 @@ def plan(
     name: str | None = None,
     skip_bad: bool = False,
     given_folds: int = 0,
+    patients: GroupProposal | None = None,
 ) -> Plan:
     """Plan the training of a task: every value of its config, by nnU-Net's rules where it has one.
 
@@ -74,6 +78,8 @@ def plan(
         Train without the bad cases, of which the fingerprint does not speak.
     given_folds : int
         Folds that the data set itself names (`Task.splits`), of which the first is taken; with none, five are made.
+    patients : GroupProposal, optional
+        How the cases are grouped by patient (`propose_groups`), where that is evident.
 
     Raises
     ------
@@ -97,6 +103,7 @@ def plan(
         name=choose_name(fingerprint.task, preset) if name is None else name,
         skip_bad=skip_bad,
         given_folds=given_folds,
+        patients=patients,
     )
     return Plan(
         fingerprint=fingerprint,
@@ -104,6 +111,7 @@ def plan(
         gpu_memory=gpu_memory,
         geometry=geometry,
         settings=tuple(settings),
+        patients=patients,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from volseg.data.proposed_groups import GroupProposal
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
 from volseg.planning.facts import Fingerprint, Intensities
 from volseg.planning.geometry import LARGEST_SHARE, PRESETS, Geometry
@@ -51,6 +52,7 @@ def list_settings(
     name: str,
     skip_bad: bool,
     given_folds: int = 0,
+    patients: GroupProposal | None = None,
 ) -> Iterator[Setting]:
     """Yield the settings in the order in which they stand in the file.
 
@@ -68,10 +70,12 @@ def list_settings(
         Train without the bad cases.
     given_folds : int
         Folds that the data set itself names.
+    patients : GroupProposal, optional
+        How its cases are grouped by patient.
     """
     yield Setting(key="name", value=name)
     yield from _list_data(fingerprint, geometry, root, skip_bad)
-    yield from _list_split(len(fingerprint.cases), given_folds)
+    yield from _list_split(len(fingerprint.cases), given_folds, patients)
     yield from _list_preprocessing(fingerprint, geometry)
     yield from _list_patch(geometry, preset)
     yield from _list_augmentation(fingerprint, geometry, preset)
@@ -90,19 +94,25 @@ def _list_data(fingerprint: Fingerprint, geometry: Geometry, root: str | Path, s
     yield Setting(key="data.keep", value="auto", reason=reason)
 
 
-def _list_split(num_cases: int, given_folds: int) -> Iterator[Setting]:
+def _list_split(num_cases: int, given_folds: int, patients: GroupProposal | None) -> Iterator[Setting]:
+    units, num_units = ("cases", num_cases) if patients is None else ("patients", patients.num_patients)
     if given_folds:
         yield Setting(key="split.fold", value=0, reason=f"of the {given_folds} that stand with the data")
-    elif num_cases >= NUM_FOLDS:
+    elif num_units >= NUM_FOLDS:
         reason = f"of nnU-Net's five: KFold({NUM_FOLDS}, shuffle=True, random_state=12345)"
+        if patients is not None:
+            reason = "of five, in which the same number of cases validates, as far as whole patients allow"
         yield Setting(key="split.fold", value=0, reason=reason)
-    elif num_cases > 1:
-        reason = f"nnU-Net's five folds need five cases: one of the {num_cases} validates, the rest trains"
-        yield Setting(key="split.num_folds", value=num_cases, reason=reason)
+    elif num_units > 1:
+        reason = f"nnU-Net's five folds need five {units}: one of the {num_units} validates, the rest trains"
+        yield Setting(key="split.num_folds", value=num_units, reason=reason)
         yield Setting(key="split.fold", value=0)
     else:
         reason = "there is one case, which trains: no Dice will say what the network learnt"
         yield Setting(key="split.validation", value="none", reason=reason)
+    if patients is not None:
+        reason = f"{patients.reason}. none, if each case is of a patient of its own"
+        yield Setting(key="split.group", value=patients.group, reason=reason)
 
 
 def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry) -> Iterator[Setting]:

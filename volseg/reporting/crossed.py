@@ -125,6 +125,8 @@ def _list_warnings(record: CrossedRecord, whole: int | None) -> list[Block]:
     warnings = [str(told) for told in (record.results.get("failures") or {}).values()]
     if whole and 0 < len(done) < whole:
         warnings.insert(0, f"Incomplete: fold(s) {', '.join(done)} of {whole}.")
+    cut = {number: fold.told.patients.get("warning") for number, fold in record.folds.items()}
+    warnings += [f"Fold {number}: {told}." for number, told in cut.items() if told]
     return [Items(warnings)] if warnings else []
 
 
@@ -186,6 +188,8 @@ def _tabulate_folds(record: CrossedRecord) -> list[Block]:
             ]
         )
     header = ("fold", "state", "training cases", "validation cases", "epochs", "time")
+    summaries = dict.fromkeys(fold.told.patients.get("summary", "") for fold in record.folds.values())
+    blocks += [Text(f"Patients: {summary}.") for summary in summaries if summary]
     return [*blocks, TextTable(caption="Folds", header=header, rows=rows)] if rows else blocks
 
 

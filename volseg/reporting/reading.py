@@ -102,6 +102,8 @@ class Told:
     """Of `volseg.evaluation.published.PublishedResult`."""
     memory: str | None = None
     replanned: str | None = None
+    patients: Mapping[str, str] = field(default_factory=dict)
+    """``summary`` and ``warning``, which may be empty; nothing of a run of an older volseg."""
 
 
 MAPPING = TypeAdapter(dict[str, Any])

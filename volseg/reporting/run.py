@@ -157,6 +157,8 @@ def _list_warnings(record: RunRecord, state: str) -> list[Block]:
         warnings.append(
             "The training was interrupted; it goes on from its last checkpoint by the first command below Next."
         )
+    if cut := record.told.patients.get("warning"):
+        warnings.append(f"{cut}.")
     if left := record.told.problems:
         warnings.append(f"{len(left)} case(s) were left out, as they cannot be used; see below.")
     if remarks := record.told.remarks:
@@ -284,6 +286,7 @@ def _tell_data(record: RunRecord) -> list[Block]:
         "Channels": ", ".join(map(str, record.task.get("modalities") or ())),
         "Structures": ", ".join(str(name) for key, name in labels.items() if str(key) != "0"),
         "Cases": f"{len(record.split['training'])} trained, {len(record.split['validation'])} validated",
+        "Patients": record.told.patients.get("summary", ""),
     }
     lists = [Code(f"Cases: {kind}", "\n".join(cases)) for kind, cases in record.split.items() if cases]
     return [NamedValues({name: value for name, value in facts.items() if value}), *lists]

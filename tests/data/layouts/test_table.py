@@ -201,7 +201,7 @@ def test_another_encoding_is_named(table):
 def test_what_is_not_read_is_said(table, caplog):
     with caplog.at_level(logging.INFO, logger="volseg.data"):
         load_task(table("case,image,label,age,sex\na,files/x.nii,files/xl.nii,71,f"))
-    assert "not read: the column(s) age, sex" in caplog.text
+    assert "read only where split.group names them: the column(s) age, sex" in caplog.text
 
 
 def test_a_table_of_images_to_predict(table, tmp_path):

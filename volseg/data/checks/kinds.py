@@ -113,6 +113,21 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "keep one of them, or both on one side of the split",
             "the first is kept alone, if the labels are equal too",
         ),
+        "patient-cut": _look(
+            "a patient trains and validates",
+            "all cases of a patient on one side of each split that is given (a table's, or --split)",
+            "the Dice of the validation is too good; make another split unless these folds are published",
+        ),
+        "patients": _look(
+            "several cases are of one patient",
+            "a patient for each case, by a column of patients, DICOM's PatientID, or the names of cases",
+            "volseg configure writes split.group, which keeps them together; set it in a config of your own",
+        ),
+        "patients-possible": _look(
+            "several cases may be of one patient",
+            "names that do not count within a patient, such as ID_01 and ID_02 for many an ID",
+            "set split.group if they are; --group none says that they are not",
+        ),
         "label-empty": _look(
             "the label holds background only",
             "a value besides background and the one to ignore",

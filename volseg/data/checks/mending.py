@@ -277,7 +277,10 @@ def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome],
     """Write the task's ``dataset.json``, and beside it what was done."""
     task = check.task
     cases = [outcome.case for outcome in outcomes if outcome.case is not None]
-    training, test = ([_enter(case, root) for case in cases if ("label" in case) is wanted] for wanted in (True, False))
+    training, test = (
+        [{**_list_columns(task, case), **_enter(case, root)} for case in cases if ("label" in case) is wanted]
+        for wanted in (True, False)
+    )
     if not training:
         raise DataError(f"no case of {task.name} is left to train on; mend the files that the check names by hand")
     declared: dict[str, Any] = {
@@ -313,6 +316,11 @@ def _write_splits(splits: Sequence[Split], kept: Set[str], path: Path) -> None:
         for split in splits
     ]
     write_splits(path, of_kept)
+
+
+def _list_columns(task: Task, case: Case) -> dict[str, str]:
+    """Return what else the data set says of a case, such as its patient."""
+    return {name: of[case["case"]] for name, of in task.columns.items() if of.get(case["case"])}
 
 
 def _enter(case: Case, root: Path) -> dict[str, Any]:

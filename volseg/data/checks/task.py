@@ -6,7 +6,7 @@ their size: a CT of 512 x 512 x 700 voxels takes 4 GiB while it is read.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from volseg.data.checks.doubles import find_leaks, find_same_images, remark_on_s
 from volseg.data.checks.facts import ComparedCase, measure
 from volseg.data.checks.findings import summarise_kind
 from volseg.data.checks.kinds import Finding
+from volseg.data.checks.patients import check_patients
 from volseg.data.checks.reading import CheckedCase, read_case
 from volseg.data.readers import list_files
 from volseg.data.splits import Split, folds
@@ -129,6 +130,7 @@ def check_task(
     task: Task,
     *,
     splits: Sequence[Split] | None = None,
+    group: str | None = None,
     workers: int | None = None,
     progress: Callable[[], object] | None = None,
 ) -> TaskCheck:
@@ -137,12 +139,17 @@ def check_task(
     Parameters
     ----------
     splits : sequence of Split, optional
-        No image may train in one of them in which it validates; by default nnU-Net's five folds.
+        No image may train in one of them in which it validates; by default the data set's own, else nnU-Net's five
+        folds, by patient where there are several cases of one.
+    group : str, optional
+        How cases are grouped by patient, as ``split.group``; by default as the data set tells.
     workers, progress
         As for `check_cases`.
     """
     cases = (*task.training, *task.test)
-    splits = _default_splits(task) if splits is None else splits
+    given = task.splits if splits is None else splits
+    groups, of_patients = check_patients(task, group, given)
+    splits = given or _default_splits(task, groups)
     # Half, because what a file says of its size is believed only as far as to put it off.
     allowance = Allowance(available_bytes() // 2)
 
@@ -169,7 +176,7 @@ def check_task(
     leaks = find_leaks(trained, splits)
     leaking = {leak.case for leak in leaks}
     doubles = [one for one in remark_on_same_images(digests) if one.kind != "same-image" or one.case not in leaking]
-    findings += [*leaks, *doubles, *compare_cases(facts, task)]
+    findings += [*leaks, *doubles, *of_patients, *compare_cases(facts, task)]
     same = [[case["case"] for case in several] for several in find_same_images(trained)]
     return TaskCheck(
         task=task,
@@ -180,9 +187,10 @@ def check_task(
     )
 
 
-def _default_splits(task: Task) -> list[Split]:
+def _default_splits(task: Task, groups: Mapping[str, str] | None) -> list[Split]:
     ids = [case["case"] for case in task.training]
-    return folds(ids, FOLDS) if len(ids) >= FOLDS else []
+    num_patients = len(ids if groups is None else set(groups.values()))
+    return folds(ids, FOLDS, groups=groups) if num_patients >= FOLDS else []
 
 
 def _expect_bytes(case: Case) -> int:

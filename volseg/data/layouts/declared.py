@@ -22,10 +22,12 @@ __all__ = [
     "DeclaredLabels",
     "add_labelled",
     "name_task",
+    "note_columns",
     "read_channel_names",
     "read_labelled",
     "read_manifest",
     "read_modalities",
+    "read_patients",
     "read_regions",
 ]
 
@@ -34,6 +36,9 @@ MANIFESTS = ("dataset.json", "task.yaml")
 
 NUMBERED = re.compile(r"(Task\d\d|Dataset\d\d\d)_")
 """How folders of MSD and of nnU-Net are called."""
+
+ENTRY_FIELDS = frozenset({"case", "image", "images", "label", "labelled"})
+"""What the entry of a case holds that is read as something else than a column."""
 
 IGNORE = "ignore"
 """nnU-Net's name of the value that nobody annotated."""
@@ -342,3 +347,32 @@ def add_labelled(cases: Sequence[Case], declared: Any, labels: Mapping[int, str]
 def name_task(folder: Path, declared: Mapping[str, Any]) -> str:
     """Return the name of a task: its folder's where that is numbered as MSD's and nnU-Net's, else the declared one."""
     return folder.name if NUMBERED.match(folder.name) else str(declared.get("name") or folder.name).strip()
+
+
+def read_patients(declared: Mapping[str, Any], cases: Sequence[Case], source: Path) -> dict[str, dict[str, str]]:
+    """Return the column ``patients`` of a manifest that maps cases to patients; no column without such a mapping.
+
+    Raises
+    ------
+    DataError
+        It is no mapping of names to names, or names a case that is not there.
+    """
+    if (patients := declared.get("patients")) is None:
+        return {}
+    if not isinstance(patients, Mapping) or not all(_is_name(value) for value in patients.values()):
+        raise DataError(f"{source}: 'patients' should map each case to its patient, got {str(patients)[:80]!r}")
+    known = [case["case"] for case in cases]
+    if unknown := [name for name in patients if name not in known]:
+        raise DataError(f"{source}: 'patients' names {unknown[0]!r}; {did_you_mean(str(unknown[0]), known)}")
+    return {"patients": {name: str(value).strip() for name, value in patients.items()}}
+
+
+def note_columns(entry: Mapping[str, Any], case: str, columns: dict[str, dict[str, str]]) -> None:
+    """Add to ``columns`` what else the entry of a case says of it, such as its patient."""
+    for name, value in entry.items():
+        if name not in ENTRY_FIELDS and _is_name(value):
+            columns.setdefault(name, {})[case] = str(value).strip()
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)

@@ -12,7 +12,15 @@ from typing import Any
 
 from volseg.data.cases import Case, Task
 from volseg.data.layouts.channels import image_of, number_channels
-from volseg.data.layouts.declared import add_labelled, name_task, read_channel_names, read_labelled, read_regions
+from volseg.data.layouts.declared import (
+    add_labelled,
+    name_task,
+    note_columns,
+    read_channel_names,
+    read_labelled,
+    read_patients,
+    read_regions,
+)
 from volseg.data.layouts.files import join_inside, require_id, sort_cases
 from volseg.data.readers import list_files, stem
 from volseg.errors import DataError
@@ -26,9 +34,10 @@ def load_msd(manifest: Path, declared: Mapping[str, Any], *, require_files: bool
     """Return the task whose cases ``dataset.json`` lists; see `volseg.data.layouts.load_task`."""
     modalities = read_channel_names(declared, manifest)
     labels = read_regions(declared, manifest)
+    columns: dict[str, dict[str, str]] = {}
     found = {
         key: _read_cases(
-            declared.get(key, [] if key == "test" else None), key, manifest, len(modalities), labels.labels
+            declared.get(key, [] if key == "test" else None), key, manifest, len(modalities), labels.labels, columns
         )
         for key in ("training", "test")
     }
@@ -43,11 +52,19 @@ def load_msd(manifest: Path, declared: Mapping[str, Any], *, require_files: bool
         ignore=labels.ignore,
         training=add_labelled(training, declared.get("labelled"), labels.labels, manifest),
         test=test,
+        columns={**columns, **read_patients(declared, training, manifest)},
     )
 
 
-def _read_cases(entries: Any, key: str, manifest: Path, num_channels: int, labels: Mapping[int, str]) -> list[Case]:
-    """Turn the entries (dicts, or bare paths for test cases) into cases."""
+def _read_cases(
+    entries: Any,
+    key: str,
+    manifest: Path,
+    num_channels: int,
+    labels: Mapping[int, str],
+    columns: dict[str, dict[str, str]],
+) -> list[Case]:
+    """Turn the entries (dicts, or bare paths for test cases) into cases; note what else they say in ``columns``."""
     if not isinstance(entries, list):
         raise DataError(f"{manifest}: {key!r} should be a list of cases, got {type(entries).__name__}")
     fields = ("image", "label") if key == "training" else ("image",)
@@ -65,6 +82,8 @@ def _read_cases(entries: Any, key: str, manifest: Path, num_channels: int, label
             case["label"] = join_inside(manifest.parent, files["label"], where)
         if (labelled := read_labelled(files.get("labelled"), labels, where)) is not None:
             case["labelled"] = labelled
+        if key == "training":
+            note_columns(files, case["case"], columns)
         cases.append(case)
     return cases
 

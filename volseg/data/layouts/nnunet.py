@@ -18,7 +18,14 @@ from typing import Any
 
 from volseg.data.cases import Case, Task
 from volseg.data.layouts.channels import image_of, number_channels
-from volseg.data.layouts.declared import add_labelled, name_task, read_channel_names, read_regions
+from volseg.data.layouts.declared import (
+    add_labelled,
+    name_task,
+    note_columns,
+    read_channel_names,
+    read_patients,
+    read_regions,
+)
 from volseg.data.layouts.files import list_images, require_id, sort_cases
 from volseg.data.names import list_some
 from volseg.data.readers import SUFFIXES, stem
@@ -35,8 +42,9 @@ def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: b
     ending = _read_ending(declared, manifest)
     modalities = read_channel_names(declared, manifest)
     labels = read_regions(declared, manifest)
+    columns: dict[str, dict[str, str]] = {}
     if "dataset" in declared:
-        training = _read_listed(declared["dataset"], len(modalities), manifest)
+        training = _read_listed(declared["dataset"], len(modalities), manifest, columns)
     else:
         training = _find_training(folder, ending, len(modalities))
     test = _find_images(folder / "imagesTs", ending, len(modalities)) if (folder / "imagesTs").is_dir() else {}
@@ -57,6 +65,7 @@ def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: b
         ignore=labels.ignore,
         training=add_labelled(cases, declared.get("labelled"), labels.labels, manifest),
         test=tests,
+        columns={**columns, **read_patients(declared, cases, manifest)},
     )
 
 
@@ -68,7 +77,7 @@ def _read_ending(declared: Mapping[str, Any], manifest: Path) -> str | None:
     return ending
 
 
-def _read_listed(listed: Any, num_channels: int, manifest: Path) -> list[Case]:
+def _read_listed(listed: Any, num_channels: int, manifest: Path, columns: dict[str, dict[str, str]]) -> list[Case]:
     """Return the cases that ``dataset`` lists with their files, which may lie anywhere, as nnU-Net lets them."""
     if not isinstance(listed, dict):
         raise DataError(f"{manifest}: 'dataset' should map each case to its files, got {type(listed).__name__}")
@@ -81,6 +90,7 @@ def _read_listed(listed: Any, num_channels: int, manifest: Path) -> list[Case]:
         if len(images) not in {1, num_channels}:
             raise DataError(f"{where} names {len(images)} image(s); needed: one for each of {num_channels} channel(s)")
         paths = [_locate(path, manifest.parent) for path in images]
+        note_columns(files, name.strip(), columns)
         cases.append(
             {
                 "case": require_id(name, where),

@@ -16,7 +16,7 @@ from typing import Any
 
 from volseg.data.cases import Case, Task
 from volseg.data.layouts.channels import SEPARATORS, group_channels, image_of
-from volseg.data.layouts.declared import add_labelled, name_task
+from volseg.data.layouts.declared import add_labelled, name_task, read_patients
 from volseg.data.layouts.files import list_images, require_id, sort_cases
 from volseg.data.layouts.naming import match_channels, name_channels, name_labels
 from volseg.data.names import list_some
@@ -159,6 +159,7 @@ def load_pairs(
         ignore=labels.ignore,
         training=add_labelled(training, declared.get("labelled"), labels.labels, source),
         test=test,
+        columns=read_patients(declared, training, source),
     )
 
 

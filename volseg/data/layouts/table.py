@@ -11,6 +11,8 @@ fold       number of the fold in which the case validates
 split      ``train``, ``validation`` or ``test``, in place of ``fold``
 ========== ==========================================================================================================
 
+Any other column may be named by ``split.group``, such as ``patient``: its cells say which cases are of one patient.
+
 Paths are relative to the table. What labels and channels are called stands in ``dataset.json`` or ``task.yaml`` beside
 it; see `volseg.data.layouts.naming` for a table without.
 """
@@ -66,6 +68,11 @@ class _Table:
         """Return the names of the channels; one empty name where there is one column."""
         return tuple(name[len(CHANNEL) :] for name in self.columns if name.startswith(CHANNEL)) or ("",)
 
+    @property
+    def others(self) -> list[str]:
+        """Return the names of the columns that only `split.group` may name."""
+        return [name for name in self.columns if name and name not in COLUMNS and not name.startswith(CHANNEL)]
+
 
 def load_table(path: Path, *, require_files: bool) -> Task:
     """Return the task that a table lists; see `volseg.data.layouts.load_task`."""
@@ -100,6 +107,7 @@ def load_table(path: Path, *, require_files: bool) -> Task:
         training=add_labelled(training, looked_for, labels.labels, path),
         test=test,
         splits=_make_splits(table, sides),
+        columns={name: {row["case"]: row[name] for _, row in table.rows} for name in table.others},
     )
 
 
@@ -177,7 +185,7 @@ def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) ->
         if near := get_close_matches(name, COLUMNS, n=1, cutoff=NEAR):
             raise DataError(f"{path} has a column {name!r}; rename it to {near[0]!r}, or to what is less alike")
     if other:
-        logger.info("%s: not read: the column(s) %s", path, ", ".join(other))
+        logger.info("%s: read only where split.group names them: the column(s) %s", path, ", ".join(other))
     # Channels are called as they were written.
     return tuple(
         CHANNEL + raw[len(CHANNEL) :] if name in channels else name for name, raw in zip(names, header, strict=True)
