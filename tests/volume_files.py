@@ -23,7 +23,7 @@ def write_itk(path: Path, voxels, affine):
     SimpleITK.WriteImage(itk_image(voxels, affine), str(path))
 
 
-def write_dicom(path: Path, voxels, affine):
+def write_dicom(path: Path, voxels, affine, **tags):
     import SimpleITK  # a machine that only runs GPU tests may lack it
 
     path.mkdir()
@@ -35,6 +35,8 @@ def write_dicom(path: Path, voxels, affine):
         uid = "1.2.826.0.1.3680043.2.1125.7"
         for tag, value in (("0008|0060", "MR"), ("0020|000e", uid), ("0008|0018", f"{uid}.{index + 1}")):
             piece.SetMetaData(tag, value)
+        for tag, value in tags.items():  # such as _0010_0020="P1"
+            piece.SetMetaData(tag.strip("_").replace("_", "|"), value)
         # Names against the order of the slices: the reader has to sort by position.
         writer.SetFileName(str(path / f"{image.GetDepth() - index:03d}.dcm"))
         writer.Execute(piece)

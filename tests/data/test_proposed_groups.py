@@ -1,0 +1,119 @@
+"""Names that tell which cases are of one patient, and names that do not."""
+
+import re
+import uuid
+from random import Random
+
+import pytest
+
+from volseg.data.proposed_groups import propose_group
+
+
+def each(template, endings, count=8):
+    return [name for cases in by_patient(template, endings, count) for name in cases]
+
+
+def by_patient(template, endings, count=8):
+    return [[template.format(number) + ending for ending in endings] for number in range(1, count + 1)]
+
+
+EVIDENT = {
+    "acdc": by_patient("patient{:03}", ["_frame01", "_frame12"]),
+    "bids": by_patient("sub-{:02}", ["_ses-1", "_ses-2_run-1"]),
+    "bids with words": [[f"sub-{name}_ses-pre", f"sub-{name}_ses-post"] for name in ("control", "ms", "sle")],
+    "times": by_patient("case_{:04}", ["_t0", "_t1"]),
+    "dates": by_patient("P{}", ["_2019-03-01", "_2020-11-30"]),
+    "dates without dashes": by_patient("TCGA-CS-{}", ["_19960909", "_19970101"]),
+    "phases of the heart": by_patient("A{:03}", ["_ED", "_ES"]),
+    "sides": by_patient("hip_{:03}", ["_L", "_R"]),
+    "sides in words": by_patient("hip_{:03}", ["_left", "_right"]),
+    "sides without a separator": by_patient("P{:02}", ["L", "R"]),
+    "visits": by_patient("{:03}", ["-visit1", "-visit2"]),
+    "follow-ups": by_patient("ID{:03}", ["_baseline", "_followup"]),
+    "adni": by_patient("002_S_{:04}", ["_bl", "_m06", "_m12"]),
+    "oasis": by_patient("OAS1_{:04}", ["_MR1", "_MR2"]),
+    "operations": by_patient("case{:03}", [".pre-op", ".post-op"]),
+    "contrast": by_patient("{:03}", ["_arterial", "_venous"]),
+    "modalities": by_patient("{:03}", ["_CT", "_MR"]),
+    "called patient": by_patient("Patient_{:02}", ["_1", "_2"]),
+    "called patient, with letters": by_patient("subjectAB{:02}", ["_1", "_2"]),
+    "the visit first": [[f"ses-{visit}_sub-{number:02}" for visit in (1, 2)] for number in range(8)],
+    "the frame first": [[f"frame{frame:02}_patient{number:03}" for frame in (1, 12)] for number in range(8)],
+}
+
+
+@pytest.mark.parametrize("kind", EVIDENT)
+def test_what_is_evident(kind):
+    names = [name for cases in EVIDENT[kind] for name in cases]
+    proposed = propose_group(names)
+    assert proposed.evident
+    assert (proposed.num_patients, proposed.num_cases) == (len(EVIDENT[kind]), len(names))
+    found = {}
+    for name in names:
+        found.setdefault(re.search(proposed.group, name)[1], []).append(name)
+    assert list(found.values()) == EVIDENT[kind]
+
+
+POSSIBLE = {
+    "visits or patients of a site": each("MMS_{:03}", ["_01", "_02"]),
+    "time points": [f"BraTS-GLI-{number:05}-{visit:03}" for number in range(20) for visit in range(1 + number % 3)],
+    "letters": each("{:03}", ["a", "b"]),
+    "studies": [*(f"{10000 + number}_{1000000 + number}" for number in range(40)), "10007_1000041"],
+}
+
+
+@pytest.mark.parametrize("kind", POSSIBLE)
+def test_what_is_only_possible(kind):
+    assert not propose_group(POSSIBLE[kind]).evident
+
+
+random = Random(0)
+NONE = {
+    **{
+        template: each(template, [""], 20)
+        for template in (
+            *("hippocampus_{:03}", "BRATS_{:03}", "case_{:04}", "la_{:03}", "liver_{}", "img{:04}", "LUNG1-{:03}"),
+            *("prostate_{:02}", "amos_{:04}", "s{:04}", "FLARE22_Tr_{:04}", "R01-{:03}", "volume-{}", "Case{:02}"),
+            *("patient{:03}", "sub-{:02}", "sub-verse{:03}", "BDMAP_{:08}", "pancreas_{:03}", "A0S{}V9", "{}"),
+        )
+    },
+    "a visit each": each("sub-{:02}", ["_ses-1"]),
+    "a date each": [f"P{number}_2019-03-{number:02}" for number in range(1, 20)],
+    "dates": [f"2019-03-{day:02}" for day in range(1, 20)],
+    "dates and numbers": [f"2019-03-{day:02}_{number:02}" for day in range(1, 9) for number in range(3)],
+    "scans by date": [f"scan_2019-{month:02}-{day:02}" for month in range(1, 5) for day in range(1, 9)],
+    "uuids": [str(uuid.UUID(int=random.getrandbits(128), version=4)) for _ in range(300)],
+    "hashes": [f"{random.getrandbits(32):08x}" for _ in range(300)],
+    "one patient": each("patient001_frame{:02}", [""]),
+    "centres": [f"center{site}_scan{number:03}" for site in (1, 2) for number in range(30)],
+    "sites": [f"site{site}_{number:03}" for site in range(8) for number in range(4)],
+    "years": each("ISBI2013_{:02}", [""]) + each("ISBI2015_{:02}", [""]),
+    "a running number": [f"S{number // 3:02}_{number:03}" for number in range(30)],
+    "modality first": [f"{kind}_train_{number}" for kind in ("ct", "mr") for number in range(1001, 1021)],
+    "structures": ["liver_left", "liver_right", "lung_left", "lung_right"],
+    "one case": ["patient001_frame01"],
+    "no case": [],
+}
+
+
+@pytest.mark.parametrize("kind", NONE)
+def test_what_is_none(kind):
+    assert propose_group(NONE[kind]) is None
+
+
+def test_a_case_that_calls_no_patient_is_one_of_its_own():
+    proposed = propose_group(["patient001_frame01", "patient001_frame12", "control7", "control8"])
+    found = [re.search(proposed.group, name)[1] for name in ("patient001_frame01", "control7", "control8")]
+    assert found == ["patient001", "control7", "control8"]
+    assert (proposed.num_patients, proposed.num_cases) == (3, 4)
+
+
+def test_the_proposal_depends_on_no_order():
+    names = [name for cases in EVIDENT["bids"] for name in cases]
+    assert propose_group(names) == propose_group(names[::-1])
+
+
+def test_the_reason_names_two_cases_of_one_patient():
+    reason = propose_group([name for cases in EVIDENT["acdc"] for name in cases]).reason
+    assert "patient001_frame01 and patient001_frame12 are of one" in reason
+    assert "16 cases are of 8 patients" in reason
