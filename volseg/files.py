@@ -3,15 +3,16 @@
 import errno
 import os
 import re
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b, file_digest
 from pathlib import Path
 
 from volseg.errors import ConfigError
 
-__all__ = ["digest_file", "remove_partials", "replacing", "require_new", "require_writable"]
+__all__ = ["digest_file", "remove_partials", "replacing", "require_new", "require_text", "require_writable"]
 
 PARTIAL = re.compile(r"\..+\.\d+\.partial")
 """Names of files that are being written, or were when their process was killed."""
@@ -49,6 +50,7 @@ def replacing(
     >>> target.read_text(encoding="utf-8"), len(list(target.parent.iterdir()))
     ('0.89', 1)
     """
+    require_text(path, "a file to write")
     path = Path(path)
     partial = _partial(path)
     if make_folder:
@@ -73,7 +75,7 @@ def require_writable(folder: str | os.PathLike[str]) -> Path:
     Raises
     ------
     ConfigError
-        If it is no path, or what stands there or above it is no folder, or one that may not be written to.
+        If it is no path or no text, or what stands there or above it is no folder, or one that may not be written to.
 
     Examples
     --------
@@ -82,12 +84,72 @@ def require_writable(folder: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(folder, str | os.PathLike):
         raise ConfigError(f"a folder to write to is named by its path, such as 'runs/first', got {folder!r}")
+    require_text(folder, "a folder to write to")
     path = Path(folder)
     above = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         what = "may not be written to" if above.is_dir() else "is no folder"
         raise ConfigError(f"{path} cannot be written to, as {above} {what}; choose another folder")
     return path
+
+
+def require_text(content: object, what: str) -> None:
+    r"""Raise unless a path, or every text inside of lists and mappings, can be written as UTF-8.
+
+    Names of files are bytes. Python reads those that are no UTF-8 as text that no config, report or table can hold.
+    They are refused where they come in: at the command line, in data sets, in folders to predict and to evaluate, and
+    where a file is written.
+
+    Parameters
+    ----------
+    content : path, str, bytes, list or dict
+        A path as it was given, or what a file of JSON or YAML holds.
+    what : str
+        Names it in the message, such as ``a case``.
+
+    Raises
+    ------
+    ConfigError
+        Shows the name with its bytes.
+
+    Examples
+    --------
+    >>> require_text("M\udcfcller", "a case")
+    Traceback (most recent call last):
+    volseg.errors.ConfigError: a case is 'M\xfcller', which is no text in UTF-8; rename it, in ASCII say
+    """
+    waiting, seen = [content], set()
+    while waiting:
+        held = waiting.pop()
+        if isinstance(held, Mapping | list | tuple):
+            if id(held) not in seen:  # an alias of YAML stands for the same object many times
+                seen.add(id(held))
+                waiting += [*held, *held.values()] if isinstance(held, Mapping) else held
+        elif isinstance(held, str | bytes | os.PathLike):
+            _require_utf8(os.fspath(held), what)
+
+
+def _require_utf8(name: str | bytes, what: str) -> None:
+    text = os.fsdecode(name)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        # The surrogates of Python's names stand for bytes; JSON and YAML can escape others, which stand for nothing.
+        content = text.encode("utf-8", "surrogateescape" if _is_name(text) else "backslashreplace")
+        try:
+            content.decode("utf-8")
+            is_text = _is_name(text)
+        except UnicodeDecodeError:
+            is_text = False
+        ascii_only = f"this Python takes names for {sys.getfilesystemencoding()}: set PYTHONUTF8=1"
+        raise ConfigError(
+            f"{what} is '{content.decode('utf-8', 'backslashreplace')}', which is no text in UTF-8; "
+            f"{ascii_only if is_text else 'rename it, in ASCII say'}"
+        ) from None
+
+
+def _is_name(text: str) -> bool:
+    return all(not "\ud800" <= letter <= "\udfff" or "\udc80" <= letter <= "\udcff" for letter in text)
 
 
 def remove_partials(folder: Path) -> None:

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -20,6 +21,7 @@ import typer
 
 from volseg.cli.root import app
 from volseg.errors import VolsegError
+from volseg.files import require_text
 from volseg.launched import OWN_LAUNCHER, Launch, find_launch
 from volseg.lifetime import count_from_beginning, end_at_exit, end_with_launcher, is_exit_others, say_last
 from volseg.monitoring.console import add_to_logs, are_logs_json, close_bars, set_up_logs
@@ -108,6 +110,7 @@ def main() -> None:
     launch = find_launch()
     if launch is not None or OWN_LAUNCHER in os.environ:
         end_with_launcher()
+    _print_anything()
     set_up_logs()
     if "--json-logs" in sys.argv[1:]:  # before the command line is read, which may be wrong
         add_to_logs("json")
@@ -130,8 +133,17 @@ def main() -> None:
         raise
 
 
+def _print_anything() -> None:
+    """Escape what standard output and standard error cannot encode, such as a name that is no UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _run_verb() -> None:
     """Run what the command line says; where logs are JSON, so is what is wrong with the command line."""
+    for argument in sys.argv[1:]:
+        require_text(argument, "a word of the command line")
     if not are_logs_json():
         app()
         return

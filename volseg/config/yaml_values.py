@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from volseg.errors import ConfigError
+from volseg.files import require_text
 
 __all__ = ["parse_yaml"]
 
@@ -54,12 +55,14 @@ def parse_yaml(text: str, source: str) -> Any:
     {'lr': 0.001}
     """
     try:
-        return copy.deepcopy(_load(text))
+        values = copy.deepcopy(_load(text))
     except yaml.YAMLError as fault:
         remedy = "\nindent by spaces: YAML takes no tabs" if "'\\t'" in str(fault) else ""
         raise ConfigError(f"{source} is not valid YAML: {fault}{remedy}") from fault
     except RecursionError:
         raise ConfigError(f"{source} is nested too deeply to be a config") from None
+    require_text(values, f"a name in {source}")
+    return values
 
 
 @lru_cache(maxsize=8)

@@ -15,6 +15,7 @@ from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import find_suffix, list_files, name_files
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
+from volseg.files import require_text
 
 __all__ = ["find_images", "list_unusable"]
 
@@ -71,6 +72,8 @@ def find_images(
     if dicom:  # of which several may be of one series
         cases.extend(_list_series(gather_series(dicom), series, dicom[0].parent))
     cases.extend(group_channels(loose, modalities))
+    for case in cases:
+        require_text([case["case"], *list_files(case["image"])], "an image to predict")
     if doubled := find_doubled(case["case"] for case in cases):
         same = [name_files(case["image"]) for case in cases if case["case"] == doubled[0]]
         raise DataError(f"{' and '.join(same)} would both be written as {doubled[0]}.nii.gz; predict them apart")

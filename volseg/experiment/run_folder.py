@@ -44,7 +44,7 @@ from volseg.data.layouts.declared import read_modalities, read_regions
 from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment.network_plan import NetworkPlan
-from volseg.files import remove_partials, replacing
+from volseg.files import remove_partials, replacing, require_text
 from volseg.monitoring.run_files import (
     HISTORY,
     STATUS,
@@ -181,6 +181,7 @@ class RunFolder:
         ConfigError
             Names the ways on.
         """
+        require_text(self.path.absolute(), "the folder of a run")
         if self.exists:
             self._require_own_config()
             raise ConfigError(

@@ -9,6 +9,7 @@ from volseg.data.cases import Case
 from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import find_suffix, list_files
 from volseg.errors import DataError
+from volseg.files import require_text
 
 __all__ = [
     "LONGEST_NAME",
@@ -26,8 +27,17 @@ LONGEST_NAME, LONGEST_PATH = 200, 1000
 
 
 def list_images(folder: Path) -> list[Path]:
-    """Return the files of a folder that have an image's suffix, sorted; hidden ones, as macOS' ``._``, left out."""
-    return sorted(path for path in folder.iterdir() if find_suffix(path) and not path.name.startswith("."))
+    """Return the files of a folder that have an image's suffix, sorted; hidden ones, as macOS' ``._``, left out.
+
+    Raises
+    ------
+    ConfigError
+        The name of one is no UTF-8.
+    """
+    found = sorted(path for path in folder.iterdir() if find_suffix(path) and not path.name.startswith("."))
+    for path in found:
+        require_text(path.name, f"an image in {folder}")
+    return found
 
 
 def sort_cases(
@@ -39,8 +49,12 @@ def sort_cases(
     ------
     DataError
         There is none to train on, one stands twice, two share a file, or a file of one to train on is absent.
+    ConfigError
+        A case or a file of it has a name that is no UTF-8.
     """
     training, test = (sorted(cases, key=lambda case: case["case"]) for cases in (training, test))
+    for case in (*training, *test):
+        require_text([case["case"], *_list_all(case)], f"a case of {source} or a file of it")
     if not training:
         raise DataError(
             f"{source} declares no training cases; needed: 'training': [{{'image': ..., 'label': ...}}, ...]"

@@ -11,6 +11,7 @@ from volseg.data.layouts.nnunet import load_nnunet
 from volseg.data.layouts.pairs import IMAGE_FOLDERS, LABEL_FOLDERS, TEST_FOLDERS, find_arrangement, load_pairs
 from volseg.data.layouts.table import TABLES, load_table
 from volseg.errors import DataError
+from volseg.files import require_text
 
 __all__ = ["find_task", "load_task"]
 
@@ -60,6 +61,7 @@ def find_task(root: str | Path) -> Path:
         There is none, or there are several.
     """
     root = Path(os.path.abspath(root))  # the folder's own name counts, so links are not resolved
+    require_text(root, "a data set")
     if not root.exists():
         raise DataError(
             f"{root} does not exist; name the TaskNN_Name folder of an MSD task, or another data set's{_find_raw(root)}"

@@ -1,0 +1,162 @@
+"""Names of files that are no UTF-8, and halves of letters in JSON, ended in a UnicodeEncodeError while a verb ran.
+They are refused where they come in, and what a terminal cannot show is escaped."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import nibabel
+import numpy as np
+import pytest
+
+from volseg import experiment
+from volseg.config.yaml_values import parse_yaml
+from volseg.data import load_task
+from volseg.data.json_files import read_json
+from volseg.errors import ConfigError
+from volseg.evaluation.folders import pair_files
+from volseg.experiment.images import find_images
+from volseg.experiment.run_folder import RunFolder
+from volseg.files import replacing, require_text, require_writable
+
+BAD = os.fsdecode(b"M\xfcller")
+REFUSED = r"M\\xfcller.*which is no text in UTF-8; rename it"
+
+pytestmark = pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="their file systems hold no such names")
+
+
+def write(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    voxels = np.zeros((16, 16, 15), np.uint8)
+    voxels[4:9, 4:9, 4:9] = 1
+    nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), path)
+
+
+def make_msd(root, names=("a", "b", "c"), **changes):
+    for name in names:
+        write(root / "imagesTr" / f"{name}.nii.gz")
+        write(root / "labelsTr" / f"{name}.nii.gz")
+    declared = {
+        "modality": {"0": "MRI"},
+        "labels": {"0": "background", "1": "front"},
+        "training": [{field: f"{field}sTr/{name}.nii.gz" for field in ("image", "label")} for name in names],
+    }
+    (root / "dataset.json").write_text(json.dumps(declared | changes), encoding="utf-8")
+    return root
+
+
+def make_nnunet(root):
+    for name in ("a", "b", BAD):
+        write(root / "imagesTr" / f"{name}_0000.nii.gz")
+        write(root / "labelsTr" / f"{name}.nii.gz")
+    declared = {"channel_names": {"0": "MRI"}, "labels": {"background": 0, "front": 1}, "file_ending": ".nii.gz"}
+    (root / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
+    return root
+
+
+def make_pairs(root):
+    for name in ("a", "b", BAD):
+        write(root / "images" / f"{name}.nii.gz")
+        write(root / "labels" / f"{name}.nii.gz")
+    return root
+
+
+def make_case_folders(root):
+    for name in ("a", "b", BAD):
+        write(root / name / "image.nii.gz")
+        write(root / name / "seg.nii.gz")
+    return root
+
+
+DATA_SETS = {
+    "a folder": lambda root: make_msd(root / BAD),
+    "a folder above": lambda root: make_msd(root / BAD / "Task01_Good"),
+    "a case": lambda root: make_msd(root / "Task01", ["a", "b", BAD]),
+    "a test case": lambda root: make_msd(root / "Task01", test=[f"imagesTr/{BAD}.nii.gz"]),
+    "a case of nnU-Net's": lambda root: make_nnunet(root / "Dataset001"),
+    "a pair": lambda root: make_pairs(root / "pairs"),
+    "a folder of a case": lambda root: make_case_folders(root / "folders"),
+    "a label": lambda root: make_msd(root / "Task01", labels={"0": "background", "1": BAD}),
+    "a channel": lambda root: make_msd(root / "Task01", modality={"0": BAD}),
+    "a name": lambda root: make_msd(root / "data", name=BAD),
+}
+
+
+@pytest.mark.parametrize("kind", DATA_SETS)
+def test_a_data_set_is_refused_before_it_is_read(kind, tmp_path):
+    root = DATA_SETS[kind](tmp_path)
+    with pytest.raises(ConfigError, match=f"(?s){REFUSED}"):
+        load_task(root, require_files=False)
+    with pytest.raises(ConfigError, match=f"(?s){REFUSED}"):
+        experiment.configure(root)
+
+
+@pytest.mark.parametrize("text", ["\\ud800", "\\uDCFC", "a\\udfffb"])
+def test_half_a_letter_in_json_is_refused_and_a_whole_one_is_not(text, tmp_path):
+    file = tmp_path / "dataset.json"
+    file.write_text(f'{{"labels": {{"0": "{text}"}}}}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"a name in .*dataset\.json is .*, which is no text in UTF-8"):
+        read_json(file)
+    file.write_text('{"labels": ["\\ud83e\\udde0", "\\u00fc"]}', encoding="utf-8")
+    assert read_json(file) == {"labels": ["🧠", "ü"]}
+    with pytest.raises(ConfigError, match="which is no text in UTF-8"):
+        parse_yaml(f'name: ["{text}"]', "config.yaml")
+
+
+def test_images_to_predict_and_folders_to_evaluate_are_refused(tmp_path):
+    for folder in ("labels", "images"):
+        write(tmp_path / folder / "a.nii.gz")
+    write(tmp_path / "images" / f"{BAD}.nii.gz")
+    write(tmp_path / BAD / "a.nii.gz")
+    for paths in (tmp_path / "images", tmp_path / BAD, tmp_path / "images" / f"{BAD}.nii.gz"):
+        with pytest.raises(ConfigError, match=REFUSED):
+            find_images(paths)
+    for pair in (("images", "labels"), ("labels", "images")):
+        with pytest.raises(ConfigError, match=REFUSED):
+            pair_files(*(tmp_path / folder for folder in pair))
+
+
+def test_folders_and_files_to_write_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=REFUSED):
+        RunFolder(tmp_path / BAD / "run").require_free()
+    with pytest.raises(ConfigError, match=REFUSED):
+        require_writable(tmp_path / BAD)
+    with pytest.raises(ConfigError, match=REFUSED), replacing(tmp_path / BAD / "config.yaml"):
+        pytest.fail("the block ran")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_and_texts_within_texts():
+    require_text({"a": ["ü", {"🧠": ("b", None, 3)}]}, "nothing")
+    inside = [BAD]
+    inside.append(inside)  # as an alias of YAML may do
+    for content in (os.fsencode(BAD), {BAD: 1}, {"a": [{"b": BAD}]}, inside):
+        with pytest.raises(ConfigError, match=REFUSED):
+            require_text(content, "something")
+
+
+def run(*words, **variables):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))}
+    command = [sys.executable, "-m", "volseg", *words]
+    return subprocess.run(command, capture_output=True, env={**environment, **variables}, check=False, timeout=300)
+
+
+def test_the_command_line_refuses_a_name_before_it_does_anything(tmp_path):
+    ended = run("configure", tmp_path, "-o", os.fsencode(tmp_path / "x") + b"\xfc.yaml")
+    assert ended.returncode == 1
+    assert rb"x\xfc.yaml', which is no text in UTF-8; rename it" in ended.stderr
+    assert b"Traceback" not in ended.stderr
+
+
+def test_a_terminal_of_ascii_shows_what_it_can(tmp_path):
+    root = make_msd(tmp_path / "Task01_Good", labels={"0": "background", "1": "für"}, modality={"0": "T2 ü"})
+    described = run("data", "info", root, LC_ALL="C", PYTHONUTF8="0")
+    assert (described.returncode, described.stderr) == (0, b"")
+    assert rb"1 f\xfcr" in described.stdout or "1 für".encode() in described.stdout
+    moved = shutil.move(root, os.fsencode(tmp_path) + "/Müller".encode())
+    refused = run("data", "info", moved, LC_ALL="C", PYTHONUTF8="0")
+    assert refused.returncode == 1
+    assert b"this Python takes names for ascii: set PYTHONUTF8=1" in refused.stderr
+    assert b"Traceback" not in refused.stderr
