@@ -48,10 +48,10 @@ class SplitConfig(ConfigModel):
     """A split file of your own in nnU-Net's form, ``[{"train": [...], "val": [...]}, ...]``; ``fold`` chooses in it.
     Without it, a table's own columns ``fold`` or ``split`` count."""
     group: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
-    """How cases are grouped by patient, none of whom trains and validates: a regular expression with one capture group,
-    searched in the names of cases, such as ``^(patient\\d+)``; the name of a column of the table; or ``PatientID`` of
-    DICOM images. ``none``: each case is of a patient of its own; null: the same, with a warning where names tell
-    otherwise. Folds that are given are not changed, but checked."""
+    """How cases are grouped by patient, none of whom trains and validates: a regular expression with one group in
+    parentheses, searched in the names of cases, such as ``^(patient\\d+)``; the name of a column of the table; or
+    ``PatientID`` of DICOM images. ``none``: each case is of a patient of its own; null: the same, with a warning where
+    the data set evidently says otherwise. Given folds are not changed, but checked."""
 
     @field_validator("group")
     @classmethod
@@ -73,7 +73,7 @@ def compile_group(group: str) -> re.Pattern[str]:
     Raises
     ------
     ConfigError
-        It is no regular expression, or has another number of capture groups than one.
+        It is no regular expression, or has another number of groups in parentheses than one.
     """
     try:
         pattern = re.compile(group)
@@ -81,7 +81,7 @@ def compile_group(group: str) -> re.Pattern[str]:
         raise ConfigError(f"{group!r} is no regular expression: {fault}") from fault
     if pattern.groups != 1:
         raise ConfigError(
-            f"the pattern {group!r} has {pattern.groups} capture groups; needed: one, which holds the patient. "
-            "(?:...) groups without capturing"
+            f"the pattern {group!r} has {pattern.groups} groups in parentheses; needed: one, which holds the patient. "
+            "(?:...) does not count"
         )
     return pattern

@@ -60,7 +60,7 @@ def find_groups(task: Task, group: str | None) -> dict[str, str] | None:
     Raises
     ------
     ConfigError
-        There is no such column, or the expression is none, or has another number of capture groups.
+        There is no such column, or the expression is none, or has another number of groups in parentheses.
     DataError
         A case has no patient by it.
     """
@@ -76,7 +76,7 @@ def find_groups(task: Task, group: str | None) -> dict[str, str] | None:
         known = [*task.columns, *([PATIENT_ID] if _is_dicom(task) else [])]
         raise ConfigError(
             f"split.group is {group!r}, which is no column of {task.name}; {did_you_mean(group, [*known, 'none'])}. A "
-            r"pattern of names has one capture group, such as ^(patient\d+)"
+            r"pattern of names has one group in parentheses, such as ^(patient\d+)"
         )
     pattern = compile_group(group)
     found = {name: match[1] or "" for name in _list_names(task) if (match := pattern.search(name))}
