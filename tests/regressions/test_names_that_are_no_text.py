@@ -10,12 +10,14 @@ import sys
 import nibabel
 import numpy as np
 import pytest
+from volume_files import FORMATS, write_dicom
 
 from volseg import experiment
 from volseg.config.yaml_values import parse_yaml
 from volseg.data import load_task
 from volseg.data.json_files import read_json
-from volseg.errors import ConfigError
+from volseg.data.readers import read_volume
+from volseg.errors import ConfigError, ReaderError
 from volseg.evaluation.folders import pair_files
 from volseg.experiment.images import find_images
 from volseg.experiment.run_folder import RunFolder
@@ -116,6 +118,23 @@ def test_images_to_predict_and_folders_to_evaluate_are_refused(tmp_path):
     for pair in (("images", "labels"), ("labels", "images")):
         with pytest.raises(ConfigError, match=REFUSED):
             pair_files(*(tmp_path / folder for folder in pair))
+
+
+@pytest.mark.parametrize("ending", [".nii.gz", ".mha", ".nrrd"])
+def test_a_volume_is_refused_before_itk_ends_the_process(ending, tmp_path):
+    FORMATS[f"a{ending}"](tmp_path / f"a{ending}", np.zeros((4, 4, 4), np.int16), np.eye(4))
+    file = (tmp_path / f"a{ending}").rename(tmp_path / f"{BAD}{ending}")
+    with pytest.raises(ReaderError, match=REFUSED):
+        read_volume(file)
+
+
+def test_a_slice_of_a_series_is_refused(tmp_path):
+    write_dicom(tmp_path / "series", np.arange(4 * 4 * 3, dtype=np.int16).reshape(4, 4, 3), np.eye(4))
+    first, second, _ = sorted((tmp_path / "series").iterdir())
+    bad = first.rename(first.with_name(f"{BAD}.dcm"))
+    for path in (tmp_path / "series", second, bad):
+        with pytest.raises(ReaderError, match=REFUSED):
+            read_volume(path)
 
 
 def test_folders_and_files_to_write_are_refused(tmp_path):
