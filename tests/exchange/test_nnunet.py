@@ -196,7 +196,7 @@ def test_numbers_of_numpy_are_read_and_damaged_files_named(model):
         assert read_checkpoint(model / "fold_0" / "checkpoint_final.pth").trainer == "nnUNetTrainer"
     file = model / "fold_0" / "checkpoint_final.pth"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match="is damaged or no file of torch.save"):
+    with pytest.raises(CheckpointError, match=r"is damaged or no file of torch\.save"):
         read_checkpoint(file)
     torch.save({"state_dict": {}}, file)
     with pytest.raises(CheckpointError, match="should hold network_weights, init_args, trainer_name"):
