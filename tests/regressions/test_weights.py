@@ -156,6 +156,26 @@ def test_a_flipped_bit_is_harmless_or_refused(kind, run, tmp_path):
     assert refused > len(places) / 2
 
 
+def test_no_bit_of_a_files_directory_changes_what_is_read(tmp_path):
+    """A part that one bit marks as a folder passes each checksum, and torch gives what its memory held before."""
+    state, file, refused = nn.Linear(3, 2).state_dict(), tmp_path / "weights.pt", 0
+    torch.save(state, file)
+    whole = file.read_bytes()
+    name = b"weights/data/0"
+    entry = whole.rindex(name) - 46  # in the directory at the end
+    places = [*range(entry, entry + 46 + len(name)), *range(len(whole) - 98, len(whole))]
+    for place in places:
+        for bit in range(8):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << bit
+            file.write_bytes(changed)
+            try:
+                assert equal(read_weights(file).values, state), (place, bit)
+            except VolsegError:
+                refused += 1
+    assert refused > 4 * len(places)
+
+
 def damage(file):
     """Flip a bit of the largest tensor in a file of ``torch.save``."""
     with zipfile.ZipFile(file) as archive:

@@ -20,6 +20,9 @@ __all__ = ["read_torch_file"]
 PIECE = 1 << 20
 """Bytes that are compared at a time."""
 
+DOS_FOLDER = 0x10
+"""Attribute of a part in a zip file's directory. Torch reads nothing of such a part, and gives what its memory held."""
+
 SAVE_AGAIN = "torch.save(torch.load(FILE, weights_only=True), FILE)"
 
 
@@ -82,6 +85,8 @@ def _require_intact(file: BinaryIO, path: Path) -> None:
         for part in parts:
             if part.compress_type != zipfile.ZIP_STORED or part.compress_size != part.file_size:
                 raise zipfile.BadZipFile(f"its part {part.filename} is compressed, which torch.save never does")
+            if part.is_dir() or part.external_attr & DOS_FOLDER:
+                raise zipfile.BadZipFile(f"its part {part.filename} is marked as a folder")
             with archive.open(part) as content:  # raises at the end of a part whose checksum differs
                 while content.read(PIECE):
                     pass
