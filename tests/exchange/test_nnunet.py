@@ -186,7 +186,7 @@ class Rebuilt:
 @pytest.mark.parametrize(("harm", "named"), [(Malicious, "system"), (Rebuilt, "_reconstruct")])
 def test_a_checkpoint_that_could_run_code_is_refused(model, harm, named):
     change_weights(model, lambda content: content.update(logging=harm()))
-    with pytest.raises(CheckpointError, match=f"could run anybody's code.*{named}.*with nnU-Net itself"):
+    with pytest.raises(CheckpointError, match=f"could run anybody's code .*{named}.*trainer_name"):
         load_nnunet(model)
 
 
@@ -196,7 +196,7 @@ def test_numbers_of_numpy_are_read_and_damaged_files_named(model):
         assert read_checkpoint(model / "fold_0" / "checkpoint_final.pth").trainer == "nnUNetTrainer"
     file = model / "fold_0" / "checkpoint_final.pth"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match="is damaged, or no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"is damaged or no file of torch\.save"):
         read_checkpoint(file)
     torch.save({"state_dict": {}}, file)
     with pytest.raises(CheckpointError, match="should hold network_weights, init_args, trainer_name"):

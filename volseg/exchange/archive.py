@@ -71,7 +71,7 @@ def is_archive(path: str | Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return MANIFEST in archive.namelist()
-    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError):  # the last of a damaged version number
+    except Exception:  # zipfile runs into damaged bytes as UnicodeDecodeError, struct.error, NotImplementedError ...
         return False
 
 
@@ -94,7 +94,9 @@ def read_archive(path: str | Path) -> tuple[dict[str, Any], dict[str, bytes]]:
                     f"{path} and its manifest differ in {surplus[0]!r}; it was changed: copy it again"
                 )
             return manifest, {name: _read_member(archive, entries[name], files[name], path) for name in sorted(files)}
-    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError) as fault:
+    except CheckpointError:
+        raise
+    except Exception as fault:  # as in `is_archive`
         raise CheckpointError(f"{path} is damaged, or no file of volseg export ({fault}); copy it again") from fault
 
 

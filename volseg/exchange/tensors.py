@@ -51,9 +51,11 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
     header: dict[str, Any] = {}
     parts, offset = [], 0
     for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{name} holds {tensor.dtype}, which safetensors has no name for")
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor) or tensor.dtype not in NAMES:
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise CheckpointError(f"{name} holds {kind}, which safetensors has no name for; it has {', '.join(DTYPES)}")
+        tensor = tensor.detach().cpu().contiguous()
         content = tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
         end = offset + len(content)
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}

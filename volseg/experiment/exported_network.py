@@ -21,7 +21,7 @@ from volseg.inference.window_step import full_logits
 from volseg.models import FitGrid
 from volseg.models.grids import GridRule
 
-__all__ = ["export_network"]
+__all__ = ["PLAIN", "export_network"]
 
 logger = logging.getLogger(__name__)
 

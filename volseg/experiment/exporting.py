@@ -1,12 +1,9 @@
 """A run, or a cross-validation, as one file that predicts without its folder, its data or its cache."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-from torch import Tensor
 
 from volseg.config.loading import dump_config
 from volseg.config.nearest import did_you_mean
@@ -16,16 +13,14 @@ from volseg.errors import ConfigError
 from volseg.evaluation.summary import read_summary
 from volseg.exchange.archive import write_archive
 from volseg.exchange.tensors import pack_tensors
-from volseg.experiment.exported_network import export_network
+from volseg.experiment.exported_network import PLAIN, export_network
 from volseg.experiment.imported import MEMBERS, POSTPROCESSING, WEIGHTS
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.sources import find_folds
-from volseg.experiment.trained import CHECKPOINTS, load_run
+from volseg.experiment.trained import load_run
 from volseg.files import digest_file, require_new
-from volseg.workflow.checkpoints import load_checkpoint
-from volseg.workflow.state import TrainingState
 
-__all__ = ["FORMATS", "export", "export_archive", "list_weights"]
+__all__ = ["FORMATS", "export", "export_archive"]
 
 FORMATS = ("archive", "torchscript", "onnx", "monai-bundle")
 
@@ -117,21 +112,14 @@ def export_archive(
     return write_archive(output, about, members)
 
 
-def list_weights(state: TrainingState) -> dict[str, Tensor]:
-    """Return the weights that a prediction takes of a checkpoint: the averaged ones where there are any."""
-    average: Mapping[str, Tensor] = {} if state.average is None else state.average["average"]
-    return {name: average.get(name, tensor) for name, tensor in state.model.items()}
-
-
 def _list_members(run: RunFolder, checkpoint: str) -> dict[str, bytes]:
-    load_run(run, checkpoint)  # what cannot be predicted with is not exported
+    network = load_run(run, checkpoint, PLAIN).models[0]  # what cannot be predicted with is not exported
     members = {name: (run.path / name).read_bytes() for name in MEMBERS if (run.path / name).is_file()}
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         dump_config(_without_places(run.config()), config)
         members["config.yaml"] = config.read_bytes()
-    state = load_checkpoint(run.checkpoints / CHECKPOINTS[checkpoint], "cpu")
-    members[WEIGHTS] = pack_tensors(list_weights(state))
+    members[WEIGHTS] = pack_tensors(network.state_dict())
     return members
 
 

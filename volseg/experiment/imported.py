@@ -3,14 +3,13 @@
 import hashlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-from torch import Tensor
 
 from volseg.config.base import validated
 from volseg.config.loading import override
@@ -30,8 +29,9 @@ from volseg.experiment.trained import Trained
 from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing
 from volseg.models import build_network
+from volseg.models.weights import load_weights
 
-__all__ = ["NNUNET_CHECKPOINTS", "load_archive", "load_nnunet"]
+__all__ = ["NNUNET_CHECKPOINTS", "Archive", "load_archive", "load_nnunet", "open_archive"]
 
 WEIGHTS = "weights.safetensors"
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def load_nnunet(
         )
         renamed = rename_weights(weights, plain, str(file))
         model = build_model(config, read.task, device, trains=False)
-        model.load_state_dict(renamed)
+        load_weights(model, renamed)
         models.append(model.eval())
     if found := sorted(read.folder.glob(MEASURED_BY_NNUNET)):
         logger.warning(
@@ -158,42 +158,70 @@ def load_archive(file: str | Path, overrides: Sequence[str] = (), *, checkpoint:
         If it needs components that are not here, or devices.
     """
     file = Path(file)
+    with open_archive(file) as archive:
+        exported = str(archive.manifest.get("checkpoint"))
+        if checkpoint not in ("latest", exported):
+            raise ConfigError(f"{file} holds the {exported} checkpoint, not {checkpoint}; leave --checkpoint out")
+        return [
+            replace(_load_member(file, *member, overrides), postprocessing=archive.postprocessing)
+            for member in zip(archive.runs, archive.weights, strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """What `volseg export` wrote, while it is open."""
+
+    manifest: Mapping[str, Any]
+    runs: list[RunFolder] = field(default_factory=list)
+    """Config, task and network of each network; they have no checkpoints and no cases."""
+    weights: list[bytes] = field(default_factory=list)
+    """Of each network, as `unpack_tensors` takes them."""
+    postprocessing: Postprocessing | None
+
+
+@contextmanager
+def open_archive(file: Path) -> Iterator[Archive]:
+    """Read an archive, whose hashes are compared, and lay out its runs until the block ends.
+
+    Raises
+    ------
+    CheckpointError
+        If the file is damaged, was changed, or is of a version that is not known.
+    """
     manifest, members = read_archive(file)
     count = manifest.get("networks")
     if not isinstance(count, int) or not 1 <= count <= len(members):
         raise CheckpointError(
             f"{file}: its manifest should say how many networks it holds, got {count!r}; copy it again"
         )
-    exported = str(manifest.get("checkpoint"))
-    if checkpoint not in ("latest", exported):
-        raise ConfigError(f"{file} holds the {exported} checkpoint, not {checkpoint}; leave --checkpoint out")
-    loaded = []
     with TemporaryDirectory() as folder:
+        order = None
+        if (content := members.get(POSTPROCESSING)) is not None:
+            (Path(folder) / POSTPROCESSING).write_bytes(content)
+            order = Postprocessing.load(Path(folder) / POSTPROCESSING)
+        archive = Archive(manifest=manifest, postprocessing=order)
         for number in range(count):
             run = RunFolder(Path(folder) / str(number))
             run.path.mkdir()
             for name in (*MEMBERS, "config.yaml"):
                 if (content := members.get(f"{number}/{name}")) is not None:
                     (run.path / name).write_bytes(content)
-            where = f"{number}/{WEIGHTS}"
-            if where not in members:
-                raise CheckpointError(f"{file} has no {where}; copy it again")
-            loaded.append(_load_member(file, run, unpack_tensors(members[where], f"{file}: {where}"), overrides))
-        order = None
-        if (content := members.get(POSTPROCESSING)) is not None:
-            (Path(folder) / POSTPROCESSING).write_bytes(content)
-            order = Postprocessing.load(Path(folder) / POSTPROCESSING)
-    digests = [hashlib.sha256(members[f"{number}/{WEIGHTS}"]).hexdigest() for number in range(count)]
-    return [replace(one, weights=digest, postprocessing=order) for one, digest in zip(loaded, digests, strict=True)]
+            if (content := members.get(f"{number}/{WEIGHTS}")) is None:
+                raise CheckpointError(f"{file} has no {number}/{WEIGHTS}; copy it again")
+            archive.runs.append(run)
+            archive.weights.append(content)
+        yield archive
 
 
-def _load_member(file: Path, run: RunFolder, weights: Mapping[str, Tensor], overrides: Sequence[str]) -> Trained:
+def _load_member(file: Path, run: RunFolder, weights: bytes, overrides: Sequence[str]) -> Trained:
     config, task = run.config(overrides), run.task()
     require_components(run.path, resumes=False)
     model = build_model(run.plan().complete(config), task, choose_device(config), trains=False)
+    tensors = unpack_tensors(weights, f"{file}: {run.path.name}/{WEIGHTS}")
     try:
-        model.load_state_dict(weights)
-    except (KeyError, RuntimeError) as fault:
+        load_weights(model, tensors)
+    except CheckpointError as fault:
         raise CheckpointError(f"{file}: its weights are not of the network in its config: {fault}") from fault
     return Trained(
         source=file,
@@ -201,5 +229,5 @@ def _load_member(file: Path, run: RunFolder, weights: Mapping[str, Tensor], over
         task=task,
         preprocessing=preprocessing_of(config),
         models=(model.eval(),),
-        weights="",
+        weights=hashlib.sha256(weights).hexdigest(),
     )

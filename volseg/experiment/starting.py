@@ -1,28 +1,21 @@
 """Begin a training with the weights of another one: of a run, a checkpoint, or anybody's ``state_dict``."""
 
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import math
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.groups import find_groups
-from volseg.errors import CheckpointError, ConfigError
+from volseg.errors import CheckpointError
 from volseg.experiment.cases import ChosenCases
-from volseg.experiment.run_folder import RunFolder
+from volseg.experiment.weights import read_weights
 from volseg.models import FitGrid, build_network
 from volseg.models.transfer import WeightTransfer, find_followers, transfer_weights
+from volseg.models.weights import list_tensors, strip_prefixes
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.state.random import own_random_numbers
-from volseg.workflow.checkpoints import LATEST, load_checkpoint
-from volseg.workflow.state import TrainingState
 
 __all__ = ["START", "Start", "require_weights"]
 
@@ -30,22 +23,6 @@ logger = logging.getLogger(__name__)
 
 START = "start.json"
 """File of the run folder that says what was taken."""
-
-WRAPPERS = ("state_dict", "network_weights", "model")
-"""Keys under which others keep a ``state_dict``: Lightning, nnU-Net, and many scripts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """Weights that were found."""
-
-    file: Path
-    values: Mapping[str, Any]
-    """A ``state_dict``, with averaged parameters where the training kept them."""
-    task: Task | None = None
-    """Of the run that they are from; None where that is not known."""
-    cases: frozenset[str] = frozenset()
-    """That this run trained on."""
 
 
 class Start:
@@ -68,8 +45,8 @@ class Start:
         path = config.training.start_from
         assert path is not None
         self.config, self.task = config, chosen.task
-        self.weights = find_weights(path)
-        self._done: tuple[WeightTransfer, Mapping[str, int]] | None = None
+        self.weights = read_weights(path)
+        self._done: WeightTransfer | None = None
         seen = self._find_seen(chosen)
         same_task = self.weights.task is not None and self.weights.task.name == self.task.name
         if seen and same_task and is_main_process():
@@ -101,7 +78,8 @@ class Start:
 
     def __call__(self, network: FitGrid) -> None:
         """Take what fits; see `transfer_weights`."""
-        config, task = self.config, self.task
+        config, task, weights = self.config, self.task, self.weights
+        values = weights.values if weights.average else strip_prefixes(weights.values, network.state_dict())
         build = partial(build_network, config.network.spec(), patch_size=config.patch.size)
         with own_random_numbers([]):
             stems = find_followers(
@@ -110,27 +88,27 @@ class Start:
             heads = find_followers(
                 lambda number: build(in_channels=task.num_channels, out_channels=number), task.num_outputs
             )
-        begun = self.weights.task
+        begun = weights.task
         try:
             transfer = transfer_weights(
                 network,
-                self.weights.values,
+                values,
+                weights.average,
                 stems=stems,
                 heads=heads,
                 renew_heads=begun is not None and _list_outputs(begun) != _list_outputs(task),
                 strict=config.training.start_strict,
             )
         except CheckpointError as fault:
-            raise CheckpointError(f"training.start_from: {self.weights.file}: {fault}") from fault
-        sizes = {name: value.numel() for name, value in network.state_dict().items() if isinstance(value, Tensor)}
-        self._done = transfer, sizes
+            raise CheckpointError(f"training.start_from: {weights.file}: {fault}") from fault
+        self._done = transfer
         if is_main_process():
-            logger.info("%s", self._describe())
+            logger.info("%s", self._describe(transfer, network))
 
     def as_json(self) -> dict[str, Any]:
         """Return what was taken, and what was not, by name."""
-        assert self._done is not None, "asked before a network was given its weights"
-        transfer, _ = self._done
+        transfer = self._done
+        assert transfer is not None, "asked before a network was given its weights"
         return {
             "file": str(self.weights.file),
             "taken": list(transfer.taken),
@@ -139,13 +117,14 @@ class Start:
             "left": list(transfer.left),
         }
 
-    def _describe(self) -> str:
-        assert self._done is not None
-        transfer, sizes = self._done
-        total = sum(sizes.values())
-        taken = sum(sizes[name] for name in transfer.taken)
+    def _describe(self, transfer: WeightTransfer, network: FitGrid) -> str:
+        """Return what was taken; a parameter of several names counts once, and less than all is never 100 %."""
+        sizes = {one.names[0]: one.tensor.numel() for one in list_tensors(network) if one.averaged_as and one.names}
+        taken = sizes.keys() & transfer.taken
+        share = sum(sizes[name] for name in taken) / sum(sizes.values())
         told = (
-            f"begun with {self.weights.file}: {len(transfer.taken)} tensors taken, {taken / total:.1%} of all weights"
+            f"begun with {self.weights.file}: {len(taken)} of {len(sizes)} parameters taken, "
+            f"{math.floor(1000 * share) / 10:.1f}% of all weights"
         )
         parts = {"adapted": transfer.adapted, "new": transfer.new, "left out": transfer.left}
         more = [f"{len(names)} {what} ({_list_first(names)})" for what, names in parts.items() if names]
@@ -153,74 +132,14 @@ class Start:
 
 
 def require_weights(config: ExperimentConfig) -> None:
-    """Raise where a training that begins would not get the weights that it is to begin with; see `find_weights`."""
+    """Raise where a training that begins would not get the weights that it is to begin with; see `read_weights`."""
     if config.training.start_from is not None:
-        find_weights(config.training.start_from)
-
-
-def find_weights(path: Path) -> Weights:
-    """Return the weights of a run's latest checkpoint, of a checkpoint, or of a file with a ``state_dict``.
-
-    Raises
-    ------
-    ConfigError, CheckpointError
-        If there are none, or they cannot be read without running code.
-    """
-    if path.is_dir():
-        folder = RunFolder(path)
-        folder.config()  # raises for a folder that is no run
-        file = folder.checkpoints / LATEST
-        return _of_run(path, file, load_checkpoint(file))
-    if not path.is_file():
-        raise ConfigError(
-            f"training.start_from: {path} does not exist; name a run folder, a checkpoint or a state_dict"
-        )
-    if path.suffix == ".safetensors":
-        raise ConfigError(
-            f"training.start_from: {path} is no file of torch; convert it once by "
-            "torch.save(safetensors.torch.load_file(FILE), 'weights.pt')"
-        )
-    with suppress(CheckpointError):
-        return _of_run(path.absolute().parents[1], path, load_checkpoint(path))
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as fault:  # damaged bytes raise anything, and objects of classes are refused
-        reason = str(fault).strip().partition("\n")[0] or type(fault).__name__
-        raise CheckpointError(
-            f"training.start_from: {path} holds no tensors alone ({reason}); save the weights by themselves where they "
-            "were trained: torch.save(network.state_dict(), FILE)"
-        ) from fault
-    return Weights(file=path, values=_unwrapped(content, path))
-
-
-def _of_run(path: Path, file: Path, state: TrainingState) -> Weights:
-    """Return the weights of a checkpoint, with what is known of its run where it still lies in the run's folder."""
-    folder = RunFolder(path)
-    if not (folder.exists and file.absolute().parent == folder.checkpoints.absolute()):
-        return Weights(file=file, values=_averaged(state))
-    cases = frozenset(folder.split().training)
-    return Weights(file=file, values=_averaged(state), task=folder.task(), cases=cases)
+        read_weights(config.training.start_from)
 
 
 def _list_outputs(task: Task) -> list[Any]:
     """Return what the outputs of a task's networks mean, in their order, which is no part of a mapping's equality."""
     return [sorted(task.labels.items()), [(name, set(values)) for name, values in task.regions.items()]]
-
-
-def _averaged(state: TrainingState) -> Mapping[str, Any]:
-    return {**state.model, **(state.average["average"] if state.average is not None else {})}
-
-
-def _unwrapped(content: Any, path: Path) -> Mapping[str, Any]:
-    """Return the ``state_dict`` in what others wrote, under the plain network's names."""
-    for key in WRAPPERS:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
-        raise CheckpointError(f"training.start_from: {path} holds no state_dict, which maps names to tensors")
-    if all(isinstance(name, str) and name.startswith("module.") for name in content):  # of torch's DataParallel
-        return {name.removeprefix("module."): value for name, value in content.items()}
-    return content
 
 
 def _list_first(names: tuple[str, ...]) -> str:

@@ -21,8 +21,8 @@ from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.predictor import Predictor
 from volseg.inference.shared_predictor import SharedPredictor
+from volseg.models.weights import load_weights
 from volseg.parallel import FastKernels
-from volseg.workflow.averaging import load_averaged
 from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 
 __all__ = ["CHECKPOINTS", "PREDICTION_KEYS", "Trained", "load_run", "require_keys"]
@@ -115,8 +115,8 @@ def load_run(folder: RunFolder, checkpoint: str = "latest", overrides: Sequence[
     except ConfigError as fault:  # this machine is another one than that of the training
         raise ConfigError(f"{fault} (in {folder.config_file})") from fault
     try:
-        load_averaged(model, state)
-    except (KeyError, RuntimeError) as fault:
+        load_weights(model, state.model, state.averaged)
+    except CheckpointError as fault:
         raise CheckpointError(f"{path} is not of the network in {folder.config_file}: {fault}") from fault
     return Trained(
         source=folder.path,

@@ -12,6 +12,7 @@ from volseg.device.module_internals import (
     MODULES,
     NOT_PERSISTENT,
     PARAMETERS,
+    load_from_state_dict,
 )
 from volseg.models.grids import GridRule, grid_rule
 
@@ -115,6 +116,9 @@ class FitGrid(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the network's state under its own keys."""
         return self.net.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        load_from_state_dict(self.net, *args, **kwargs)
 
     def extra_repr(self) -> str:
         """Describe the sides that are taken."""

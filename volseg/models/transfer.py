@@ -4,14 +4,14 @@ Which tensors are heads and stems is not guessed from names: they are those whos
 and of channels, so any network that is built from these two numbers can be begun so.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from volseg.errors import CheckpointError
+from volseg.models.weights import copy_parameters, resolve_weights
 
 __all__ = ["WeightTransfer", "find_followers", "transfer_weights"]
 
@@ -70,6 +70,7 @@ def find_followers(build: Callable[[int], nn.Module], number: int) -> Dims:
 def transfer_weights(
     network: nn.Module,
     weights: Mapping[str, Any],
+    average: Mapping[str, Tensor] | None = None,
     *,
     stems: Dims,
     heads: Dims,
@@ -85,8 +86,8 @@ def transfer_weights(
     ----------
     network : nn.Module
         As it was initialised.
-    weights : mapping
-        A ``state_dict``.
+    weights, average : mapping
+        A ``state_dict``, and the averages of its parameters, if there are any; see `resolve_weights`.
     stems, heads : mapping
         Which tensors follow the number of channels, and of outputs; see `find_followers`.
     renew_heads : bool
@@ -100,9 +101,15 @@ def transfer_weights(
         For weights that do not fit, with their names and shapes, or that are not finite.
     """
     taken, adapted, new, faults = list[str](), list[str](), list[str](), list[str]()
-    values: dict[str, Tensor] = {}
-    for name, tensor in _tensors_of(network):
+    state, weights = network.state_dict(), resolve_weights(network, weights, average)
+    values: dict[str, Any] = {}
+    for name, tensor in state.items():
         value = weights.get(name)
+        if not isinstance(tensor, Tensor):  # what else a network keeps in its state
+            if name in weights:
+                taken.append(name)
+                values[name] = value
+            continue
         if not isinstance(value, Tensor):
             new.append(name)
             if name not in heads:
@@ -123,17 +130,16 @@ def transfer_weights(
             new.append(name)
             if differ is None or not differ <= stems.get(name, frozenset()):
                 faults.append(f"{name} is {_sides(value)}, the network's is {_sides(tensor)}")
-    left = sorted(set(weights) - {name for name, _ in _tensors_of(network)})
+    left = sorted(weights.keys() - state.keys())
     faults += [f"{name} has no place in the network" for name in left]
     _require_enough(faults if strict else [], values)
-    with torch.no_grad():
-        for name, tensor in _tensors_of(network):
-            if name in values:
-                tensor.copy_(values[name])
+    state.update(values)
+    network.load_state_dict(state)
+    copy_parameters(network, state)
     return WeightTransfer(taken=tuple(taken), adapted=tuple(adapted), new=tuple(new), left=tuple(left))
 
 
-def _require_enough(faults: Sequence[str], values: Mapping[str, Tensor]) -> None:
+def _require_enough(faults: Sequence[str], values: Mapping[str, Any]) -> None:
     if faults:
         more = f", and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise CheckpointError(
@@ -142,19 +148,16 @@ def _require_enough(faults: Sequence[str], values: Mapping[str, Tensor]) -> None
         )
     if not values:
         raise CheckpointError("none of the weights fits this network; name the network that they were trained with")
-    if odd := [name for name, value in values.items() if value.is_floating_point() and not value.isfinite().all()]:
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    if odd := [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]:
         raise CheckpointError(
             f"the weights hold values that are not finite, first in {odd[0]}; take another checkpoint"
         )
 
 
-def _tensors_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    # A network may keep more than tensors in its state.
-    return ((name, value) for name, value in network.state_dict().items() if isinstance(value, Tensor))
-
-
 def _shapes_of(network: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in _tensors_of(network)}
+    state = network.state_dict()
+    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _compare(one: Tensor, other: Tensor) -> frozenset[int] | None:

@@ -12,18 +12,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from volseg.workflow.state import TrainingState
-
-__all__ = ["WeightAverage", "load_averaged"]
-
-
-def load_averaged(module: nn.Module, state: TrainingState) -> None:
-    """Load the weights of a training into ``module``: the averaged ones where it has them, its own otherwise."""
-    module.load_state_dict(state.model)
-    if state.average is not None:
-        with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                parameter.copy_(state.average["average"][name])
+__all__ = ["WeightAverage"]
 
 
 class WeightAverage:

@@ -1,12 +1,10 @@
 """Checkpoints: written whole or not at all, read without running anybody's code.
 
 A checkpoint is one ``torch.save`` file of tensors and plain values. It is written beside its name, flushed to the disk
-and renamed over it, so a full disk or a lost machine leaves the last good one in place. Before it is read every byte is
-compared with the checksums in it, which torch itself passes over; it is read with ``weights_only=True`` only.
+and renamed over it, so a full disk or a lost machine leaves the last good one in place. `read_torch_file` reads it.
 """
 
 import time
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from volseg.errors import CheckpointError, NonFiniteLossError
+from volseg.exchange.torch_file import read_torch_file
 from volseg.files import replacing, require_writable
 from volseg.parallel.devices import is_main_process
 from volseg.workflow.background import BackgroundWriter, HostCopies, Snapshot
@@ -27,7 +26,7 @@ from volseg.workflow.state import FORMAT, TrainingState
 if TYPE_CHECKING:
     from volseg.workflow.training import Training
 
-__all__ = ["BEST", "LATEST", "PREVIOUS", "Checkpoints", "load_checkpoint", "save_checkpoint"]
+__all__ = ["BEST", "LATEST", "PREVIOUS", "Checkpoints", "load_checkpoint", "parse_checkpoint", "save_checkpoint"]
 
 LATEST = "latest.pt"
 PREVIOUS = "previous.pt"
@@ -94,28 +93,27 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Tra
         raise CheckpointError(f"no checkpoint at {path}; train first, or name another run folder")
     if not path.is_file():
         raise CheckpointError(f"{path} is no file and hence no checkpoint; remove it, or name another run folder")
-    try:
-        _require_intact(path)
-        content = torch.load(path, map_location=device, weights_only=True)
-    except OSError as fault:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {fault}") from fault
-    except Exception as fault:  # both run into damaged bytes as IndexError, KeyError, struct.error ...
-        reason = str(fault).partition("\n")[0] or type(fault).__name__
-        raise CheckpointError(f"checkpoint {path} is damaged or not a volseg checkpoint ({reason})") from fault
-    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+    state = parse_checkpoint(read_torch_file(path, device), path)
+    if state is None:
         raise CheckpointError(f"{path} holds no volseg checkpoint; expected the keys that `volseg train` writes")
-    if content["format"] > FORMAT:
-        raise CheckpointError(f"{path} has format {content['format']}, this volseg reads up to {FORMAT}: update volseg")
+    return state
+
+
+def parse_checkpoint(content: Any, path: Path) -> TrainingState | None:
+    """Return the training's state in a file's content, of this format or an older one; None if it holds none.
+
+    Raises
+    ------
+    CheckpointError
+        If the state is of a newer format or not whole.
+    """
+    layout = content.get("format") if isinstance(content, Mapping) else None
+    if isinstance(layout, int):
+        if layout > FORMAT:
+            raise CheckpointError(f"{path} has format {layout}, this volseg reads up to {FORMAT}: update volseg")
+    elif not (isinstance(content, Mapping) and isinstance(content.get("model"), Mapping) and "average" in content):
+        return None  # neither what `save_checkpoint` wrote nor what `Training.state_dict` returned
     return TrainingState.from_checkpoint(content, path)
-
-
-def _require_intact(path: Path) -> None:
-    """Raise unless every part of the file has the checksum that was written with it: torch compares none."""
-    with zipfile.ZipFile(path) as parts:
-        if packed := [part.filename for part in parts.infolist() if part.compress_type != zipfile.ZIP_STORED]:
-            raise zipfile.BadZipFile(f"its part {packed[0]} is compressed, which torch never does")
-        if (wrong := parts.testzip()) is not None:
-            raise zipfile.BadZipFile(f"its part {wrong} has not the checksum with which it was written")
 
 
 class Checkpoints(Hook):

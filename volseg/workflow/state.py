@@ -57,6 +57,11 @@ class TrainingState(Mapping[str, Any]):
     """Plain values that whoever wrote the checkpoint put beside the state, such as the config."""
 
     @property
+    def averaged(self) -> Mapping[str, Tensor] | None:
+        """Average of each parameter, under one of its names; None where there are none."""
+        return None if self.average is None else self.average["average"]
+
+    @property
     def progress(self) -> tuple[int, int]:
         """Epochs completed, and batches completed after them: what is further along is larger."""
         return self.epoch, self.position
@@ -89,9 +94,9 @@ class TrainingState(Mapping[str, Any]):
         layout = content.pop("format", None)
         names = {known.name for known in fields(cls)}
         beside: dict[str, Any] = {}
-        if layout is None or layout < FORMAT:
+        if not isinstance(layout, int) or layout < FORMAT:
             # Without a format it is a `state_dict`, to which somebody may have added values.
-            own = names if layout is None else names - {"metadata"}
+            own = names if not isinstance(layout, int) else names - {"metadata"}
             beside = {name: content.pop(name) for name in [*content] if name not in own}
             content = {**ADDED_LATER, "metadata": {}, **content}
         if content.keys() != names:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from volseg.data.augmented import EpochBatches, remaining_batches
 from volseg.data.cases import Batch
 from volseg.errors import ConfigError
+from volseg.models.weights import load_weights
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
@@ -414,7 +415,7 @@ class Training:
         """
         state = TrainingState.from_checkpoint(state, "what is to be gone on from")
         with taking_over("model"):
-            self.network.load_state_dict(state.model)
+            load_weights(self.network, state.model)
         with taking_over("optimizer"):
             self.optimizer.load_state_dict(dict(state.optimizer))
             lay_out_like_parameters(self.optimizer)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.errors import CheckpointError, ConfigError
+from volseg.models.weights import strip_prefixes
 
 __all__ = ["read_network", "rename_weights"]
 
@@ -121,10 +122,10 @@ def rename_weights(weights: Mapping[str, Tensor], network: nn.Module, where: str
     CheckpointError
         Unless every tensor has its one place, of its shape.
     """
-    theirs = _merge_aliases(weights, where)
     places = network.state_dict()
     last = sum(name.startswith("ups.") and name.endswith(".weight") for name in places) - 1
     table = dict(_pair_names(places, last))
+    theirs = _merge_aliases(strip_prefixes(weights, table.values()), where)
     # Heads of deep supervision: trained with, never predicted with.
     heads = {f"decoder.seg_layers.{stage}.{kind}" for stage in range(last) for kind in ("weight", "bias")}
     if missing := [name for name in table.values() if name not in theirs]:

@@ -1,0 +1,266 @@
+"""Every way of a run's weights out of it and back in gives the bits that ``volseg predict RUN`` uses.
+
+Networks are drawn: with modules that run twice, modules that are registered twice, parameters and buffers of several
+names, a buffer that is a view of a parameter, and a network of MONAI's that names its layers twice.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+import yaml
+from monai.networks.nets import DynUNet
+from torch import nn
+
+import volseg
+from volseg.data.synthetic import make_task
+from volseg.errors import ConfigError
+from volseg.exchange.tensors import pack_tensors, unpack_tensors
+from volseg.experiment import REGISTRIES, export, load_config, train
+from volseg.experiment.sources import load_trained
+from volseg.experiment.weights import read_weights
+from volseg.models.transfer import transfer_weights
+from volseg.models.weights import list_tensors, load_weights
+from volseg.workflow import Checkpoints, Hook, Named, Training, load_checkpoint
+from volseg.workflow.checkpoints import LATEST
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+DYNUNET = (
+    "network={name: DynUNet, kernel_size: [3, 3, 3], strides: [1, 2, 2], upsample_kernel_size: [2, 2], "
+    "filters: [4, 8, 8]}"
+)
+
+IDIOMS = ("runs_twice", "registered_twice", "tied", "tied_bias", "shared_buffer", "view", "tied_scalar")
+
+
+class Block(nn.Module):
+    def __init__(self, width, norm, idiom):
+        super().__init__()
+        self.conv = nn.Conv3d(width, width, 3, padding=1)
+        self.norm = {"batch": nn.BatchNorm3d, "instance": nn.InstanceNorm3d}[norm](width, affine=True)
+        if idiom == "view":
+            self.register_buffer("first", self.conv.weight.data[0])
+        if idiom == "shared_buffer":
+            self.register_buffer("factor", torch.rand(1) + 0.5)
+            self.register_buffer("same", self.factor)
+        self.idiom = idiom
+
+    def forward(self, x):
+        y = self.norm(self.conv(x)).relu()
+        if self.idiom == "shared_buffer":
+            return y * self.same
+        return x + y
+
+
+class Drawn(nn.Module):
+    """A network of a few blocks, by a number."""
+
+    divisors = (1, 1, 1)
+
+    def __init__(self, in_channels, out_channels, seed):
+        super().__init__()
+        draw = random.Random(seed)
+        width, norm = draw.choice([2, 3, 4]), draw.choice(["batch", "instance"])
+        idioms = [draw.choice(IDIOMS) for _ in range(draw.randint(2, 4))]
+        idioms[-1] = IDIOMS[seed % len(IDIOMS)]  # so that each comes
+        self.stem = nn.Conv3d(in_channels, width, 3, padding=1)
+        self.blocks, self.late = nn.ModuleList(), nn.ModuleDict()
+        for number, idiom in enumerate(idioms):
+            block = Block(width, norm, idiom)
+            self.blocks.append(block)
+            if idiom == "runs_twice":
+                self.blocks.append(block)
+            if idiom == "registered_twice":
+                self.late[f"block_{number}"] = nn.Sequential(block)
+                self.late[f"conv_{number}"] = block.conv
+            if idiom == "tied" and number:
+                block.conv.weight = self.blocks[0].conv.weight
+            if idiom == "tied_bias":
+                block.norm.bias = block.conv.bias
+        self.head = nn.Conv3d(width, out_channels, 1)
+        self.outer = self.head if draw.random() < 0.5 else None
+        self.scaled = "tied_scalar" in idioms
+        if self.scaled:
+            self.register_parameter("scale", nn.Parameter(torch.ones(1)))
+            self.late["again"] = nn.Identity()
+            self.late["again"].register_parameter("scale", self.scale)
+
+    def forward(self, image):
+        x = self.stem(image)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale if self.scaled else x)
+
+
+class Truth(Hook):
+    """Keep what a training would validate with at its end, by its own average."""
+
+    def on_training_end(self, training):
+        self.weights = training.validate(lambda: clone(training.network.state_dict()))
+
+
+class Begun(Hook):
+    """Keep the weights that a training begins with, and end it."""
+
+    def on_training_begin(self, training):
+        self.weights = clone(training.network.state_dict())
+        training.stop("seen")
+
+
+def clone(state):
+    return {name: value.clone() for name, value in state.items()}
+
+
+def require_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+class Batches:
+    def __len__(self):
+        return 3
+
+    def epoch(self, number, start=0):
+        for position in range(start, 3):
+            torch.manual_seed(position)
+            yield {"image": torch.randn(2, 1, 4, 4, 4), "label": torch.randint(3, (2, 4, 4, 4)), "case": ["a", "b"]}
+
+
+def build(seed):
+    torch.manual_seed(1000 + seed)
+    return Drawn(1, 3, seed)
+
+
+@pytest.mark.parametrize("decay", [0.7, None])
+def test_a_hundred_checkpoints_give_the_bits_of_the_average(decay, tmp_path):
+    counts = Counter()
+    for seed in range(50):
+        network, truth = build(seed), Truth()
+        model = Named(network, inputs=["image"], outputs=["logits"])
+        loss = Named(nn.functional.cross_entropy, inputs=["logits", "label"], outputs=["loss"])
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.3)
+        hooks = [truth, Checkpoints(tmp_path)]
+        training = Training(model, loss, optimizer, Batches(), epochs=1, average_decay=decay, hooks=hooks)
+        training.run()
+        expected, raw = truth.weights, clone(network.state_dict())
+        assert decay is None or any(not torch.equal(raw[name], expected[name]) for name in raw)
+        state = load_checkpoint(tmp_path / LATEST)
+
+        loaded = build(seed)
+        load_weights(loaded, state.model, state.averaged)
+        require_bits(loaded.state_dict(), expected)
+        torch.save(training.state_dict(), tmp_path / "dict.pt")
+        torch.save(expected, tmp_path / "plain.pt")
+        for file in (tmp_path / LATEST, tmp_path / "dict.pt", tmp_path / "plain.pt"):
+            weights, begun = read_weights(file), build(seed)
+            transfer = transfer_weights(begun, weights.values, weights.average, stems={}, heads={})
+            require_bits(begun.state_dict(), expected)
+            assert [*transfer.taken] == [*expected]
+            counts["begun"] += 1
+        packed = unpack_tensors(pack_tensors(loaded.state_dict()), "here")
+        load_weights(again := build(seed), packed)
+        require_bits(again.state_dict(), expected)
+        counts["several names"] += len(expected) > len([*network.parameters(), *network.buffers()])
+    assert counts["begun"] == 150
+    assert counts["several names"] > 30
+
+
+@pytest.fixture(scope="module")
+def config_of(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    values = {
+        "name": "drawn",
+        "data": {"root": str(make_task(folder / "Task00_Synthetic", num_cases=2, num_test=0))},
+        "preprocessing": [{"name": "Spacing", "spacing": [4.0, 4.0, 4.0]}, {"name": "ZScore"}],
+        "split": {"num_folds": 2, "validation": "none"},
+        "patch": {"size": [8, 8, 8], "batch": 2},
+        "augmentation": {"enabled": False},
+        "network": {"name": "Drawn", "seed": 0},
+        "optimizer": {"name": "SGD", "lr": 0.3},
+        "training": {"epochs": 1, "iterations": 3},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    volseg.register("network", "Drawn")(Drawn)
+    yield lambda output, *more: load_config(file, [f"output={output}", *more])
+    REGISTRIES["network"].forget("Drawn")
+
+
+def run_of(config_of, folder, *network):
+    truth = Truth()
+    train(config_of(folder / "run", *network), hooks=[truth])
+    return folder / "run", truth.weights
+
+
+STRATEGIES = {
+    "spatial": ["parallel={strategy: spatial, devices: [cpu, cpu]}"],
+    "pipeline": ["parallel={strategy: pipeline, devices: [cpu, cpu]}"],
+    "replicas": ["parallel={data: 2}", "training.deterministic=true"],
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_on_several_devices_is_exported_and_begun_with_as_it_predicts(strategy, config_of, tmp_path):
+    network = [DYNUNET, "training.ema=0.7", *STRATEGIES[strategy]]
+    run, expected = run_of(config_of, tmp_path, *network)
+    require_bits(load_trained(run, overrides=["parallel={}"]).models[0].state_dict(), expected)
+    require_bits(load_trained(export(run, tmp_path / "model.zip")).models[0].state_dict(), expected)
+    begun = Begun()
+    train(config_of(tmp_path / "begun", f"training.start_from={run}", *network), hooks=[begun])
+    require_bits(begun.weights, expected)
+
+
+@pytest.mark.parametrize(("seed", "ema"), [*((seed, "0.7") for seed in range(len(IDIOMS))), (0, "null"), (3, "null")])
+def test_every_way_gives_the_bits_of_the_run(seed, ema, config_of, tmp_path):
+    network = [f"network={{name: Drawn, seed: {seed}}}", f"training.ema={ema}"]
+    run, expected = run_of(config_of, tmp_path, *network)
+    require_every_way(run, expected, network, config_of, tmp_path)
+
+
+def test_every_way_gives_the_bits_of_monais_network_that_names_its_layers_twice(config_of, tmp_path):
+    """47 of 49 parameters of an exported or fine-tuned DynUNet were the raw ones, and not their average."""
+    network = [DYNUNET, "training.ema=0.7"]
+    run, expected = run_of(config_of, tmp_path, *network)
+    assert len(expected) > 1.5 * len([*load_trained(run).models[0].parameters()])
+    require_every_way(run, expected, network, config_of, tmp_path)
+    bundle = export(run, tmp_path / "bundle", to="monai-bundle")
+    plain = DynUNet(3, 1, 3, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8])
+    plain.load_state_dict(torch.load(bundle / "models" / "model.pt", weights_only=True))
+    require_bits(plain.state_dict(), expected)
+
+
+def shares_within_a_module(network):
+    """Say whether one module has a tensor of its own under two names, which TorchScript does not take."""
+    for module in network.modules():
+        named = module.named_parameters, module.named_buffers
+        own = [id(value) for each in named for _, value in each(recurse=False, remove_duplicate=False)]
+        if len({*own}) < len(own):
+            return True
+    return False
+
+
+def require_every_way(run, expected, network, config_of, folder):
+    require_bits(load_trained(run).models[0].state_dict(), expected)
+    archive = export(run, folder / "model.zip")
+    require_bits(load_trained(archive).models[0].state_dict(), expected)
+    if shares_within_a_module(load_trained(run).models[0]):
+        with pytest.raises(ConfigError, match="don't support parameter sharing between modules"):
+            export(run, folder / "model.ts", to="torchscript")
+    else:
+        script = torch.jit.load(export(run, folder / "model.ts", to="torchscript")).state_dict()
+        assert len(script) > 3
+        require_bits(script, {name: expected[name.removeprefix("network.")] for name in script})
+    torch.save(expected, folder / "plain.pt")
+    torch.save({"state_dict": {f"module.model.{n}": v for n, v in expected.items()}}, folder / "wrapped.pt")
+    unique = {}  # as safetensors writes them: a tensor under one of its names
+    for one in list_tensors(load_trained(run).models[0]):
+        unique[one.names[-1]] = expected[one.names[-1]]
+    torch.save(unique, folder / "unique.pt")
+    sources = [run, run / "checkpoints" / "latest.pt", archive]
+    for number, source in enumerate([*sources, *(folder / f"{name}.pt" for name in ("plain", "wrapped", "unique"))]):
+        begun = Begun()
+        train(config_of(folder / f"begun_{number}", f"training.start_from={source}", *network), hooks=[begun])
+        require_bits(begun.weights, expected)
