@@ -60,6 +60,11 @@ def describe_stored(header: Header) -> Stored:
     ReaderError
         Not as integers that are grey values.
     """
+    if header.pixels is None:
+        raise ReaderError(
+            f"{header.path} holds no PixelData: it is no image, or one of floats, which is not read; "
+            "convert it to NIfTI"
+        )
     _require_grey(header)
     representation = _read_count(header, tags.REPRESENTATION)
     if representation not in (0, 1):
@@ -143,7 +148,8 @@ def _read_plain(header: Header, stored: Stored) -> np.ndarray:
     needed = stored.voxels * size
     held = 0 if pixels is None or pixels.is_encapsulated else pixels.end - pixels.begin
     require_held(needed, held, header.path)
-    if pixels is None or held > needed + needed % 2:
+    # Padding is less than a row or a column that the header leaves out.
+    if pixels is None or held - needed >= max(2, min(stored.rows, stored.columns) * size):
         raise DamagedFileError(
             f"{header.path} holds {held} bytes of pixels, and {stored.frames} frame(s) of {stored.rows} rows of "
             f"{stored.columns} voxels of {stored.allocated} bits take {needed}; the header is damaged, fetch it again"

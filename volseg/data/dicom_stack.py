@@ -154,20 +154,19 @@ def _tell_doubled(frames: Sequence[Frame], places: Sequence[np.ndarray]) -> Read
             f"{folder}: {one} and {other} lie side by side in one plane, at {list(one.position)} and "
             f"{list(other.position)} mm; a volume needs one slice per plane. Convert the series to NIfTI"
         )
-    at = f"{one} and {other} both lie at {list(one.position)} mm"
-    many = (
-        f"{counts[0]} slices at each of {len(places)} places"
-        if len(counts) == 1
-        else (f"{len(frames)} slices at {len(places)} places, {counts[0]} to {counts[-1]} at each")
-    )
+    if len(counts) > 1:
+        many = f"{len(frames)} slices at {len(places)} places, {counts[0]} to {counts[-1]} at each"
+    else:
+        many = f"{counts[0]} slices at {f'each of {len(places)} places' if len(places) > 1 else 'one place'}"
     states = [frames[index].states for index in place]
     differ = [
-        f"{name} ({list_some(sorted({state.get(name, 'none') for state in states}))})"
+        f"{name} ({list_some([*dict.fromkeys(state.get(name, 'none') for state in states)])})"
         for name in {name: None for state in states for name in state}
         if len({state.get(name) for state in states}) > 1
     ]
-    why = f"they differ in {'; '.join(differ)}" if differ else "nothing that is known of tells them apart"
+    apart = f"differ in {'; '.join(differ)}" if differ else "no tag that is known of tells them apart"
     return ReaderError(
-        f"{folder}: {many}, a volume needs one: {at}, and {why}. Put each time, b-value or echo into a folder of its "
-        "own, for example by dcm2niix; take out slices that are there twice"
+        f"{folder}: {many}, a volume needs one: {one} and {other} both lie at {list(one.position)} mm, and "
+        f"{apart}. Put each "
+        "time, b-value or echo into a folder of its own, for example by dcm2niix; take out slices that are there twice"
     )
