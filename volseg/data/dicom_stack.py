@@ -26,7 +26,9 @@ TURNED, STRETCHED = 2e-4, 1e-4
 """Largest difference of direction cosines, and of PixelSpacing as a fraction, between slices: a tenth of a voxel at the
 end of 500 voxels."""
 
-SAME_PLACE_MM = 1e-3
+SAME_PLACE = 0.01
+"""Distance along the normal, as a fraction of the pixel spacing, up to which two slices lie at one place."""
+
 MOST_GROUPS = 9
 """Groups of unlike slices that are counted for a message."""
 
@@ -126,7 +128,7 @@ def _measure_step(frames: Sequence[Frame], along: np.ndarray) -> np.ndarray:
     """Return the step (mm, LPS) from a slice to the next one of frames that are in order."""
     positions = np.array([frame.position for frame in frames])
     gaps = np.diff(along)
-    apart = gaps > max(TOLERANCE * float(gaps.max()), SAME_PLACE_MM)
+    apart = gaps > SAME_PLACE * min(frames[0].spacing)
     if not apart.all():
         raise _tell_doubled(frames, np.split(np.arange(len(frames)), np.flatnonzero(apart) + 1))
     step: np.ndarray = (positions[-1] - positions[0]) / (len(frames) - 1)
