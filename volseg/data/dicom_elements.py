@@ -1,21 +1,37 @@
 """Walk through the elements of a DICOM file and compare the length of each with what is left of the file.
 
-GDCM allocates the length that an element claims, up to 4 GiB, before it looks for the bytes. It also says nothing of
-files that are no images, such as structure sets and reports, whose elements are read here as well.
+GDCM allocates the length that an element claims, up to 4 GiB, before it looks for the bytes. It also takes the geometry
+and the rescaling of a whole series, or of all frames of a file, from one place. So headers are read here, and GDCM gets
+no more than compressed pixels.
 """
 
+import math
 import mmap
 import re
-from collections.abc import Collection, Iterator
+import struct
+from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from volseg.data.content import require_regular
 from volseg.errors import ReaderError
 
-__all__ = ["Tag", "is_dicom", "read_elements", "read_transfer_syntax", "require_sound_elements"]
+__all__ = [
+    "BIG_ENDIAN",
+    "IMPLICIT",
+    "SEQUENCE_END",
+    "Header",
+    "Item",
+    "Pixels",
+    "Tag",
+    "decode_text",
+    "is_dicom",
+    "parse_numbers",
+    "read_elements",
+    "read_header",
+]
 
 Tag = tuple[int, int]
 """Group and element."""
@@ -27,17 +43,75 @@ LONG_LENGTHS = (b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b
 KINDS = {*LONG_LENGTHS, *b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split()}
 ITEM, ITEM_END, SEQUENCE_END = (0xFFFE, 0xE000), (0xFFFE, 0xE00D), (0xFFFE, 0xE0DD)
 PIXELS = (0x7FE0, 0x0010)
+MEDIA_KIND, SYNTAX, KIND_OF_OBJECT = (0x0002, 0x0002), (0x0002, 0x0010), (0x0008, 0x0016)
 IMPLICIT, BIG_ENDIAN, DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
 DEEPEST = 30
+MOST_BYTES, MOST_ITEMS = 1 << 22, 1 << 20
+"""Largest value, and most items of sequences, that a header is read for."""
+
+NUMBER = re.compile(rb"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+Order = Literal["little", "big"]
 
 
-def read_transfer_syntax(content: bytes) -> str:
-    """Return how a file says that it is encoded; "" for one without preamble."""
-    found = re.search(rb"\x02\x00\x10\x00UI(..)", content[132:4096], re.DOTALL)
-    if content[128:132] != b"DICM" or found is None:
-        return ""
-    begin = 132 + found.end()
-    return content[begin : begin + int.from_bytes(found[1], "little")].decode("latin-1").strip("\0 ")
+@dataclass(frozen=True, slots=True)
+class Item:
+    """The elements that were asked for, of a file or of an item of a sequence."""
+
+    order: Order
+    elements: dict[Tag, "bytes | list[Item]"] = field(default_factory=dict)
+
+    def value(self, tag: Tag) -> bytes:
+        """Return the bytes of an element; b"" where it is absent or a sequence."""
+        found = self.elements.get(tag, b"")
+        return found if isinstance(found, bytes) else b""
+
+    def items(self, tag: Tag) -> "list[Item]":
+        """Return the items of a sequence; none where it is absent."""
+        found = self.elements.get(tag, [])
+        return found if isinstance(found, list) else []
+
+    def format(self, value: bytes, *, is_binary: bool = False) -> str:
+        """Return a value as text; a binary one of 8 bytes is a float, one of 4 an integer."""
+        if is_binary and len(value) == 8:
+            return f"{struct.unpack('<d' if self.order == 'little' else '>d', value)[0]:g}"
+        if is_binary and len(value) == 4:
+            return str(int.from_bytes(value, self.order))
+        return decode_text(value)
+
+
+def decode_text(value: bytes) -> str:
+    """Return a value as text that can be shown: control characters become question marks."""
+    return "".join(letter if letter.isprintable() else "?" for letter in value.decode("latin-1").strip("\0 "))
+
+
+def parse_numbers(value: bytes) -> tuple[float, ...] | None:
+    """Return the finite numbers of a text; None where it holds something else."""
+    parts = [part.strip(b"\0 ") for part in value.split(b"\\")]
+    if not all(NUMBER.fullmatch(part) for part in parts):
+        return None
+    numbers = tuple(float(part) for part in parts)
+    return numbers if all(map(math.isfinite, numbers)) else None
+
+
+class Pixels(NamedTuple):
+    """The bytes of ``PixelData`` in a file."""
+
+    kind: bytes
+    """Value representation; b"" where the element names none."""
+    begin: int
+    end: int
+    is_encapsulated: bool
+    """The element has no length of its own: its items hold a compressed stream."""
+
+
+class Header(NamedTuple):
+    """What a file says of itself before its pixels."""
+
+    path: Path
+    syntax: str
+    """Transfer syntax."""
+    top: Item
+    pixels: Pixels | None
 
 
 def is_dicom(path: Path) -> bool:
@@ -46,19 +120,28 @@ def is_dicom(path: Path) -> bool:
         return file.read(132)[128:] == b"DICM"
 
 
-def require_sound_elements(path: Path) -> str:
-    """Raise unless every element lies in its file; return the transfer syntax, "" for a file that is no DICOM.
+def read_header(path: Path, tags: Set[Tag]) -> Header | None:
+    """Return the elements among ``tags``, those inside of sequences among ``tags`` too; None for what is no DICOM.
+
+    Every element of the file is walked through.
 
     Raises
     ------
     ReaderError
-        Names the element.
+        An element is longer than what is left of the file, or stands twice in one place.
     """
-    with _opened(path) as begun:
+    with _opened(path, tags | {KIND_OF_OBJECT}) as begun:
         if begun is None:
-            return ""
-        begun.walk.pass_elements(begun.begin, len(begun.walk.content), 0)
-        return begun.syntax
+            return None
+        top = Item(begun.walk.order)
+        begun.walk.pass_elements(begun.begin, len(begun.walk.content), 0, into=top)
+        said = [top.format(value) for value in (begun.kind_of_object, top.value(KIND_OF_OBJECT)) if value]
+        if len(set(said)) > 1:
+            raise ReaderError(
+                f"{path} is no readable DICOM file; fetch it again or take it out of the series (it is {said[0]!r} by "
+                f"its MediaStorageSOPClassUID and {said[1]!r} by its SOPClassUID)"
+            )
+        return Header(path, begun.syntax, top, begun.walk.pixels[0] if begun.walk.pixels else None)
 
 
 def read_elements(path: Path, tags: Collection[Tag]) -> dict[Tag, bytes] | None:
@@ -89,10 +172,12 @@ class _Opened(NamedTuple):
     walk: "_Walk"
     begin: int
     syntax: str
+    kind_of_object: bytes
+    """MediaStorageSOPClassUID."""
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[_Opened | None]:
+def _opened(path: Path, wanted: Set[Tag] = frozenset()) -> Iterator[_Opened | None]:
     """Give the elements of a file behind its file information; None for a file that is no DICOM."""
     if require_regular(path) == 0:
         yield None
@@ -103,14 +188,23 @@ def _opened(path: Path) -> Iterator[_Opened | None]:
         if not has_preamble and content[:2] not in (b"\x02\x00", b"\x08\x00"):
             yield None  # what neither says that it is DICOM nor begins as a data set does, GDCM leaves alone
             return
-        syntax = read_transfer_syntax(content[:4096]) or IMPLICIT
+        information = Item("little")
+        begin = 132 if has_preamble else 0
+        of_information = _Walk(content, path, "little", is_implicit=False, wanted={SYNTAX, MEDIA_KIND})
+        while content[begin : begin + 2] == b"\x02\x00":
+            begin = of_information.pass_element(begin, len(content), 0, information)
+        syntax = information.format(information.value(SYNTAX))
+        if not syntax and (has_preamble or content[:2] == b"\x02\x00"):
+            raise ReaderError(
+                f"{path} is no readable DICOM file; fetch it again or take it out of the series (it has no "
+                "TransferSyntaxUID)"
+            )
         if syntax == DEFLATED:
             raise ReaderError(f"{path} is deflated DICOM, which is not read; convert it to another transfer syntax")
-        begin, walk = 132 if has_preamble else 0, _Walk(content, path, "little", is_implicit=False)
-        while content[begin : begin + 2] == b"\x02\x00":
-            begin = walk.pass_element(begin, len(content), 0)
-        order: Literal["little", "big"] = "big" if syntax == BIG_ENDIAN else "little"
-        yield _Opened(_Walk(content, path, order, is_implicit=has_preamble and syntax == IMPLICIT), begin, syntax)
+        order: Order = "big" if syntax == BIG_ENDIAN else "little"
+        walk = _Walk(content, path, order, is_implicit=syntax == IMPLICIT, wanted=wanted)
+        # A bare data set has no file information; it is little-endian, and each element shows whether it is implicit.
+        yield _Opened(walk, begin, syntax or IMPLICIT, information.value(MEDIA_KIND))
 
 
 class _Head(NamedTuple):
@@ -129,11 +223,19 @@ class _Walk:
 
     content: mmap.mmap
     path: Path
-    order: Literal["little", "big"]
+    order: Order
     is_implicit: bool
     """Whether no element names its value representation; else those that name none are taken for such."""
+    wanted: Set[Tag] = frozenset()
+    """Tags to keep, wherever `into` is given."""
+    pixels: list[Pixels] = field(default_factory=list)
+    """``PixelData`` of the file itself, once it was passed."""
+    kept: list[Item] = field(default_factory=list)
+    """Every item that was kept, to count them."""
 
-    def pass_elements(self, begin: int, end: int, depth: int, closing: Tag | None = None) -> int:
+    def pass_elements(
+        self, begin: int, end: int, depth: int, closing: Tag | None = None, into: Item | None = None
+    ) -> int:
         """Pass elements up to ``end``, or to the tag that closes them."""
         while begin + 8 <= end:
             tag = self._tag(begin)
@@ -141,7 +243,7 @@ class _Walk:
                 return begin + 8
             if tag == (0, 0):  # padding
                 break
-            begin = self.pass_element(begin, end, depth)
+            begin = self.pass_element(begin, end, depth, into)
         return end
 
     def read_head(self, begin: int) -> _Head:
@@ -153,33 +255,57 @@ class _Walk:
             return _Head(tag, kind, begin + 12, self._number(begin + 8, 4))
         return _Head(tag, kind, begin + 8, self._number(begin + 6, 2))
 
-    def pass_element(self, begin: int, end: int, depth: int) -> int:
-        """Pass an element with everything in it."""
+    def pass_element(self, begin: int, end: int, depth: int, into: Item | None = None) -> int:
+        """Pass an element with everything in it; keep it in ``into`` if it is wanted."""
         tag, kind, value, length = self.read_head(begin)
+        into = into if tag in self.wanted else None
+        if into is not None and tag in into.elements:
+            raise self._damaged(f"element ({tag[0]:04x},{tag[1]:04x}) stands twice in one place")
         if length == UNDEFINED:
-            return self._pass_items(tag, value, end, depth + 1)
-        self._require(tag, length, value, end)
-        may_nest = kind in (b"", b"SQ", b"UN") and tag != PIXELS
-        if kind == b"SQ" or (may_nest and length >= 8 and self._tag(value) == ITEM):
-            self._pass_items(tag, value, value + length, depth + 1)
-        return value + length
+            after = self._pass_items(tag, value, end, depth + 1, into)
+        else:
+            self._require(tag, length, value, end)
+            after = value + length
+            may_nest = kind in (b"", b"SQ", b"UN") and tag != PIXELS
+            if kind == b"SQ" or (may_nest and length >= 8 and self._tag(value) == ITEM):
+                self._pass_items(tag, value, after, depth + 1, into)
+            elif into is not None:
+                if length > MOST_BYTES:
+                    raise self._damaged(f"element ({tag[0]:04x},{tag[1]:04x}) has {length} bytes")
+                into.elements[tag] = self.content[value:after]
+        if tag == PIXELS and depth == 0:
+            if self.pixels:
+                raise self._damaged("it holds PixelData twice")
+            self.pixels.append(Pixels(kind, value, after, length == UNDEFINED))
+        return after
 
-    def _pass_items(self, owner: Tag, begin: int, end: int, depth: int) -> int:
+    def _pass_items(self, owner: Tag, begin: int, end: int, depth: int, into: Item | None = None) -> int:
         if depth > DEEPEST:
             raise self._damaged(f"its elements are nested over {DEEPEST} deep")
+        items: list[Item] = []
+        if into is not None:
+            into.elements[owner] = items
         while begin + 8 <= end:
             tag, length = self._tag(begin), self._number(begin + 4, 4)
             begin += 8
             if tag == SEQUENCE_END:
                 return begin
+            item = None if into is None else self._add_to(items)
             if tag == ITEM and length == UNDEFINED:
-                begin = self.pass_elements(begin, end, depth, ITEM_END)
+                begin = self.pass_elements(begin, end, depth, ITEM_END, item)
                 continue
             self._require(tag, length if tag == ITEM else end, begin, end)
             if owner != PIXELS:
-                self.pass_elements(begin, begin + length, depth)
+                self.pass_elements(begin, begin + length, depth, into=item)
             begin += length
         return end
+
+    def _add_to(self, items: list[Item]) -> Item:
+        items.append(Item(self.order))
+        self.kept.append(items[-1])
+        if len(self.kept) > MOST_ITEMS:
+            raise self._damaged(f"its sequences have over {MOST_ITEMS} items")
+        return items[-1]
 
     def _tag(self, begin: int) -> Tag:
         return self._number(begin, 2), self._number(begin + 2, 2)

@@ -1,0 +1,483 @@
+"""DICOM whose slices or frames differ, which was read by the tags of the first one without a word.
+
+A file of several frames passed by every check of a series: two times, missing or shuffled frames became a plain stack.
+A series took voxel type, rescaling and pixel spacing from its first slice: 16-bit values wrapped, fractions were cut.
+"""
+
+import numpy as np
+import pytest
+
+from volseg.data.readers import read_volume
+from volseg.errors import ReaderError
+
+pydicom = pytest.importorskip("pydicom", reason="the extra `dicom` is not installed")
+
+from dicom_files import (  # noqa: E402  (they need pydicom)
+    RIGHT_DOWN,
+    SERIES,
+    Items,
+    draw_stored,
+    group,
+    place,
+    write_enhanced,
+    write_series,
+    write_slice,
+)
+
+UPRIGHT = np.array([[-0.5, 0, 0, 10], [0, -0.75, 0, 20], [0, 0, 2, 5], [0, 0, 0, 1.0]])
+PLACES = [place(index) for index in range(6)]
+TRANSVERSE, SAGITTAL, CORONAL = list(RIGHT_DOWN), [0, 1, 0, 0, 0, -1], [1, 0, 0, 0, 0, -1]
+
+
+def expect(path, values, affine=UPRIGHT):
+    """Compare a volume with the values ``(slices, rows, columns)`` in their order upwards."""
+    volume = read_volume(path)
+    np.testing.assert_array_equal(volume.numpy()[0], np.asarray(values, np.float32).transpose(2, 1, 0))
+    np.testing.assert_allclose(volume.affine, affine, atol=1e-9)
+    return volume
+
+
+def refused(path, match):
+    with pytest.raises(ReaderError, match=match) as raised:
+        read_volume(path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 2]])
+def test_frames_in_any_order_are_put_in_the_order_of_their_places(tmp_path, order):
+    stored = np.stack([draw_stored(index) for index in order])
+    path = write_enhanced(tmp_path / "a.dcm", [PLACES[index] for index in order], stored=stored)
+    expect(path, [draw_stored(index) for index in range(6)])
+
+
+def test_a_file_with_frames_and_a_series_of_slices_are_one_volume(tmp_path):
+    """Geometry and values take the same way, so the same content gives the same volume."""
+
+    def line(index):
+        return {"RescaleSlope": 0.0371 * (index + 1), "RescaleIntercept": -7.0 * index, "RescaleType": "US"}
+
+    path = write_enhanced(
+        tmp_path / "a.dcm",
+        PLACES[::-1],
+        stored=np.stack([draw_stored(5 - index) for index in range(6)]),
+        frames=lambda index: {"PixelValueTransformationSequence": group(**line(5 - index))},
+    )
+    values = [draw_stored(index) * float(f"{0.0371 * (index + 1):.10g}") - 7 * index for index in range(6)]
+    np.testing.assert_allclose(read_volume(path).numpy()[0].transpose(2, 1, 0), values, rtol=1e-6)
+    series = read_volume(write_series(tmp_path / "series", elements=line))
+    np.testing.assert_array_equal(read_volume(path), series)
+    np.testing.assert_array_equal(read_volume(path).affine, series.affine)
+
+
+def test_frames_of_several_files_are_one_volume(tmp_path):
+    for number, half in enumerate((PLACES[3:], PLACES[:3])):
+        stored = np.stack([draw_stored(PLACES.index(position)) for position in half])
+        write_enhanced(tmp_path / f"{number}.dcm", half, stored=stored)
+    expect(tmp_path, [draw_stored(index) for index in range(6)])
+
+
+@pytest.mark.parametrize("gone", [[1], [2, 3], [4]])
+def test_missing_frames_are_told_with_their_numbers(tmp_path, gone):
+    places = [position for index, position in enumerate(PLACES) if index not in gone]
+    said = refused(
+        write_enhanced(tmp_path / "a.dcm", places), "not evenly spaced: [46] mm between .*a slice is missing"
+    )
+    assert f"a.dcm (frame {gone[0]}) and a.dcm (frame {gone[0] + 1}), 2 mm elsewhere" in said
+
+
+def test_frames_whose_distances_grow_are_refused(tmp_path):
+    places = [[0, 0, 2.0 * index + 0.02 * index**2] for index in range(12)]
+    refused(write_enhanced(tmp_path / "a.dcm", places), "the 12 slices are not evenly spaced")
+
+
+@pytest.mark.parametrize(
+    ("frames", "said"),
+    [
+        (
+            lambda index: {"FrameContentSequence": group(TemporalPositionIndex=1 + index // 6)},
+            r"differ in TemporalPositionIndex \(1, 2\)",
+        ),
+        (
+            lambda index: {"MRDiffusionSequence": group(DiffusionBValue=800.0 * (index % 2))},
+            "no tag that is known of tells them apart",
+        ),
+        (
+            lambda index: {"MRDiffusionSequence": group(DiffusionBValue=800.0 * (index // 6))},
+            r"differ in DiffusionBValue \(0, 800\)",
+        ),
+        (
+            lambda index: {"MREchoSequence": group(EffectiveEchoTime=2.5 + 5 * (index // 6))},
+            r"differ in EffectiveEchoTime \(2.5, 7.5\)",
+        ),
+    ],
+)
+def test_frames_at_two_times_are_told_with_what_they_differ_in(tmp_path, frames, said):
+    path = write_enhanced(tmp_path / "a.dcm", PLACES * 2, frames=frames)
+    refused(path, rf"2 slices at each of 6 places, a volume needs one: a.dcm \(frame 1\) and a.dcm \(frame 7\).*{said}")
+
+
+def test_slices_at_three_times_are_told(tmp_path):
+    series = write_series(
+        tmp_path,
+        12,
+        lambda index: {"ImagePositionPatient": place(index // 3), "TemporalPositionIdentifier": index % 3 + 1},
+    )
+    refused(series, r"3 slices at each of 4 places.*differ in TemporalPositionIdentifier \(3, 2, 1\)")
+
+
+def test_one_place_for_all_slices_is_told(tmp_path):
+    series = write_series(tmp_path, 5, lambda index: {"ImagePositionPatient": place(0), "TriggerTime": 40 * index})
+    refused(series, r"5 slices at one place.*differ in TriggerTime \(160.0, 120.0, 80.0, 40.0, 0.0\)")
+
+
+def test_slices_side_by_side_are_told(tmp_path):
+    tiles = [[0, 0, 0], [10, 0, 0], [0, 10, 0], [10, 10, 0]]
+    refused(write_enhanced(tmp_path / "a.dcm", tiles), "lie side by side in one plane")
+
+
+def test_planes_of_three_directions_are_refused(tmp_path):
+    path = write_enhanced(
+        tmp_path / "a.dcm",
+        PLACES,
+        shared={"PlaneOrientationSequence": None},
+        frames=lambda index: {
+            "PlaneOrientationSequence": group(
+                ImageOrientationPatient=[TRANSVERSE, SAGITTAL, CORONAL][[0, 0, 0, 1, 1, 2][index]]
+            )
+        },
+    )
+    said = refused(path, r"a.dcm \(frame 6\) is turned against a.dcm \(frame 1\); a volume needs parallel slices")
+    assert "3, 2, 1 slices are alike" in said
+
+
+def test_a_frame_turned_by_a_tenth_of_a_degree_is_refused(tmp_path):
+    angle = np.deg2rad(0.1)
+    turned = [np.cos(angle), np.sin(angle), 0, -np.sin(angle), np.cos(angle), 0]
+    series = write_series(tmp_path, 5, lambda index: {"ImageOrientationPatient": turned if index == 2 else TRANSVERSE})
+    refused(series, "s003.dcm is turned against s001.dcm")
+
+
+@pytest.mark.parametrize(
+    ("frames", "elements", "said"),
+    [
+        (lambda _: {"PlanePositionSequence": None}, {}, r"\(frame 1\) needs 3 numbers in DICOM tag \(0020,0032\)"),
+        (
+            lambda _: {"PlanePositionSequence": None},
+            {"ImagePositionPatient": [0, 0, 0]},
+            r"\(frame 1\) needs 3 numbers in DICOM tag \(0020,0032\)",
+        ),
+        (
+            lambda index: {"PlanePositionSequence": None} if index == 4 else {},
+            {},
+            r"\(frame 5\) needs 3 numbers in DICOM tag \(0020,0032\)",
+        ),
+        (lambda _: {}, {"PerFrameFunctionalGroupsSequence": None}, "holds 6 frames, and its PerFrame.* has 0 items"),
+        (lambda _: {}, {"NumberOfFrames": 5}, "holds 5 frames, and its PerFrame.* has 6 items"),
+        (lambda _: {}, {"NumberOfFrames": None}, "holds 1 frames, and its PerFrame.* has 6 items"),
+        (lambda _: {}, {"SharedFunctionalGroupsSequence": None}, r"needs 6 numbers in DICOM tag \(0020,0037\)"),
+    ],
+)
+def test_frames_without_a_place_of_their_own_are_refused(tmp_path, frames, elements, said):
+    refused(write_enhanced(tmp_path / "a.dcm", PLACES, frames=frames, **elements), said)
+
+
+def test_pixel_spacing_that_changes_between_frames_is_refused(tmp_path):
+    path = write_enhanced(
+        tmp_path / "a.dcm",
+        PLACES,
+        shared={"PixelMeasuresSequence": None},
+        frames=lambda index: {"PixelMeasuresSequence": group(PixelSpacing=[0.75, 0.51 if index == 3 else 0.5])},
+    )
+    refused(path, r"a.dcm \(frame 4\) has the PixelSpacing \[0.75, 0.51\] mm, a.dcm \(frame 1\) has \[0.75, 0.5\]")
+
+
+@pytest.mark.parametrize("odd", [0, 2, 5])
+def test_pixel_spacing_that_changes_between_slices_is_refused(tmp_path, odd):
+    series = write_series(tmp_path, elements=lambda index: {"PixelSpacing": [0.75, 0.6 if index == odd else 0.5]})
+    refused(series, rf"s00{6 - odd}.dcm has the PixelSpacing \[0.75, 0.6\] mm")
+
+
+LINES = {
+    "fractions": (np.uint16, lambda index: (1.0, 0.0) if index == 0 else (0.0371 * index, 0.0)),
+    "beyond 16 bits": (np.uint16, lambda index: (1.0, 0.0) if index == 0 else (400.0, 0.0)),
+    "below zero": (np.uint16, lambda index: (1.0, 0.0) if index == 0 else (1.0, -1024.0)),
+    "of PET": (np.int16, lambda index: (0.31 * (index + 1), 0.0)),
+    "the first alone": (np.uint8, lambda index: (0.5, -3.25) if index == 0 else (1.0, 0.0)),
+    "falling": (np.int16, lambda index: (-2.0, 10.0 * index)),
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_each_slice_is_rescaled_by_its_own_line(tmp_path, kind):
+    dtype, line = LINES[kind]
+
+    def elements(index):
+        slope, intercept = line(index)
+        said = {} if (slope, intercept) == (1, 0) else {"RescaleSlope": slope, "RescaleIntercept": intercept}
+        return {"stored": draw_stored(index, dtype=dtype), **said}
+
+    def value(index):
+        slope, intercept = line(index)
+        return draw_stored(index, dtype=dtype).astype(np.float64) * slope + intercept
+
+    volume = expect(write_series(tmp_path, elements=elements), [value(index) for index in range(6)])
+    assert volume.meta["original_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_each_slice_has_its_own_voxel_type(tmp_path, first):
+    kinds = [np.uint16, np.int16, np.uint8]
+    kinds = kinds[first:] + kinds[:first]
+
+    def stored(index):
+        values = draw_stored(index, dtype=kinds[index % 3])
+        values[0, 0] = np.iinfo(values.dtype).max
+        values[0, 1] = np.iinfo(values.dtype).min
+        return values
+
+    series = write_series(tmp_path, elements=lambda index: {"stored": stored(index)})
+    volume = expect(series, [stored(index) for index in range(6)])
+    assert volume.meta["original_dtype"] == "int32"  # the smallest for all
+
+
+def test_bits_that_are_not_stored_carry_the_sign_or_nothing(tmp_path):
+    def elements(index):
+        stored = draw_stored(index)
+        is_short = index % 2 == 1
+        stored = (stored.view(np.uint16) & 0xFFF).view(np.int16) if is_short else stored
+        return {"stored": stored, "BitsStored": 12, "HighBit": 11}
+
+    expect(write_series(tmp_path, elements=elements), [draw_stored(index) for index in range(6)])
+
+
+@pytest.mark.parametrize(
+    ("elements", "said"),
+    [
+        ({"BitsStored": 9, "HighBit": 8}, r"values take 9 bits \(BitsStored\), but uses more of the 16"),
+        ({"HighBit": 14}, "stores 16 of 16 bits per voxel, up to bit 14"),
+        ({"BitsStored": 17, "HighBit": 16}, "stores 17 of 16 bits per voxel"),
+        ({"PixelRepresentation": 2}, "has the PixelRepresentation 2"),
+        ({"NumberOfFrames": 2}, "holds 2 frames, and its PerFrame.* has 0 items"),
+        ({"NumberOfFrames": 0}, "has the NumberOfFrames '0'"),
+        ({"RescaleSlope": 0, "RescaleIntercept": 0}, "has a RescaleSlope of 0"),
+        (
+            {"RescaleSlope": [1, 2], "RescaleIntercept": 0},
+            r"needs 1 number in DICOM tag \(0028,1053\), but has '1.0\\\\2.0'",
+        ),
+    ],
+)
+def test_voxels_that_are_not_as_their_header_says_are_refused(tmp_path, elements, said):
+    refused(write_series(tmp_path, 3, lambda index: elements if index == 1 else {}), rf"s002.dcm.*{said}")
+
+
+@pytest.mark.parametrize(
+    ("elements", "said"),
+    [
+        ({"Rows": 3}, r"holds 40 bytes of pixels, and 1 frame.* of 3 rows of 5 voxels of 16 bits take 30"),
+        ({"Columns": 4}, r"holds 40 bytes of pixels, and 1 frame.* of 4 rows of 4 voxels of 16 bits take 32"),
+        ({"BitsAllocated": 8, "BitsStored": 8, "HighBit": 7}, "holds 40 bytes of pixels"),
+        ({"Columns": 6}, "Expected 48 bytes, got 40"),
+        ({"BitsAllocated": 32}, "Expected 80 bytes, got 40"),
+    ],
+)
+def test_more_or_fewer_pixels_than_the_header_says_are_refused(tmp_path, elements, said):
+    refused(write_series(tmp_path, 3, **elements), rf"s001\.dcm .*{said}")
+
+
+CLASSES = {
+    "XA": "1.2.840.10008.5.1.4.1.1.12.1",
+    "CR": "1.2.840.10008.5.1.4.1.1.1",
+    "RTIMAGE": "1.2.840.10008.5.1.4.1.1.481.1",
+    "NM": "1.2.840.10008.5.1.4.1.1.20",
+    "OT": "1.2.840.10008.5.1.4.1.1.7",
+    "PT": "1.2.840.10008.5.1.4.1.1.128",
+    "US": "1.2.840.10008.5.1.4.1.1.6.1",
+    "CT": "1.2.840.10008.5.1.4.1.1.2",
+}
+
+
+@pytest.mark.parametrize("modality", CLASSES)
+def test_slices_lie_where_their_tags_say_whatever_they_are_stored_as(tmp_path, modality):
+    series = write_series(tmp_path, SOPClassUID=CLASSES[modality], Modality=modality)
+    expect(series, [draw_stored(index) for index in range(6)])
+
+
+@pytest.mark.parametrize("modality", CLASSES)
+@pytest.mark.parametrize(
+    ("tag", "said"),
+    [
+        ("PixelSpacing", r"needs 2 numbers in DICOM tag \(0028,0030\), but has ''; it is PixelSpacing"),
+        ("ImagePositionPatient", r"needs 3 numbers in DICOM tag \(0020,0032\), but has ''; it is ImagePosition"),
+        ("ImageOrientationPatient", r"needs 6 numbers in DICOM tag \(0020,0037\), but has ''; it is ImageOrient"),
+    ],
+)
+def test_slices_without_geometry_are_refused_by_name(tmp_path, modality, tag, said):
+    series = write_series(
+        tmp_path, 4, lambda index: {tag: None} if index == 2 else {}, SOPClassUID=CLASSES[modality], Modality=modality
+    )
+    refused(series, rf"s002\.dcm {said}")
+
+
+def test_spacing_at_the_detector_is_not_that_in_the_patient(tmp_path):
+    series = write_series(tmp_path, PixelSpacing=None, ImagerPixelSpacing=[0.3, 0.3])
+    refused(series, "PixelSpacing, and the ImagerPixelSpacing of the file is measured at the detector")
+
+
+@pytest.mark.parametrize(
+    ("elements", "said"),
+    [
+        ({"PixelSpacing": [0.75, -0.5]}, r"has the PixelSpacing \[0.75, -0.5\] mm; needed: two numbers above 0"),
+        ({"PixelSpacing": [0, 0]}, r"has the PixelSpacing \[0.0, 0.0\] mm"),
+        ({"ImageOrientationPatient": [1, 0, 0, 1, 0, 0]}, "needed: two perpendicular directions of length 1"),
+        ({"ImageOrientationPatient": [2, 0, 0, 0, 1, 0]}, "needed: two perpendicular directions of length 1"),
+        ({"ImageOrientationPatient": [0, 0, 0, 0, 0, 0]}, "needed: two perpendicular directions of length 1"),
+    ],
+)
+def test_geometry_that_cannot_be_is_refused(tmp_path, elements, said):
+    refused(write_series(tmp_path, 4, **elements), said)
+
+
+def look_up_table():
+    table = pydicom.Dataset()
+    table.LUTDescriptor, table.ModalityLUTType, table.LUTData = [3, 0, 16], "HU", [7, 8, 9]
+    table["LUTDescriptor"].VR = table["LUTData"].VR = "US"
+    return Items([table])
+
+
+@pytest.mark.parametrize(
+    ("elements", "said"),
+    [
+        ({"PhotometricInterpretation": "MONOCHROME1"}, "is MONOCHROME1"),
+        ({"PhotometricInterpretation": "PALETTE COLOR"}, r"holds PALETTE COLOR with 1 sample\(s\) per pixel"),
+        ({"PhotometricInterpretation": None}, "holds no PhotometricInterpretation"),
+        ({"ImageType": ["ORIGINAL", "PRIMARY", "M", "ND", "MOSAIC"]}, "is a Siemens mosaic: one image, whose tiles"),
+    ],
+)
+@pytest.mark.parametrize("odd", [0, 2])
+def test_values_that_are_no_line_of_the_stored_ones_are_refused(tmp_path, elements, said, odd):
+    series = write_series(tmp_path, 4, lambda index: elements if index == odd else {})
+    refused(series, rf"s00{4 - odd}\.dcm {said}")
+
+
+def test_a_table_of_values_is_refused(tmp_path):
+    series = write_series(tmp_path, 4, lambda index: {"ModalityLUTSequence": look_up_table()} if index == 2 else {})
+    refused(series, r"s002\.dcm maps its stored values by a table \(ModalityLUTSequence\)")
+
+
+def test_colours_are_refused(tmp_path):
+    colours = np.zeros((3, 4, 5), dtype=np.uint8)
+    for index in range(3):
+        write_slice(
+            tmp_path / f"{index}.dcm",
+            index,
+            stored=colours,
+            SamplesPerPixel=3,
+            PlanarConfiguration=1,
+            PhotometricInterpretation="RGB",
+        )
+    refused(tmp_path, r"0\.dcm holds RGB with 3 sample\(s\) per pixel")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("FrameOfReferenceUID", [f"{SERIES}.7", f"{SERIES}.8"]), ("Units", ["BQML", "CNTS"])]
+)
+def test_slices_of_several_frames_of_reference_or_units_are_refused(tmp_path, name, values):
+    series = write_series(tmp_path, elements=lambda index: {name: values[index == 3]})
+    refused(series, rf"s001.dcm has the {name} '{values[0]}' and s003.dcm has '{values[1]}'")
+
+
+def test_a_slice_of_another_size_is_named(tmp_path):
+    series = write_series(tmp_path, elements=lambda index: {"stored": draw_stored(index, (3 if index == 4 else 4, 5))})
+    refused(series, r"s002\.dcm has 5 x 3 voxels, s001\.dcm has 5 x 4 \(5, 1 slices are alike\)")
+
+
+@pytest.mark.parametrize(
+    ("elements", "extent"),
+    [
+        ({"SliceThickness": 3}, 3.0),
+        ({"SliceThickness": 3, "SpacingBetweenSlices": 3.5}, 3.5),
+        ({"SliceThickness": 3, "SpacingBetweenSlices": 0}, 3.0),
+    ],
+)
+def test_a_single_slice_is_as_thick_as_it_says(tmp_path, elements, extent):
+    expect(write_series(tmp_path, 1, **elements), [draw_stored(0)], UPRIGHT * [1, 1, extent / 2, 1])
+
+
+def test_a_single_slice_without_thickness_is_refused(tmp_path):
+    refused(write_series(tmp_path, 1), "is a single slice without SpacingBetweenSlices and SliceThickness")
+
+
+DOSE = {"SOPClassUID": "1.2.840.10008.5.1.4.1.1.481.2", "Modality": "RTDOSE", "NumberOfFrames": 5}
+
+
+def test_a_dose_is_placed_by_its_offsets_and_scaled(tmp_path):
+    stored = np.stack([draw_stored(index, dtype=np.uint32) for index in range(5)])
+    write_slice(
+        tmp_path / "a.dcm", 0, stored, **DOSE, DoseGridScaling=0.002, GridFrameOffsetVector=[0, -3, -6, -9, -12]
+    )
+    expect(
+        tmp_path,
+        [stored[4 - index] * 0.002 for index in range(5)],
+        [[-0.5, 0, 0, 10], [0, -0.75, 0, 20], [0, 0, 3, -7], [0, 0, 0, 1]],
+    )
+
+
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [
+        (None, "holds 5 frames, and its PerFrame.* has 0 items"),
+        ([0, 3, 6, 9], "needs 5 numbers in GridFrameOffsetVector, the first of them 0"),
+        ([5, 8, 11, 14, 17], "needs 5 numbers in GridFrameOffsetVector, the first of them 0"),
+        ([0, 3, 6, 12, 15], "not evenly spaced"),
+        ([0, 0, 0, 0, 0], "5 slices at one place"),
+    ],
+)
+def test_a_dose_without_places_is_refused(tmp_path, offsets, said):
+    stored = np.stack([draw_stored(index, dtype=np.uint32) for index in range(5)])
+    write_slice(tmp_path / "a.dcm", 0, stored, **DOSE, DoseGridScaling=0.002, GridFrameOffsetVector=offsets)
+    refused(tmp_path, said)
+
+
+@pytest.mark.parametrize("kind", ["BINARY", "FRACTIONAL"])
+def test_a_segmentation_of_frames_per_structure_is_refused(tmp_path, kind):
+    path = write_enhanced(tmp_path / "a.dcm", PLACES, SegmentationType=kind)
+    refused(path, f"is a {kind} DICOM segmentation; convert it to a label map")
+
+
+def test_nuclear_medicine_with_frames_by_detector_is_refused(tmp_path):
+    stored = np.stack([draw_stored(index, dtype=np.uint16) for index in range(5)])
+    detector = group(ImagePositionPatient=[0, 0, 0], ImageOrientationPatient=list(RIGHT_DOWN))
+    write_slice(
+        tmp_path / "a.dcm",
+        0,
+        stored,
+        SOPClassUID=CLASSES["NM"],
+        Modality="NM",
+        NumberOfFrames=5,
+        ImagePositionPatient=None,
+        DetectorInformationSequence=detector,
+        SpacingBetweenSlices=-3,
+    )
+    refused(tmp_path, "holds 5 frames, and its PerFrame.* has 0 items; a volume needs the position of each frame")
+
+
+def test_a_slice_whose_header_is_torn_is_no_smaller_series(tmp_path):
+    """A slice at the end whose Rows cannot be found would be left out without a word."""
+    series = write_series(tmp_path)
+    end = series / "s001.dcm"
+    end.write_bytes(end.read_bytes().replace(b"\x28\x00\x10\x00US", b"\x29\x00\x10\x00US"))
+    refused(series, r"s001\.dcm needs a number of two bytes in DICOM tag \(0028,0010\), Rows")
+    end.write_bytes(end.read_bytes().replace(b"\xe0\x7f\x10\x00OW", b"\xe0\x7f\x12\x00OW"))
+    refused(series, r"s001\.dcm is no readable DICOM file")
+
+
+def test_objects_without_an_image_are_left_alone(tmp_path):
+    series = write_series(tmp_path)
+    plan = pydicom.Dataset()
+    plan.SOPClassUID, plan.SOPInstanceUID = "1.2.840.10008.5.1.4.1.1.481.3", f"{SERIES}.50"
+    plan.SeriesInstanceUID, plan.Modality = f"{SERIES}.51", "RTSTRUCT"
+    plan.file_meta = pydicom.dataset.FileMetaDataset()
+    plan.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    plan.save_as(series / "structures.dcm", enforce_file_format=True)
+    expect(series, [draw_stored(index) for index in range(6)])
+    expect(series / "s003.dcm", [draw_stored(index) for index in range(6)])

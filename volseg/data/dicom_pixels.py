@@ -1,0 +1,253 @@
+"""Stored values of a DICOM file, as its pixels hold them: before any rescaling, and on no grid.
+
+Plain pixels are read here. A compressed stream goes to SimpleITK (GDCM) in a file that says nothing else: of a whole
+file GDCM would rescale all frames by one line, invert MONOCHROME1 and cut values off at the type of the first slice.
+"""
+
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from volseg.data import dicom_tags as tags
+from volseg.data.content import require_held
+from volseg.data.dicom_elements import BIG_ENDIAN, IMPLICIT, SEQUENCE_END, Header, Tag
+from volseg.data.itk import simpleitk
+from volseg.errors import DamagedFileError, ReaderError
+
+__all__ = ["Stored", "describe_stored", "read_stored"]
+
+PLAIN = (IMPLICIT, "1.2.840.10008.1.2.1", BIG_ENDIAN)
+"""Transfer syntaxes in which a voxel takes its bits."""
+
+SECONDARY_CAPTURE = "1.2.840.10008.5.1.4.1.1.7"
+UID = "1.2.826.0.1.3680043.2.1125.1"
+"""Of a file that only GDCM sees."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """How a file stores its voxels."""
+
+    frames: int
+    rows: int
+    columns: int
+    allocated: int
+    """Bits that a voxel takes: 8, 16 or 32."""
+    bits: int
+    """Bits of them that its value takes, the lowest ones."""
+    is_signed: bool
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of a stored value, in the byte order of this machine."""
+        return np.dtype(f"{'i' if self.is_signed else 'u'}{self.allocated // 8}")
+
+    @property
+    def voxels(self) -> int:
+        """Of all frames."""
+        return self.frames * self.rows * self.columns
+
+
+def describe_stored(header: Header) -> Stored:
+    """Return how a file stores its voxels.
+
+    Raises
+    ------
+    ReaderError
+        Not as integers that are grey values.
+    """
+    if header.pixels is None:
+        raise ReaderError(
+            f"{header.path} holds no PixelData: it is no image, or one of floats, which is not read; "
+            "convert it to NIfTI"
+        )
+    _require_grey(header)
+    representation = _read_count(header, tags.REPRESENTATION)
+    if representation not in (0, 1):
+        raise ReaderError(f"{header.path} has the PixelRepresentation {representation}; needed: 0 or 1")
+    stored = Stored(
+        frames=_count_frames(header),
+        rows=_read_count(header, tags.ROWS),
+        columns=_read_count(header, tags.COLUMNS),
+        allocated=_read_count(header, tags.ALLOCATED),
+        bits=_read_count(header, tags.STORED),
+        is_signed=bool(representation),
+    )
+    high_bit = _read_count(header, tags.HIGH_BIT, default=stored.bits - 1)
+    if stored.allocated not in (8, 16, 32) or not 0 < stored.bits <= stored.allocated or high_bit != stored.bits - 1:
+        raise ReaderError(
+            f"{header.path} stores {stored.bits} of {stored.allocated} bits per voxel, up to bit {high_bit}; needed: "
+            "the lowest bits of 8, 16 or 32. Convert the series to NIfTI"
+        )
+    if stored.voxels == 0:
+        raise ReaderError(
+            f"{header.path} has {stored.rows} rows of {stored.columns} voxels; it is damaged, or no image"
+        )
+    return stored
+
+
+def _require_grey(header: Header) -> None:
+    """Raise unless a voxel is one number whose meaning depends on a slope and an intercept only."""
+    top, path = header.top, header.path
+    if "MOSAIC" in top.format(top.value(tags.IMAGE_TYPE)).split("\\"):
+        raise ReaderError(
+            f"{path} is a Siemens mosaic: one image, whose tiles are the slices of a volume. Convert the series to "
+            "NIfTI, for example by dcm2niix"
+        )
+    photometric, samples = top.format(top.value(tags.PHOTOMETRIC)), _read_count(header, tags.SAMPLES, default=1)
+    if photometric == "MONOCHROME1":
+        raise ReaderError(
+            f"{path} is MONOCHROME1, low values are bright: some programs invert them and others do not. Convert the "
+            "series to MONOCHROME2 by a program that does what you mean"
+        )
+    if samples != 1 or photometric != "MONOCHROME2":
+        raise ReaderError(
+            f"{path} holds {photometric or 'no PhotometricInterpretation'} with {samples} sample(s) per pixel; a "
+            "volume needs grey values (MONOCHROME2). Leave it out, or convert its colours to numbers"
+        )
+    if top.elements.get(tags.MODALITY_LUT):
+        raise ReaderError(
+            f"{path} maps its stored values by a table (ModalityLUTSequence), which is not read; convert the series "
+            "by a program that applies the table"
+        )
+    if (kind := top.format(top.value(tags.SEGMENTATION))) in ("BINARY", "FRACTIONAL"):
+        raise ReaderError(f"{path} is a {kind} DICOM segmentation; convert it to a label map, for example in NIfTI")
+
+
+def read_stored(header: Header, stored: Stored) -> np.ndarray:
+    """Return the stored values ``(frames, rows, columns)``.
+
+    Raises
+    ------
+    DamagedFileError
+        The pixels are not as many as the header says, or cannot be decompressed.
+    ReaderError
+        A value takes more bits than the header says.
+    """
+    plain = header.syntax in PLAIN
+    read = _read_plain(header, stored) if plain else _decompress(header, stored)
+    raw = read.view(f"u{stored.allocated // 8}")
+    spare = stored.allocated - stored.bits
+    if spare == 0:
+        return raw.view(stored.dtype)
+    values = (raw << spare).view(stored.dtype) >> spare
+    if not ((values.view(raw.dtype) == raw) | (raw >> stored.bits == 0)).all():
+        raise ReaderError(
+            f"{header.path} says that values take {stored.bits} bits (BitsStored), but uses more of the "
+            f"{stored.allocated} that there are, maybe for an overlay; convert the series to NIfTI"
+        )
+    return values
+
+
+def _read_plain(header: Header, stored: Stored) -> np.ndarray:
+    pixels, size = header.pixels, stored.allocated // 8
+    needed = stored.voxels * size
+    held = 0 if pixels is None or pixels.is_encapsulated else pixels.end - pixels.begin
+    require_held(needed, held, header.path)
+    # Padding is less than a row or a column that the header leaves out.
+    if pixels is None or held - needed >= max(2, min(stored.rows, stored.columns) * size):
+        raise DamagedFileError(
+            f"{header.path} holds {held} bytes of pixels, and {stored.frames} frame(s) of {stored.rows} rows of "
+            f"{stored.columns} voxels of {stored.allocated} bits take {needed}; the header is damaged, fetch it again"
+        )
+    with header.path.open("rb") as file:
+        file.seek(pixels.begin)
+        content = file.read(held)
+    require_held(needed, len(content), header.path)  # it may have been cut since the header was read
+    order = ">" if header.top.order == "big" else "<"
+    if size == 1 and order == ">" and pixels.kind == b"OW":  # two voxels make a word
+        content = np.frombuffer(content, ">u2").astype("<u2").tobytes()
+    read = np.frombuffer(content, f"{order}u{size}", stored.voxels).astype(f"u{size}", copy=False)
+    return read.reshape(stored.frames, stored.rows, stored.columns)
+
+
+def _decompress(header: Header, stored: Stored) -> np.ndarray:
+    """Let GDCM decompress the pixels, in a file that holds nothing else."""
+    if header.pixels is None or not header.pixels.is_encapsulated:
+        raise ReaderError(
+            f"{header.path} has no compressed pixels, which its transfer syntax {header.syntax} promises; convert the "
+            "series to Explicit VR Little Endian"
+        )
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "pixels.dcm")
+        file.write_bytes(_strip(header, stored))
+        itk = simpleitk()
+        try:
+            read: np.ndarray = itk.GetArrayFromImage(itk.ReadImage(str(file), imageIO="GDCMImageIO"))
+        except RuntimeError as fault:
+            raise DamagedFileError(
+                f"{header.path} is damaged, or compressed in a way that SimpleITK does not know (transfer syntax "
+                f"{header.syntax}); fetch it again, or convert the series to Explicit VR Little Endian"
+            ) from fault
+    shape = (stored.frames, stored.rows, stored.columns)
+    if read.size != stored.voxels or read.shape[-2:] != shape[1:] or read.dtype.itemsize * 8 != stored.allocated:
+        raise DamagedFileError(
+            f"{header.path} decompresses to {read.dtype} {read.shape}, and its header says {stored.dtype} {shape}; "
+            "fetch it again"
+        )
+    return read.reshape(shape)
+
+
+def _strip(header: Header, stored: Stored) -> bytes:
+    """Return a DICOM file with the compressed pixels of another one, and no more than is needed to decompress them."""
+    assert header.pixels is not None
+    with header.path.open("rb") as file:
+        file.seek(header.pixels.begin)
+        stream = file.read(header.pixels.end - header.pixels.begin)
+    end = struct.pack("<HHI", *SEQUENCE_END, 0)
+    if not stream.endswith(end):
+        raise DamagedFileError(f"{header.path} is truncated: its compressed pixels do not end; fetch it again")
+
+    def element(tag: Tag, kind: bytes, value: bytes) -> bytes:
+        value += (b" " if kind != b"UI" else b"\0") * (len(value) % 2)
+        return struct.pack("<HH2sH", *tag, kind, len(value)) + value
+
+    def number(tag: Tag, value: int) -> bytes:
+        return element(tag, b"US", struct.pack("<H", value))
+
+    capture, uid = SECONDARY_CAPTURE.encode(), UID.encode()
+    information = (
+        element((0x0002, 0x0002), b"UI", capture)
+        + element((0x0002, 0x0003), b"UI", uid)
+        + element((0x0002, 0x0010), b"UI", header.syntax.encode("latin-1"))
+    )
+    body = (
+        element((0x0008, 0x0016), b"UI", capture)
+        + element((0x0008, 0x0018), b"UI", uid)
+        + number(tags.SAMPLES, 1)
+        + element(tags.PHOTOMETRIC, b"CS", b"MONOCHROME2")
+        + element(tags.FRAMES, b"IS", str(stored.frames).encode())
+        + number(tags.ROWS, stored.rows)
+        + number(tags.COLUMNS, stored.columns)
+        + number(tags.ALLOCATED, stored.allocated)
+        + number(tags.STORED, stored.bits)
+        + number(tags.HIGH_BIT, stored.bits - 1)
+        + number(tags.REPRESENTATION, int(stored.is_signed))
+        + struct.pack("<HH2sHI", 0x7FE0, 0x0010, b"OB", 0, 0xFFFFFFFF)
+    )
+    length = element((0x0002, 0x0000), b"UL", struct.pack("<I", len(information)))
+    return bytes(128) + b"DICM" + length + information + body + stream
+
+
+def _read_count(header: Header, tag: Tag, default: int | None = None) -> int:
+    """Return a number that is stored in two bytes."""
+    value = header.top.value(tag)
+    if not value and default is not None:
+        return default
+    if len(value) != 2:
+        raise ReaderError(
+            f"{header.path} needs a number of two bytes in DICOM tag ({tag[0]:04x},{tag[1]:04x}), {tags.NAMES[tag]}, "
+            f"but has {value[:8]!r}; it is damaged, or no image"
+        )
+    return int.from_bytes(value, header.top.order)
+
+
+def _count_frames(header: Header) -> int:
+    text = header.top.format(header.top.value(tags.FRAMES)) or "1"
+    if not re.fullmatch(r"\+?0*[1-9]\d{0,8}", text):
+        raise ReaderError(f"{header.path} has the NumberOfFrames {text[:40]!r}; needed: a number from 1 on")
+    return int(text)

@@ -1,0 +1,174 @@
+"""Put the images of a DICOM series, or the frames of one file, in order along their normal; compute the affine.
+
+An image lies where its own tags say. ITK takes an even stack for granted, so that a missing slice would stretch the
+patient, and it straightens the slices of a tilted gantry. What is no stack of parallel, evenly spaced slices of one
+size is refused, and the error says how it differs. Pure: no file is read here.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from volseg.data.dicom_frames import Frame
+from volseg.data.itk import lps_to_ras
+from volseg.data.names import list_some
+from volseg.errors import ReaderError
+
+__all__ = ["stack_frames"]
+
+TOLERANCE = 0.05
+"""Largest distance of a slice from its place in an even stack, as a fraction of the distance between slices.
+
+A missing slice moves another one by at least half that distance; positions rounded by a scanner stay far below.
+"""
+
+TURNED, STRETCHED = 2e-4, 1e-4
+"""Largest difference of direction cosines, and of PixelSpacing as a fraction, between slices: a tenth of a voxel at the
+end of 500 voxels."""
+
+SAME_PLACE = 0.01
+"""Distance along the normal, as a fraction of the pixel spacing, up to which two slices lie at one place."""
+
+MOST_GROUPS = 9
+"""Groups of unlike slices that are counted for a message."""
+
+
+def stack_frames(frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray]:
+    """Return the frames in the order of their places along the normal, and their affine, voxel index to RAS+ mm.
+
+    Voxel indices are column, row and place in the order.
+
+    Parameters
+    ----------
+    frames : sequence of Frame
+        At least one, in any order, of one or of several files.
+
+    Raises
+    ------
+    ReaderError
+        They differ in size, orientation, spacing or units; several lie at one place; one is missing.
+    """
+    _require_alike(frames)
+    first = frames[0]
+    directions = np.reshape(first.orientation, (2, 3))
+    right, down = directions / np.linalg.norm(directions, axis=1, keepdims=True)
+    normal = np.cross(right, down)
+    along = np.array([frame.position for frame in frames]) @ normal
+    order = sorted(range(len(frames)), key=lambda index: (along[index], frames[index].file, frames[index].index))
+    ordered = [frames[index] for index in order]
+    affine = np.eye(4)
+    affine[:3, 0], affine[:3, 1] = right * first.spacing[1], down * first.spacing[0]
+    affine[:3, 2] = _measure_step(ordered, along[order]) if len(frames) > 1 else normal * _find_thickness(first)
+    affine[:3, 3] = ordered[0].position
+    return ordered, lps_to_ras(affine)
+
+
+def _find_thickness(frame: Frame) -> float:
+    if frame.thickness is None:
+        raise ReaderError(
+            f"{frame.file} is a single slice without SpacingBetweenSlices and SliceThickness; a volume of one slice "
+            "needs one of them. Add it to the header, or name the whole series"
+        )
+    return frame.thickness
+
+
+def _require_alike(frames: Sequence[Frame]) -> None:
+    """Raise unless all frames have one size, orientation, spacing and meaning."""
+    sizes = np.array([(frame.stored.columns, frame.stored.rows) for frame in frames], dtype=float)
+    if (unlike := _find_unlike(sizes, 0.0)) is not None:
+        odd, usual, counts = unlike
+        said = [f"{frames[index].stored.columns} x {frames[index].stored.rows}" for index in (odd, usual)]
+        raise ReaderError(
+            f"{frames[odd].file.parent}: {frames[odd]} has {said[0]} voxels, {frames[usual]} has {said[1]} ({counts}); "
+            "a volume needs slices of one size, so take out what is of another one"
+        )
+    if (unlike := _find_unlike(np.array([frame.orientation for frame in frames]), TURNED)) is not None:
+        odd, usual, counts = unlike
+        raise ReaderError(
+            f"{frames[odd].file.parent}: {frames[odd]} is turned against {frames[usual]}; a volume needs parallel "
+            f"slices, so take out localizers and the like. ImageOrientationPatient is {list(frames[odd].orientation)} "
+            f"and {list(frames[usual].orientation)} ({counts})"
+        )
+    spacings = np.array([frame.spacing for frame in frames])
+    if (unlike := _find_unlike(spacings, STRETCHED * float(spacings.min()))) is not None:
+        odd, usual, counts = unlike
+        raise ReaderError(
+            f"{frames[odd].file.parent}: {frames[odd]} has the PixelSpacing {list(frames[odd].spacing)} mm, "
+            f"{frames[usual]} has {list(frames[usual].spacing)} ({counts}); a volume needs one spacing. Put the slices "
+            "of each into a folder of their own, or resample them"
+        )
+    for name in sorted({name for frame in frames for name in frame.units}):
+        firsts = {frame.units[name]: frame for frame in reversed(frames) if name in frame.units}
+        if len(firsts) > 1:
+            (one, by_one), (other, by_other) = sorted(firsts.items())[:2]
+            raise ReaderError(
+                f"{by_one.file.parent}: {by_one} has the {name} {one!r} and {by_other} has {other!r}; a volume needs "
+                "one. Put the slices of each into a folder of their own"
+            )
+
+
+def _find_unlike(values: np.ndarray, tolerance: float) -> tuple[int, int, str] | None:
+    """Return the index of a row of the smallest group of like rows, one of the largest, and how many are in each."""
+    groups: list[np.ndarray] = []
+    left = np.arange(len(values))
+    while len(left) and len(groups) < MOST_GROUPS:
+        is_like = np.abs(values[left] - values[left[0]]).max(axis=1) <= tolerance
+        groups.append(left[is_like])
+        left = left[~is_like]
+    if len(groups) == 1:
+        return None
+    groups.reverse()  # of groups that are as large the first counts as the usual one
+    groups.sort(key=len)
+    counts = ", ".join(str(len(group)) for group in reversed(groups))
+    more = f" and {len(left)} others" if len(left) else ""
+    return int(groups[0][0]), int(groups[-1][0]), f"{counts}{more} slices are alike"
+
+
+def _measure_step(frames: Sequence[Frame], along: np.ndarray) -> np.ndarray:
+    """Return the step (mm, LPS) from a slice to the next one of frames that are in order."""
+    positions = np.array([frame.position for frame in frames])
+    gaps = np.diff(along)
+    apart = gaps > SAME_PLACE * min(frames[0].spacing)
+    if not apart.all():
+        raise _tell_doubled(frames, np.split(np.arange(len(frames)), np.flatnonzero(apart) + 1))
+    step: np.ndarray = (positions[-1] - positions[0]) / (len(frames) - 1)
+    even = positions[0] + np.arange(len(frames))[:, None] * step
+    away = np.linalg.norm(positions - even, axis=1)
+    if not away.max() <= TOLERANCE * gaps.mean():
+        gaps = np.linalg.norm(np.diff(positions, axis=0), axis=1)
+        odd = int(np.abs(gaps - np.median(gaps)).argmax())
+        raise ReaderError(
+            f"{frames[0].file.parent}: the {len(frames)} slices are not evenly spaced: {gaps[odd]:g} mm between "
+            f"{frames[odd]} and {frames[odd + 1]}, {np.median(gaps):g} mm elsewhere; a slice is missing, or the slices "
+            "are of several stacks"
+        )
+    return step
+
+
+def _tell_doubled(frames: Sequence[Frame], places: Sequence[np.ndarray]) -> ReaderError:
+    """Return what to say of frames of which several lie at one place, given the frames of each place."""
+    folder = frames[0].file.parent
+    counts = sorted({len(place) for place in places})
+    place = next(place for place in places if len(place) > 1)
+    one, other = (frames[index] for index in place[:2])
+    if np.linalg.norm(np.subtract(one.position, other.position)) > max(one.spacing):
+        return ReaderError(
+            f"{folder}: {one} and {other} lie side by side in one plane, at {list(one.position)} and "
+            f"{list(other.position)} mm; a volume needs one slice per plane. Convert the series to NIfTI"
+        )
+    if len(counts) > 1:
+        many = f"{len(frames)} slices at {len(places)} places, {counts[0]} to {counts[-1]} at each"
+    else:
+        many = f"{counts[0]} slices at {f'each of {len(places)} places' if len(places) > 1 else 'one place'}"
+    states = [frames[index].states for index in place]
+    differ = [
+        f"{name} ({list_some([*dict.fromkeys(state.get(name, 'none') for state in states)])})"
+        for name in {name: None for state in states for name in state}
+        if len({state.get(name) for state in states}) > 1
+    ]
+    apart = f"differ in {'; '.join(differ)}" if differ else "no tag that is known of tells them apart"
+    return ReaderError(
+        f"{folder}: {many}, a volume needs one: {one} and {other} both lie at {list(one.position)} mm, and "
+        f"{apart}. Put each "
+        "time, b-value or echo into a folder of its own, for example by dcm2niix; take out slices that are there twice"
+    )
