@@ -361,8 +361,8 @@ def test_an_output_that_no_loss_reads_leaves_no_gradients_of_zeros() -> None:
         assert found == [f"{layer}.{name}" for layer in ("first", "main") for name in ("weight", "bias")]
 
 
-# A norm of an ordinary tensor took the samples of its own replica where the network ran on slabs or by fast kernels, and
-# wherever torch.utils.checkpoint or torch.jit ran it out of sight.
+# A norm of an ordinary tensor took the samples of its own replica where the network ran on slabs or by fast kernels,
+# and wherever torch.utils.checkpoint or torch.jit ran it out of sight.
 
 
 class Squeezed(nn.Module):

@@ -132,9 +132,9 @@ class NormsOverReplicas(TorchFunctionMode):
         if _count_values(value) > 1 or is_recording(value.device) or is_pretended(value.device) or int(count) > 1:
             return
         raise ParallelError(
-            f"a batch norm in training needs more than 1 value per channel in the whole batch; it got {int(count)} over "
-            f"{self._replicas.count} replicas, from an input of shape {tuple(value.shape)} here. Use a larger batch, or "
-            "an instance or group norm"
+            "a batch norm in training needs more than 1 value per channel in the whole batch; it got "
+            f"{int(count)} over {self._replicas.count} replicas, from an input of shape {tuple(value.shape)} here. "
+            "Use a larger batch, or an instance or group norm"
         )
 
     def _instance_norm(
@@ -161,9 +161,11 @@ class _BatchNorm(torch.autograd.Function):
         dims = [0, *range(2, value.ndim)]
         wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
         number = _count_values(value)
-        # A replica without rows has no moments of its own: zeros, which count nothing.
-        moments = torch.var_mean(wide, dims, correction=0) if number else (wide.new_zeros(wide.shape[1]),) * 2
-        mean, variance, count = replicas.join_moments(*reversed(moments), number)
+        if number:
+            variance, mean = torch.var_mean(wide, dims, correction=0)
+        else:  # a replica without rows has no moments: zeros, which count nothing
+            variance = mean = wide.new_zeros(wide.shape[1])
+        mean, variance, count = replicas.join_moments(mean, variance, number)
         rstd = (variance + eps).rsqrt()
         scale = rstd if weight is None else rstd * weight.to(rstd)
         shift = -mean * scale if bias is None else torch.addcmul(bias.to(rstd), mean, scale, value=-1)
@@ -228,8 +230,8 @@ def check_norms(net: nn.Module, replicas: Replicas) -> None:
                 )
         if isinstance(module, torch.jit.ScriptModule) and _may_train_batch_norm(module):
             raise ParallelError(
-                f"{name or 'the network'} is compiled by torch.jit and holds a batch norm, which would take the samples "
-                f"of one of {replicas.count} replicas only; use the Python module, or freeze it in evaluation "
+                f"{name or 'the network'} is compiled by torch.jit and holds a batch norm, which would take the "
+                f"samples of one of {replicas.count} replicas only; use the Python module, or freeze it in evaluation "
                 "(torch.jit.freeze)"
             )
 
