@@ -7,6 +7,7 @@ autograd has saved. Measuring ran the network several times, and took for grante
 import copy
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -108,7 +109,23 @@ def overwrite_an_input(part: Part, x: Tensor) -> Tensor:
     return part.a(x) + result.detach()
 
 
-SIDES = (overwrite_a_gate, overwrite_by_relu, overwrite_an_alias, overwrite_an_input)
+class Rounded(torch.autograd.Function):
+    """Has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise NotImplementedError("rounding has no derivative")
+
+
+def round_a_side(part: Part, x: Tensor) -> Tensor:
+    return part.a(x) + Rounded.apply(part.b(x) * 3).detach()
+
+
+SIDES = (overwrite_a_gate, overwrite_by_relu, overwrite_an_alias, overwrite_an_input, round_a_side)
 
 
 def build(rules: tuple[Callable[[Part, Tensor], Tensor], ...]) -> nn.Module:

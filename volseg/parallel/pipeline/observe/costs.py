@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device.pretended import find_pretended, is_pretended, move_in_place, read_clock
-from volseg.device.torch_internals import is_changed_in_place, keep_gpu_busy, pytree, without_overrides
-from volseg.errors import PartitionError
+from volseg.device.torch_internals import keep_gpu_busy, pytree, without_overrides
+from volseg.errors import PartitionError, VolsegError
 from volseg.forecast.copying import copying_by_clones
 from volseg.parallel.pipeline.micro_batch import Call, copy_call
 from volseg.parallel.pipeline.observe import run as runs
@@ -244,10 +244,11 @@ class Stopwatch(runs.Run):
         try:
             backward = self._backward(sent) if sent else 0.0
         except RuntimeError as failure:
-            # A reentrant checkpoint hands its gradient past the cut, to a segment that is done. And what autograd has
-            # saved may be overwritten where the network needs no gradient: here every result is asked for one, there
-            # perhaps none is. Then the time is guessed: forward once more, and twice that for the gradients.
-            if "backward through the graph a second time" not in str(failure) and not is_changed_in_place(failure):
+            # Every result is asked for a gradient here, and the network may need none of it: what autograd has saved
+            # may be overwritten there, or have no derivative. Or a reentrant checkpoint hands its gradient past the
+            # cut, to a segment that is done. An error of a gradient that is needed comes again in the training. The
+            # time is guessed: forward once more, and twice that for the gradients.
+            if isinstance(failure, torch.OutOfMemoryError | VolsegError):
                 raise
             backward = 3 * forward
         self._paused = False
