@@ -572,3 +572,28 @@ def test_argument_that_is_a_member_of_an_enumeration_is_told_by_what_it_holds(mo
         x = volumes()
         torch.testing.assert_close(model(x, mode), net.b(net.a(x) * factor_of(mode)), **ROUND_OFF)
     assert model.strategy.is_replaying is recorded
+
+
+def alternate(net: Net, x: Tensor) -> Tensor:
+    net.calls += 1
+    x = net.a(x).tanh()
+    return net.c(net.b(x).tanh() if net.calls % 2 else x)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_path_that_varies_is_measured(record: bool):
+    """Measuring takes the layers' times from several runs, which must not have called the same ones: a ValueError."""
+    assert_same_steps(chain(alternate, c=conv(), calls=0), cuts=None, record=record)
+
+
+def overwrite(net: Net, x: Tensor) -> Tensor:
+    gate = net.c(x).sigmoid()
+    with torch.no_grad():
+        gate.mul_(2.0)
+    return net.b(net.a(x)) + gate.detach()
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_side_branch_that_overwrites_what_is_saved(record: bool):
+    """No gradient goes through the branch; measuring asked for one, and failed on what autograd had saved there."""
+    assert_same_steps(chain(overwrite, c=conv()), cuts=None, record=record)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from in_group import assert_all_well, in_group
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import DataError, ParallelError
 from volseg.parallel import DataParallel, FastKernels, ModelParallel, Pipeline, RoundSums, Spatial, join_mesh
@@ -358,3 +359,104 @@ def test_an_output_that_no_loss_reads_leaves_no_gradients_of_zeros() -> None:
     """An optimizer with weight decay shrank the weights of a head that was not trained, over slabs of replicas."""
     for found in in_group(4, trained_by_one_head):
         assert found == [f"{layer}.{name}" for layer in ("first", "main") for name in ("weight", "bias")]
+
+
+# A norm of an ordinary tensor took the samples of its own replica where the network ran on slabs or by fast kernels,
+# and wherever torch.utils.checkpoint or torch.jit ran it out of sight.
+
+
+class Squeezed(nn.Module):
+    """A gate of one value per sample and channel, and a batch norm that computes it, called in several ways."""
+
+    def __init__(self, way: str = "module") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.way = nn.Conv3d(1, 4, 1), nn.Conv3d(4, 3, 1), way
+        self.norm: nn.Module = nn.BatchNorm3d(4, affine=False, track_running_stats=False, eps=0.1)
+        if way == "scripted":
+            self.norm = torch.jit.script(nn.Sequential(self.norm))
+        if way == "frozen":
+            self.norm = torch.jit.freeze(torch.jit.script(nn.BatchNorm3d(4).double().eval()))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).sin()
+        pooled = F.adaptive_avg_pool3d(x, 1)
+        if self.way in ("kept", "reentrant"):
+            gate = checkpoint(self.norm, pooled, use_reentrant=self.way == "reentrant")
+        else:
+            gate = self.norm(pooled)
+        return self.last(x * gate.sigmoid())
+
+
+def wrap_squeezed(kernels: str, spatial: int, way: str = "module") -> DataParallel:
+    net = Squeezed(way)
+    mesh = join_mesh(2, spatial)
+    model: nn.Module = FastKernels(net, "cpu") if kernels == "fast" else net
+    if spatial > 1:
+        model = ModelParallel(net, strategy="spatial", mesh=mesh.spatial_group)
+    return DataParallel(model, mesh.replicas())
+
+
+def norm_one_sample_each(kernels: str, spatial: int) -> str | None:
+    model, plain = wrap_squeezed(kernels, spatial), Squeezed()
+    take_step(model, draw(2))
+    plain(draw(2)).square().mean().backward()
+    return compare(model, plain)
+
+
+@pytest.mark.parametrize(("kernels", "spatial"), [("torch", 1), ("fast", 1), ("slabs", 2)])
+def test_one_sample_in_each_replica_is_a_batch_of_two(kernels: str, spatial: int) -> None:
+    """Each replica had one value per channel, and torch refused it: an untyped ValueError of a network that trains."""
+    assert_all_well(in_group(2 * spatial, norm_one_sample_each, kernels, spatial))
+
+
+def norm_no_sample(kernels: str, samples: int) -> str | None:
+    """The first process has all rows, the other none."""
+    model, plain, batch = wrap_squeezed(kernels, 1), Squeezed(), draw(samples)
+    own = batch[:0] if is_second() else batch
+    if samples == 1:
+        return expect_refusal("it got 1 over 2 replicas", lambda: model(own))
+    model(own).square().sum().backward()
+    plain(batch).square().sum().backward()
+    return compare(model, plain)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fast"])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_replica_without_samples_counts_nothing(kernels: str, samples: int) -> None:
+    """Its moments were no numbers, and all replicas' statistics with them; a batch of one value is refused on all."""
+    assert_all_well(in_group(2, norm_no_sample, kernels, samples))
+
+
+def norm_out_of_sight(way: str, words: str, kernels: str) -> str | None:
+    return expect_refusal(words, lambda: take_step(wrap_squeezed(kernels, 1, way), draw()))
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fast"])
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [("kept", "a checkpointed block"), ("reentrant", "a checkpointed block"), ("scripted", "compiled by torch.jit")],
+)
+def test_a_norm_that_nobody_sees_is_refused(way: str, words: str, kernels: str) -> None:
+    """A reentrant checkpoint ran it again, and TorchScript the first time, with the samples of one replica."""
+    assert_all_well(in_group(2, norm_out_of_sight, way, words, kernels))
+
+
+def norm_frozen_by_script() -> str | None:
+    model, plain = wrap_squeezed("torch", 1, "frozen"), Squeezed("frozen")
+    take_step(model, draw())
+    plain(draw()).square().mean().backward()
+    return compare(model, plain)
+
+
+def test_a_script_that_is_frozen_in_evaluation_trains() -> None:
+    """It moves no statistics, so it needs no other replica's samples."""
+    assert_all_well(in_group(2, norm_frozen_by_script))
+
+
+def test_a_norm_of_an_ordinary_tensor_is_refused_in_rounds() -> None:
+    """One process computed two replicas by fast kernels, and took the statistics of each by itself without a word."""
+    model = DataParallel(FastKernels(Squeezed(), "cpu"), join_mesh().replicas(2))
+    with pytest.raises(ParallelError, match="one after the other"):
+        model(draw(2))

@@ -1,11 +1,17 @@
-"""Batch norm over the samples of all replicas, for networks that run with torch's own kernels.
+"""Batch norm over the samples of all replicas, whatever tensor it gets.
 
 One process computes the statistics of its whole batch. So do replicas together: each computes those of its rows, all
 gather them, and each comes to the same ones, bit for bit, as do their running statistics. Backward, each replica's loss
 is a part of the whole loss, to which every sample contributes through the statistics: two sums per channel are summed
 over the replicas.
+
+Every norm that a replica's forward calls passes through ``NormsOverReplicas``. A volume goes on to its sharded form,
+which sums over slabs and replicas. An ordinary tensor (behind a global pool, of tokens, at a level with fewer planes
+than shards) is normalised here. All shards of a replica hold it alike, so it counts once: the sums go over the
+processes that hold the same shard of different replicas, and come to the same bits on every shard.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +20,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from volseg.device.first_order import first_order
+from volseg.device.norm.running import Running, check_sizes
+from volseg.device.pretended import is_pretended, is_recording
 from volseg.device.torch_internals import find_saved_tensors_hooks
 from volseg.errors import ParallelError
 from volseg.parallel.replicas import Replicas
+from volseg.parallel.spatial.volume import ShardedVolume
 from volseg.parallel.state.opaque import is_opaque
 
-__all__ = ["NormsOverReplicas", "check_synchronized", "find_norm_of_batch"]
+__all__ = ["NormsOverReplicas", "check_norms", "find_norm_of_batch"]
 
 
 BATCH_NORMS = frozenset(
@@ -41,7 +51,8 @@ def find_norm_of_batch(function: Any, args: Sequence[Any], kwargs: Mapping[str, 
         It is called with, or their nodes in a graph.
     """
     name: str = getattr(function, "__name__", str(function)).partition(".")[0]
-    trains = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats", True))
+    default = function is not F.batch_norm
+    trains = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats", default))
     if name == "instance_norm":
         place = 1 if function is F.instance_norm else 3  # torch's own has weight and bias first
         running = args[place] if len(args) > place else kwargs.get("running_mean")
@@ -67,6 +78,8 @@ class NormsOverReplicas(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(args[0] if args else kwargs.get("input"), ShardedVolume):
+            return func(*args, **kwargs)  # its sharded form knows of the replicas
         if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
         if func is F.instance_norm:
@@ -100,18 +113,29 @@ class NormsOverReplicas(TorchFunctionMode):
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
         self._replicas.check_norm(True, running_mean is not None)
-        if find_saved_tensors_hooks(True) is not self._hooks:
+        if find_saved_tensors_hooks(True) != self._hooks or _is_in_reentrant_checkpoint():
             raise ParallelError(
                 "batch norm stands in a checkpointed block, whose recomputation would know nothing of the other "
                 "replicas; checkpoint by Spatial(checkpoint=...), or leave the norm out of the block"
             )
+        check_sizes(input.shape[1], weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+        running = Running.find(running_mean, running_var, momentum)
         result, mean, variance, count = _BatchNorm.apply(input, weight, bias, eps, self._replicas)
-        if running_mean is not None and running_var is not None:
+        self._check_count(input, count)
+        if running is not None:
             with torch.no_grad():
-                running_mean.lerp_(mean.to(running_mean), momentum)
-                # Towards the unbiased variance, count / (count - 1) times the biased one.
-                running_var.lerp_((variance * (count / (count - 1))).to(running_var), momentum)
+                running.update(mean, variance, count)
         return result
+
+    def _check_count(self, value: Tensor, count: Tensor) -> None:
+        """Refuse a whole batch of one value per channel, or none; only a replica of so few has to read the number."""
+        if _count_values(value) > 1 or is_recording(value.device) or is_pretended(value.device) or int(count) > 1:
+            return
+        raise ParallelError(
+            "a batch norm in training needs more than 1 value per channel in the whole batch; it got "
+            f"{int(count)} over {self._replicas.count} replicas, from an input of shape {tuple(value.shape)} here. "
+            "Use a larger batch, or an instance or group norm"
+        )
 
     def _instance_norm(
         self,
@@ -136,8 +160,12 @@ class _BatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         dims = [0, *range(2, value.ndim)]
         wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-        variance, mean = torch.var_mean(wide, dims, correction=0)
-        mean, variance, count = replicas.join_moments(mean, variance, value.numel() // value.shape[1])
+        number = _count_values(value)
+        if number:
+            variance, mean = torch.var_mean(wide, dims, correction=0)
+        else:  # a replica without rows has no moments: zeros, which count nothing
+            variance = mean = wide.new_zeros(wide.shape[1])
+        mean, variance, count = replicas.join_moments(mean, variance, number)
         rstd = (variance + eps).rsqrt()
         scale = rstd if weight is None else rstd * weight.to(rstd)
         shift = -mean * scale if bias is None else torch.addcmul(bias.to(rstd), mean, scale, value=-1)
@@ -164,14 +192,34 @@ class _BatchNorm(torch.autograd.Function):
         return (slope * _over(scale, wide)).to(value.dtype), weight_gradient, bias_gradient, None, None
 
 
+def _is_in_reentrant_checkpoint() -> bool:
+    """Whether a checkpoint of ``use_reentrant=True`` runs its block without gradients, to run it again with them."""
+    if torch.is_grad_enabled():
+        return False
+    frame, code = sys._getframe(1), CheckpointFunction.forward.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+def _count_values(value: Tensor) -> int:
+    """Return the number of values of each channel."""
+    return value.shape[0] * value.shape[2:].numel()
+
+
 def _over(channels: Tensor, like: Tensor) -> Tensor:
     return channels.reshape(-1, *([1] * (like.ndim - 2)))
 
 
-def check_synchronized(net: nn.Module, replicas: Replicas) -> None:
-    """Refuse a SyncBatchNorm over other processes than the replicas'; over theirs it is exact."""
+def check_norms(net: nn.Module, replicas: Replicas) -> None:
+    """Refuse norms that nobody sees called: a SyncBatchNorm over other processes than the replicas', and TorchScript's.
+
+    A SyncBatchNorm over the replicas' processes is exact.
+    """
+    if replicas.count == 1:
+        return
     for name, module in net.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and replicas.count > 1:
+        if isinstance(module, nn.SyncBatchNorm):
             group = module.process_group or (dist.group.WORLD if dist.is_initialized() else None)
             ranks = [] if group is None else dist.get_process_group_ranks(group)
             own = [] if replicas.group is None else dist.get_process_group_ranks(replicas.group)
@@ -180,3 +228,16 @@ def check_synchronized(net: nn.Module, replicas: Replicas) -> None:
                     f"{name} is a SyncBatchNorm over the processes {ranks}, and the replicas are on {own}; use a plain "
                     "BatchNorm, which takes the statistics of the whole batch here"
                 )
+        if isinstance(module, torch.jit.ScriptModule) and _may_train_batch_norm(module):
+            raise ParallelError(
+                f"{name or 'the network'} is compiled by torch.jit and holds a batch norm, which would take the "
+                f"samples of one of {replicas.count} replicas only; use the Python module, or freeze it in evaluation "
+                "(torch.jit.freeze)"
+            )
+
+
+def _may_train_batch_norm(module: torch.jit.ScriptModule) -> bool:
+    """Whether a graph holds a batch norm that is not frozen in evaluation."""
+    graph = getattr(module, "inlined_graph", None)  # held, as its nodes do not hold it
+    nodes = () if graph is None else graph.findAllNodes("aten::batch_norm")
+    return any(list(node.inputs())[5].toIValue() is not False for node in nodes)

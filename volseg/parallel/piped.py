@@ -82,7 +82,8 @@ class Piped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline; its backward pass sums the gradients."""
-        if self._replicas.count > 1 and self._strategy.net.training:
+        # As for a replica on one device: a network that is evaluated may hold a norm that takes the batch's statistics.
+        if self._replicas.count > 1 and (self._strategy.net.training or torch.is_grad_enabled()):
             _check_norms(self._strategy.net)
             with _NoNormsOfBatch():
                 return self._run(*args, **kwargs)
@@ -153,7 +154,8 @@ def _check_norms(net: nn.Module) -> None:
     """Refuse norms whose statistics a pipeline takes of its micro-batches, and which whole batches would need."""
     for name, module in net.named_modules():
         by_sample = isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
-        if isinstance(module, NormBase) and module.training and (module.track_running_stats or not by_sample):
+        takes_batch = module.training or (isinstance(module, NormBase) and module.running_mean is None)
+        if isinstance(module, NormBase) and takes_batch and (module.track_running_stats or not by_sample):
             raise _refuse_norm(f"{name} is a {type(module).__name__}")
 
 

@@ -5,7 +5,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Running"]
+__all__ = ["Running", "check_sizes"]
+
+
+def check_sizes(channels: int, **given: Tensor | None) -> None:
+    """Refuse parameters and buffers of a norm that have another size than its input's channels, as torch does.
+
+    Raises
+    ------
+    RuntimeError
+        Naming the tensor.
+    """
+    for name, value in given.items():
+        if value is not None and value.shape != (channels,):
+            raise RuntimeError(f"{name} should hold {channels} values, one per channel, got {tuple(value.shape)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +28,19 @@ class Running:
     mean: Tensor
     variance: Tensor
     momentum: float
+
+    @classmethod
+    def find(cls, mean: Tensor | None, variance: Tensor | None, momentum: float) -> "Running | None":
+        """Return what a norm in training moves; None where it has no buffers.
+
+        Raises
+        ------
+        ValueError
+            If it has one of the two.
+        """
+        if (mean is None) != (variance is None):
+            raise ValueError("running_mean and running_var must either both be None or neither be None")
+        return None if mean is None or variance is None else cls(mean, variance, momentum)
 
     def fits_kernel(self) -> bool:
         """Say whether a kernel that counts in float32 moves them as torch does."""

@@ -4,7 +4,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -93,6 +93,7 @@ class Context:
         self.has_replicas = False
         self.replicas: Replicas | None = None
         self.over_replicas: SlabsOfReplicas | None = None
+        self._norms: Callable[[Replicas], AbstractContextManager[Any]] = nullcontext
         self.parameters = Parameters(communicator)
         self.hooks: Any = None
         self.cuts_large = False
@@ -128,16 +129,30 @@ class Context:
 
     @contextmanager
     def own_hooks(self) -> Iterator[None]:
-        """Take the saved-tensor hooks of now for those around what follows."""
+        """Take the saved-tensor hooks of now for those around what follows: a pass, or a block of it that runs again.
+
+        Norms in here take the statistics of whole batches, also those that get ordinary tensors.
+        """
         before, self.hooks = self.hooks, saved_tensors_hooks()
+        shared = nullcontext() if self.replicas is None else self._norms(self.replicas)
         try:
-            yield
+            with shared:
+                yield
         finally:
             self.hooks = before
 
-    def share_batches(self, replicas: "Replicas") -> None:
-        """Take the statistics of norms over the batch over the samples of all replicas from now on."""
+    def share_batches(self, replicas: "Replicas", norms: Callable[["Replicas"], AbstractContextManager[Any]]) -> None:
+        """Take the statistics of norms over the batch over the samples of all replicas from now on.
+
+        Parameters
+        ----------
+        replicas
+            Who has the other samples.
+        norms
+            Returns what a pass runs in, for its norms of ordinary tensors.
+        """
         self.replicas, self.over_replicas = replicas, SlabsOfReplicas(self.communicator, replicas)
+        self._norms = norms
 
     @contextmanager
     def without_replicas(self) -> Iterator[None]:

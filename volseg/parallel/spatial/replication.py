@@ -103,7 +103,8 @@ def _fingerprint(net: nn.Module, device: torch.device, modes: bool) -> Tensor:
             (key, tensor is not None and (*_describe(tensor, modes), places.setdefault(id(tensor), len(places))))
             for key, tensor in (*get_parameters(module).items(), *get_buffers(module).items())
         ]
-        text = repr((name, type(module).__name__, modes and module.training, tensors))
+        trains = modes and getattr(module, "training", False)  # a frozen TorchScript module has no mode
+        text = repr((name, type(module).__name__, trains, tensors))
         numbers.append(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True))
     return torch.tensor(numbers, device=device)
 

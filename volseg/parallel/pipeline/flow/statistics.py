@@ -263,10 +263,8 @@ def run_norm(
         If it is a batch norm that gets one value per channel.
     """
     form, given = NORMS[function], bind_arguments(function, args, kwargs)
-    mean, variance = given.get("running_mean"), given.get("running_var")
-    if mean is None or variance is None or not given.get(form.flag, form.default):
+    if not given.get(form.flag, form.default):
         return None
-
     shape = given["input"].shape
     if not form.by_instance and shape.numel() == shape[1]:
         raise ParallelError(
@@ -274,6 +272,9 @@ def run_norm(
             "normalises each micro-batch by itself: take a larger split_size, batches that leave no remainder of one "
             "sample, or an instance or group norm"
         )
+    mean, variance = given.get("running_mean"), given.get("running_var")
+    if mean is None or variance is None:
+        return None
 
     def call(blank_mean: Tensor | None, blank_variance: Tensor | None, momentum: float) -> Tensor:
         return function(**{**given, "running_mean": blank_mean, "running_var": blank_variance, "momentum": momentum})

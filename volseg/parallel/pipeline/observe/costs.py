@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from volseg.device.pretended import find_pretended, is_pretended, move_in_place, read_clock
 from volseg.device.torch_internals import keep_gpu_busy, pytree, without_overrides
-from volseg.errors import PartitionError
+from volseg.errors import PartitionError, VolsegError
 from volseg.forecast.copying import copying_by_clones
 from volseg.parallel.pipeline.micro_batch import Call, copy_call
 from volseg.parallel.pipeline.observe import run as runs
@@ -144,7 +144,7 @@ def measure(
                 watch.finish()
             passes.append(watch.times)
         host_ms = _measure_host_ms(probe, *move_call((args, kwargs), device)) if on_gpu else 0.0
-    quickest = [tuple(min(times) for times in zip(*parts, strict=True)) for parts in zip(*passes[1:], strict=True)]
+    quickest = _find_quickest(passes[1:], len(found))
     activations = find_activations(observer, found)
     sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
     layers = [
@@ -159,6 +159,20 @@ def measure(
         for number, (segment, (forward, backward)) in enumerate(zip(found, quickest, strict=True))
     ]
     return Measured(trace, tuple(found), tuple(layers), tuple(activations), host_ms)
+
+
+def _find_quickest(passes: Sequence[dict[int, tuple[float, float]]], segments: int) -> list[tuple[float, float]]:
+    """Return forward and backward milliseconds of each segment: the quickest, of the passes that ran it.
+
+    A path that varies may leave a segment out of all of them. It counts as the mean of the others.
+    """
+    timed = {
+        number: tuple(min(times) for times in zip(*(each[number] for each in passes if number in each), strict=True))
+        for number in range(segments)
+        if any(number in each for each in passes)
+    }
+    mean = tuple(sum(times) / len(timed) for times in zip(*timed.values(), strict=True))
+    return [timed.get(number, mean) for number in range(segments)]  # type: ignore[misc]
 
 
 def find_activations(observer: Observer, parts: Sequence[Segment]) -> list[KeptActivation]:
@@ -207,9 +221,10 @@ class Stopwatch(runs.Run):
             self._start_clock = partial(_start_pretended_clock, device)
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._number = 0
+        self._segment = 0
         self._paused = False
-        self.times: list[tuple[float, float]] = []
-        """Forward and backward milliseconds per segment."""
+        self.times: dict[int, tuple[float, float]] = {}
+        """Forward and backward milliseconds of the segments that ran, by number: a path may vary between passes."""
 
     def __enter__(self) -> "Stopwatch":
         super().__enter__()
@@ -229,10 +244,12 @@ class Stopwatch(runs.Run):
         try:
             backward = self._backward(sent) if sent else 0.0
         except RuntimeError as failure:
-            if "backward through the graph a second time" not in str(failure):
+            # Every result is asked for a gradient here, and the network may need none of it: what autograd has saved
+            # may be overwritten there, or have no derivative. Or a reentrant checkpoint hands its gradient past the
+            # cut, to a segment that is done. An error of a gradient that is needed comes again in the training. The
+            # time is guessed: forward once more, and twice that for the gradients.
+            if isinstance(failure, torch.OutOfMemoryError | VolsegError):
                 raise
-            # A reentrant checkpoint hands its gradient past the cut, to a segment that is done: forward once more,
-            # and twice that for the gradients.
             backward = 3 * forward
         self._paused = False
         for parameter in self._parameters:
@@ -240,7 +257,8 @@ class Stopwatch(runs.Run):
         # What was cut off looks like a weight to autocast, which would keep its cast copy, and by that the activation
         # and its gradient, up to the end of the batch: the whole network's, in place of the largest part's.
         torch.clear_autocast_cache()
-        self.times.append((forward, backward))
+        before = self.times.get(self._segment, (0.0, 0.0))  # a path may come back to one
+        self.times[self._segment] = before[0] + forward, before[1] + backward
 
     def _backward(self, sent: list[Tensor]) -> float:
         gradients = [torch.ones_like(tensor) for tensor in sent]
@@ -258,9 +276,10 @@ class Stopwatch(runs.Run):
         number = self._begins.get((module, index))
         if number is None:
             return None
-        if number:
+        if number != self._segment:
             self.finish()
             self._begin()
+            self._segment = number
         # What is done here is no part of forward: it must be neither counted nor marked.
         with without_overrides():
             return runs.map_tensors(self._cut_off, args), runs.map_tensors(self._cut_off, kwargs)

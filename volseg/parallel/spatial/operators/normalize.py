@@ -15,7 +15,7 @@ from volseg.device import fusions
 from volseg.device import layer_norm as lines_normed
 from volseg.device.first_order import first_order
 from volseg.device.norm.grouping import Grouping
-from volseg.device.norm.running import Running
+from volseg.device.norm.running import Running, check_sizes
 from volseg.parallel.spatial.lazy.bias import take_without_bias
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
 from volseg.parallel.spatial.lazy.statistics import NormStatistics, Pooled, compute_statistics, take_statistics
@@ -118,26 +118,21 @@ def _with_running(
     if not isinstance(volume, ShardedVolume) or not spatial_only(volume, volume.ndim - 2):
         refuse("the volume must be cut along spatial dims")
     mean, var, momentum = running
-    if (mean is None) != (var is None) and from_input:
-        raise ValueError("running_mean and running_var must either both be None or neither be None")
-    for name, value in (("weight", weight), ("bias", bias), ("running_mean", mean), ("running_var", var)):
-        if isinstance(value, ShardedVolume):
-            refuse(f"its {name} must be an ordinary tensor")
-        if value is not None and value.shape != volume.shape[1:2]:
-            raise RuntimeError(
-                f"{name} should hold {volume.shape[1]} values, one per channel, got {tuple(value.shape)}"
-            )
+    given = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
+    if cut := [name for name, value in given.items() if isinstance(value, ShardedVolume)]:
+        refuse(f"its {cut[0]} must be an ordinary tensor")
+    check_sizes(volume.shape[1], **given)
     if not from_input:
         return _with_given(volume, mean, var, weight, bias, eps)
+    moved = Running.find(mean, var, momentum)
     if volume.shape[0] == 0:
         refuse("a batch of no samples has no statistics")
     replicas, over_batch = volume.context.replicas, pooled.grouping.over_batch
     if replicas is not None:
-        replicas.check_norm(over_batch, mean is not None)
+        replicas.check_norm(over_batch, moved is not None)
     count = volume.shape[2:].numel() * (volume.shape[0] if over_batch else 1)
     if count == 1 and (replicas is None or not over_batch):  # torch's rule
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {volume.shape}")
-    moved = None if mean is None or var is None else Running(mean, var, momentum)
     if over_batch:
         return settle_in_checkpoint(normalize(volume, pooled, weight, bias, eps, moved)[0])
     result, found, lacking = normalize(volume, pooled, weight, bias, eps)

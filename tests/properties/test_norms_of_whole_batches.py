@@ -1,0 +1,160 @@
+"""Law: a batch norm of a replica takes the statistics of the whole batch, whatever tensor it normalises.
+
+One process with the whole batch is compared with a mesh of replicas in float64: outputs, every gradient, running
+statistics, a second step, and evaluation afterwards. The norms stand behind pools, on tokens, on rows, on summaries of
+a volume, and at a level of one plane, which all shards compute whole.
+"""
+
+import runpy
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from in_group import in_group
+from torch import Tensor, nn
+
+cases = SimpleNamespace(
+    **runpy.run_path(str(Path(__file__).parents[1] / "equivalence" / "data_parallel_cases.py")),
+)
+
+PLACES = {
+    "volume": nn.BatchNorm3d,
+    "pool": nn.BatchNorm3d,
+    "two planes": nn.BatchNorm3d,
+    "one plane": nn.BatchNorm3d,
+    "summary": nn.BatchNorm2d,
+    "summary of width": nn.BatchNorm2d,
+    "squeeze": nn.BatchNorm1d,
+    "largest": nn.BatchNorm1d,
+    "rows": nn.BatchNorm1d,
+    "tokens": nn.BatchNorm1d,
+    "coarse tokens": nn.BatchNorm1d,
+}
+CALLS = ("module", "functional", "twice", "without gradient")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Where a norm stands, how forward calls it, and its settings."""
+
+    place: str
+    call: str = "module"
+    running: bool = True
+    affine: bool = True
+    momentum: float | None = 0.1
+
+
+class Normed(nn.Module):
+    """Adds to a volume what follows from a norm of it, or of something that was computed of it."""
+
+    def __init__(self, norm: Norm) -> None:
+        super().__init__()
+        self.place, self.call = norm.place, norm.call
+        self.norm = PLACES[norm.place](
+            4, eps=0.1, affine=norm.affine, momentum=norm.momentum, track_running_stats=norm.running
+        )
+        self.down = nn.Conv3d(4, 4, (8, 2, 2), (8, 2, 2))
+        self.up = nn.ConvTranspose3d(4, 4, (8, 2, 2), (8, 2, 2))
+
+    def normalize(self, x: Tensor) -> Tensor:
+        if self.call == "functional":
+            return F.batch_norm(x, None, None, self.norm.weight, self.norm.bias, training=True, eps=0.1)
+        if self.call == "without gradient":
+            with torch.no_grad():
+                gate = self.norm(x)
+            return x * gate.sigmoid()
+        x = self.norm(x)
+        return self.norm(x.sin()) if self.call == "twice" else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = F.adaptive_avg_pool3d(x, (2, 1, 1) if "planes" in self.place or "coarse" in self.place else 1)
+        if self.place == "volume":
+            change = self.normalize(x)
+        elif self.place in ("pool", "two planes"):
+            change = F.interpolate(self.normalize(pooled), x.shape[2:])
+        elif self.place == "one plane":
+            return x + self.up(self.normalize(self.down(x)).relu())  # the other places leave these two unused
+        elif self.place == "summary":
+            change = self.normalize(x.mean(2))[:, :, None]
+        elif self.place == "summary of width":
+            change = self.normalize(x.mean(4))[..., None]
+        elif self.place in ("squeeze", "largest"):
+            change = self.normalize(x.mean((2, 3, 4)) if self.place == "squeeze" else x.amax((2, 3, 4)))
+            change = change[:, :, None, None, None]
+        elif self.place == "rows":
+            rows = x.mean((3, 4)).transpose(1, 2)
+            change = self.normalize(rows.reshape(-1, 4)).view(rows.shape).transpose(1, 2)[..., None, None]
+        elif self.place == "tokens":
+            change = self.normalize(x.flatten(2)).view(x.shape)
+        else:
+            change = self.normalize(pooled.flatten(2)).mean(2)[:, :, None, None, None]
+        return x * change.sigmoid()
+
+
+def build(norms: tuple[Norm, ...]) -> nn.Module:
+    return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), *map(Normed, norms), nn.Conv3d(4, 2, 1))
+
+
+def train(norms: tuple[Norm, ...], data: int, spatial: int, kernels: str, batch: int) -> dict[str, float]:
+    """Return what differs from one process, with its error."""
+    cases.CASES["norms"] = cases.Case(lambda: build(norms))
+    found: dict[str, float] = cases.run("norms", data, spatial, batch=batch, kernels=kernels)
+    return found
+
+
+def check(norms: tuple[Norm, ...], mesh: tuple[int, int, str], batch: int) -> None:
+    data, spatial, kernels = mesh
+    for rank, wrong in enumerate(in_group(data * spatial, train, norms, data, spatial, kernels, batch)):
+        assert not wrong, f"rank {rank} of {mesh}: largest relative errors {wrong}"
+
+
+MESHES = [(2, 1, "torch"), (2, 1, "fast"), (2, 1, "slabs 2"), (2, 2, "slabs")]
+ALL = tuple(Norm(place, running=n % 2 == 0) for n, place in enumerate(PLACES))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("norms", [ALL[:4], ALL[4:8], ALL[8:]], ids=lambda norms: norms[0].place)
+def test_every_place(norms: tuple[Norm, ...], mesh: tuple[int, int, str]) -> None:
+    check(norms, mesh, 3)
+
+
+DRAWN = st.builds(
+    Norm, st.sampled_from(sorted(PLACES)), st.sampled_from(CALLS), st.booleans(), st.booleans(),
+    st.sampled_from([0.1, 0.7, None]),
+)  # fmt: skip
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(norms=st.tuples(DRAWN) | st.tuples(DRAWN, DRAWN), mesh=st.sampled_from(MESHES), batch=st.integers(2, 5))
+def test_any_norms_on_any_mesh(norms: tuple[Norm, ...], mesh: tuple[int, int, str], batch: int) -> None:
+    check(norms, mesh, batch)
+
+
+def refuse_pipeline(norms: tuple[Norm, ...], evaluated: bool) -> str:
+    """Return the refusal of replicas that are pipelines, whose micro-batches have no statistics of a whole batch."""
+    net = build(norms).double()
+    model = cases.wrap(net, 2, 1, 2, "pipeline", fixed=False)
+    batch = torch.randn(2, 1, 8, 6, 6, dtype=torch.float64)
+    if evaluated:  # what a first pass found must not keep a later one from being looked at
+        model.eval()
+        with torch.no_grad():
+            model(batch)
+        model.train()
+    with pytest.raises(RuntimeError) as refusal:
+        model(batch)
+    return f"{type(refusal.value).__name__}: {refusal.value}"
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("call", ["module", "functional"])
+def test_replicas_of_a_pipeline_refuse_them(call: str, evaluated: bool) -> None:
+    norms: Any = (Norm("volume", call, running=False),)
+    for message in in_group(2, refuse_pipeline, norms, evaluated):
+        assert message.startswith("ParallelError")
+        assert "takes the statistics of a whole batch" in message
