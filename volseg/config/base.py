@@ -6,16 +6,24 @@ Cross-field checks belong to the section that owns the fields (``model_validator
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from volseg.config.nearest import did_you_mean
-from volseg.config.wording import is_comma_number, say_what_is_needed
+from volseg.config.wording import say_what_is_needed, suggest_plain
 from volseg.errors import ConfigError
 
 __all__ = [
@@ -30,7 +38,32 @@ __all__ = [
 Section = TypeVar("Section", bound="ConfigModel")
 
 
-class ConfigModel(BaseModel):
+class _Fields(BaseModel):
+    """Fields that take no value of another type."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _keep_types_apart(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic converts: true to the number 1, the texts on and off to a bool."""
+        kinds = set(_list_kinds(cls.model_fields[str(info.field_name)].annotation))
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, bool) and kinds & {int, float} and not kinds & {bool, item}:
+                raise PydanticCustomError("float_type" if float in kinds else "int_type", "needed: a number")
+            if isinstance(item, str) and bool in kinds and not kinds & {str, item}:
+                raise PydanticCustomError("bool_type", "needed: true or false")
+        return value
+
+
+def _list_kinds(annotation: Any) -> Iterator[Any]:
+    """Yield the plain types in an annotation, and the values of its literals."""
+    if arguments := get_args(annotation):
+        for argument in arguments:
+            yield from _list_kinds(argument)
+    elif isinstance(annotation, Hashable):
+        yield annotation
+
+
+class ConfigModel(_Fields):
     """A section of a config."""
 
     model_config = ConfigDict(
@@ -70,7 +103,7 @@ class ConfigModel(BaseModel):
         return values
 
 
-class ComponentConfig(BaseModel):
+class ComponentConfig(_Fields):
     """A component: its name in the registry of its kind, and parameters of its own."""
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -84,8 +117,9 @@ class ComponentConfig(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if (absurd := find_absurd_number(value)) is not None:
                 raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
-            if is_comma_number(value):
-                raise ValueError(f"{name} is a text; write {value.replace(',', '.')}, with a point, got {value!r}")
+            for item in _list_values(value):
+                if (plain := suggest_plain(item)) is not None:
+                    raise ValueError(f"{name} is a text; {plain}, got {item!r}")
         return self
 
     def spec(self) -> dict[str, Any]:
@@ -137,12 +171,19 @@ def find_absurd_number(value: Any) -> float | int | None:
     >>> find_absurd_number({"lr": 0.1, "betas": [0.9, float("nan")]})
     nan
     """
+    for item in _list_values(value):
+        if (isinstance(item, float) and not math.isfinite(item)) or (isinstance(item, int) and item.bit_length() > 63):
+            return item
+    return None
+
+
+def _list_values(value: Any) -> Iterator[Any]:
+    """Yield the plain values in lists and mappings."""
     if isinstance(value, Mapping | list | tuple):
-        items = value.values() if isinstance(value, Mapping) else value
-        return next((found for item in items if (found := find_absurd_number(item)) is not None), None)
-    if isinstance(value, float):
-        return None if math.isfinite(value) else value
-    return value if isinstance(value, int) and value.bit_length() > 63 else None
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _list_values(item)
+    else:
+        yield value
 
 
 def find_other_name(section: type[BaseModel], path: Sequence[str]) -> str | None:

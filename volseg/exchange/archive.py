@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from volseg.data.json_files import parse_json
 from volseg.errors import CheckpointError
 from volseg.files import replacing
 from volseg.version import __version__
@@ -53,7 +54,7 @@ def write_archive(path: str | Path, about: Mapping[str, Any], members: Mapping[s
         _require_plain(name, path)
     files = {name: _identify(content) for name, content in members.items()}
     manifest = {"format": FORMAT, "version": VERSION, "volseg": __version__, **about, "files": files}
-    text = json.dumps(manifest, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    text = json.dumps(manifest, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
     with replacing(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
         for name, content in {MANIFEST: text.encode(), **dict(sorted(members.items()))}.items():
             entry = zipfile.ZipInfo(name, LONG_AGO)
@@ -124,8 +125,8 @@ def _read_manifest(archive: zipfile.ZipFile, entries: Mapping[str, zipfile.ZipIn
     if MANIFEST not in entries or entries[MANIFEST].file_size > MOST_MANIFEST:
         raise CheckpointError(f"{path} has no {MANIFEST}; name a file that volseg export wrote")
     try:
-        manifest = json.loads(archive.read(MANIFEST))
-    except (ValueError, RecursionError) as fault:
+        manifest = parse_json(archive.read(MANIFEST))
+    except ValueError as fault:
         raise CheckpointError(f"{path}: {MANIFEST} cannot be read ({fault}); copy it again") from fault
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path}: {MANIFEST} is not of the format {FORMAT}; name a file that volseg export wrote")

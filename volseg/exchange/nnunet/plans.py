@@ -62,7 +62,7 @@ def read_plan(file: Path, name: str) -> NnunetPlan:
     DataError
         If the file is damaged.
     """
-    plans = read_json(file)
+    plans = read_json(file, has_nan=True)
     try:
         return _read_plan(plans, file, name)
     except (TypeError, AttributeError, KeyError, IndexError) as fault:  # a value of a kind that no plans have there
