@@ -29,8 +29,8 @@ from volseg.errors import ConfigError
 __all__ = [
     "ComponentConfig",
     "ConfigModel",
-    "find_absurd_number",
     "find_other_name",
+    "list_values",
     "require_sound_parts",
     "validated",
 ]
@@ -115,9 +115,9 @@ class ComponentConfig(_Fields):
     def _numbers_are_finite(self) -> Self:
         """Refuse what no component can mean; parameters have no fields that could say so."""
         for name, value in (self.model_extra or {}).items():
-            if (absurd := find_absurd_number(value)) is not None:
+            if (absurd := _find_absurd_number(value)) is not None:
                 raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
-            for item in _list_values(value):
+            for item in list_values(value):
                 if (plain := suggest_plain(item)) is not None:
                     raise ValueError(f"{name} is a text; {plain}, got {item!r}")
         return self
@@ -165,23 +165,23 @@ def _may_mend(error: Any) -> bool:
     return error["type"] in ("missing", "value_error") or is_part_of_list
 
 
-def find_absurd_number(value: Any) -> float | int | None:
+def _find_absurd_number(value: Any) -> float | int | None:
     """Return the first number in ``value``, lists and mappings searched, that is not finite or exceeds 64 bits.
 
-    >>> find_absurd_number({"lr": 0.1, "betas": [0.9, float("nan")]})
+    >>> _find_absurd_number({"lr": 0.1, "betas": [0.9, float("nan")]})
     nan
     """
-    for item in _list_values(value):
+    for item in list_values(value):
         if (isinstance(item, float) and not math.isfinite(item)) or (isinstance(item, int) and item.bit_length() > 63):
             return item
     return None
 
 
-def _list_values(value: Any) -> Iterator[Any]:
+def list_values(value: Any) -> Iterator[Any]:
     """Yield the plain values in lists and mappings."""
     if isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _list_values(item)
+            yield from list_values(item)
     else:
         yield value
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from volseg.config.base import validated
@@ -85,9 +86,10 @@ def load_nnunet(
     device = choose_device(config)
     models = []
     for file, weights in zip(read.checkpoints, read.weights, strict=True):
-        plain = build_network(
-            config.network.spec(), in_channels=read.task.num_channels, out_channels=read.task.num_outputs
-        )
+        with torch.device("meta"):  # only its names and shapes are compared with the checkpoint's
+            plain = build_network(
+                config.network.spec(), in_channels=read.task.num_channels, out_channels=read.task.num_outputs
+            )
         renamed = rename_weights(weights, plain, str(file))
         model = build_model(config, read.task, device, trains=False)
         model.load_state_dict(renamed)
