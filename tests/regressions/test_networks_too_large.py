@@ -98,5 +98,5 @@ def test_a_patch_that_the_machine_does_not_hold_is_refused():
     trained = load_nnunet(STORED)
     patch = trained.config.patch.model_copy(update={"size": (10**6,) * 3})
     config = trained.config.model_copy(update={"patch": patch})
-    with pytest.raises(ConfigError, match="patch.size .* and this machine has"):
+    with pytest.raises(ConfigError, match=r"patch.size .* and this machine has"):
         build_model(config, trained.task, torch.device("cpu"))

@@ -8,7 +8,7 @@ aliases, merge keys and tags are refused: 500 bytes of nested aliases can stand 
 import re
 from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -189,5 +189,5 @@ def _require_text(event: yaml.ScalarEvent) -> str:
     return text
 
 
-def _refuse(event: yaml.Event, problem: str) -> None:
+def _refuse(event: Any, problem: str) -> NoReturn:
     raise yaml.constructor.ConstructorError(None, None, problem, event.start_mark)

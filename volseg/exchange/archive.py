@@ -12,6 +12,7 @@ archive chooses: members are bytes by name.
 
 import hashlib
 import json
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -32,6 +33,9 @@ MANIFEST = "manifest.json"
 
 MOST_MANIFEST = 1 << 24
 MOST_MEMBERS = 10_000
+
+DAMAGES = (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError, OverflowError, MemoryError, struct.error)
+"""What zipfile raises for damaged archives: their version number, names, offsets, lengths."""
 
 LONG_AGO = (1980, 1, 1, 0, 0, 0)
 """The earliest date that zip can write: the date is the same whenever it is written."""
@@ -72,7 +76,7 @@ def is_archive(path: str | Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return MANIFEST in archive.namelist()
-    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError):  # the last of a damaged version number
+    except DAMAGES:
         return False
 
 
@@ -95,7 +99,9 @@ def read_archive(path: str | Path) -> tuple[dict[str, Any], dict[str, bytes]]:
                     f"{path} and its manifest differ in {surplus[0]!r}; it was changed: copy it again"
                 )
             return manifest, {name: _read_member(archive, entries[name], files[name], path) for name in sorted(files)}
-    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError) as fault:
+    except CheckpointError:
+        raise
+    except DAMAGES as fault:
         raise CheckpointError(f"{path} is damaged, or no file of volseg export ({fault}); copy it again") from fault
 
 
