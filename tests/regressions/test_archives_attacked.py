@@ -86,9 +86,8 @@ def test_zeros_and_junk_behind_the_end_are_no_fault(tmp_path):
 
 
 def test_a_damaged_model_file_is_refused_whatever_byte_it_is(tmp_path):
-    whole = write_archive(
-        tmp_path / "model.zip", {}, {"0/config.yaml": b"name: a", "0/weights": bytes(50)}
-    ).read_bytes()
+    written = {"0/config.yaml": b"name: a", "0/weights": bytes(50)}
+    whole = write_archive(tmp_path / "model.zip", {}, written).read_bytes()
     for place in range(len(whole)):
         for bits in (0xFF, 0x80):
             damaged = bytearray(whole)

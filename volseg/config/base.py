@@ -5,7 +5,6 @@ Cross-field checks belong to the section that owns the fields (``model_validator
 """
 
 import math
-import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar, Self, TypeVar, get_args
@@ -29,13 +28,16 @@ from volseg.errors import ConfigError
 __all__ = [
     "ComponentConfig",
     "ConfigModel",
-    "find_other_name",
     "list_values",
     "require_sound_parts",
     "validated",
 ]
 
 Section = TypeVar("Section", bound="ConfigModel")
+
+
+RENAMED = {"training.capture": "training.record"}
+"""Keys that the schema had before, to what stands for them."""
 
 
 class _Fields(BaseModel):
@@ -70,37 +72,16 @@ class ConfigModel(_Fields):
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Keys under their old names to what they are called now, both with the section's path; taken for one release."""
-
     words: ClassVar[Sequence[str]] = ()
     """What a validator of the section takes in place of its keys, such as ``parallel: auto``."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe what validators take besides the fields: old names, and a word in place of the section."""
+        """Describe what validators take besides the fields: a word in place of the section."""
         schema = handler.resolve_ref_schema(handler(core))
-        for old, new in cls.renamed.items():
-            before, now = old.rpartition(".")[2], new.rpartition(".")[2]
-            told = {"deprecated": True, "description": f"The old name of ``{now}``."}
-            schema["properties"][before] = {**schema["properties"][now], **told}
         if cls.words:  # a pattern is heeded for text only, and properties for mappings
             schema |= {"type": ["object", "string"], "pattern": f"^({'|'.join(cls.words)})$"}
         return schema
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_old_names(cls, values: Any) -> Any:
-        """Give what came under an old name its new one, and say so."""
-        for old, new in cls.renamed.items() if isinstance(values, Mapping) else ():
-            before, now = old.rpartition(".")[2], new.rpartition(".")[2]
-            if before not in values:
-                continue
-            if now in values:
-                raise ValueError(f"{old} is the old name of {new}, and both are given; leave out the old one")
-            warnings.warn(f"{old} is {new} now; the old name goes with the next release", FutureWarning, stacklevel=2)
-            values = {now if key == before else key: value for key, value in values.items()}
-        return values
 
 
 class ComponentConfig(_Fields):
@@ -149,8 +130,7 @@ def require_sound_parts(section: type[Section], values: Mapping[str, Any], sourc
     may hold by then: these are left to `validated`.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # old names are told of when the whole is read
-            section.model_validate(values)
+        section.model_validate(values)
     except ValidationError as fault:
         errors = [error for error in fault.errors(include_url=False) if not _may_mend(error)]
         if errors:
@@ -186,18 +166,12 @@ def list_values(value: Any) -> Iterator[Any]:
         yield value
 
 
-def find_other_name(section: type[BaseModel], path: Sequence[str]) -> str | None:
-    """Return the old name of the key at ``path`` in ``section``, or the new one of an old key; None if it has one."""
-    key = ".".join(path)
-    renamed: Mapping[str, str] = getattr(_section_at(section, path[:-1]), "renamed", {})
-    pairs = {**renamed, **{new: old for old, new in renamed.items()}}
-    return pairs[key].rpartition(".")[2] if key in pairs else None
-
-
 def _sentence(section: type[BaseModel], error: Any) -> str:
     *parents, last = [part for part in error["loc"] if not _is_of_union(part)] or ("(top level)",)
     where = ".".join(str(part) for part in (*parents, last))
     if error["type"] == "extra_forbidden":
+        if where in RENAMED:
+            return f"{where}: unknown key; write {RENAMED[where]}"
         return f"{where}: unknown key; {did_you_mean(str(last), _section_at(section, parents).model_fields)}"
     fields = _section_at(section, (*parents, last)).model_fields
     message = say_what_is_needed(error, str(parents[-1] if parents and isinstance(last, int) else last), fields)

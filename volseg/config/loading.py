@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from volseg.config.base import find_other_name, require_sound_parts, validated
+from volseg.config.base import require_sound_parts, validated
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
 from volseg.config.shipped import list_shipped
@@ -110,8 +110,6 @@ def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
     if not equals or not all(keys) or len(keys) > DEEPEST:
         raise ConfigError(f"--set takes key=value such as training.epochs=5, got {assignment[:200]!r}")
     value = parse_yaml(text, f"--set {assignment}: the value")
-    if (other := find_other_name(ExperimentConfig, keys)) is not None:  # what is assigned last counts, by either name
-        values = _without(values, [*keys[:-1], other])
     result = _assigned(values, keys, value, assignment)
     assert isinstance(result, dict)
     return result
@@ -164,16 +162,6 @@ def _assigned(node: Any, keys: Sequence[str], value: Any, assignment: str) -> An
     if not isinstance(node, Mapping):
         raise ConfigError(f"--set {assignment}: {key!r} lies inside the plain value {node!r}")
     return {**node, key: _assigned(node.get(key), rest, value, assignment)}
-
-
-def _without(node: Any, keys: Sequence[str]) -> Any:
-    """Return ``node`` without the entry at ``keys``, if there is one."""
-    key, *rest = keys
-    if not isinstance(node, Mapping) or key not in node:
-        return node
-    if rest:
-        return {**node, key: _without(node[key], rest)}
-    return {name: value for name, value in node.items() if name != key}
 
 
 def dump_config(config: ExperimentConfig, path: str | Path) -> Path:

@@ -130,7 +130,7 @@ class _Builder:
             _refuse(further, "a second document begins; keep one, without `---` between")
         return value
 
-    def _build(self, event: yaml.Event, depth: int) -> Any:
+    def _build(self, event: Any, depth: int) -> Any:
         """Return the value that begins at an event."""
         self._num_values += 1
         if self._num_values > MOST_VALUES:
@@ -153,7 +153,7 @@ class _Builder:
             mapping[name] = self._build(next(self._events), depth + 1)
         return mapping
 
-    def _build_key(self, event: yaml.Event, depth: int) -> Hashable:
+    def _build_key(self, event: Any, depth: int) -> Hashable:
         if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and event.value == "<<":
             _refuse(event, "merge keys (<<) are not read; write the keys in each place")
         if isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
@@ -161,7 +161,7 @@ class _Builder:
         key: Hashable = self._build(event, depth + 1)
         return key
 
-    def _until(self, end: type[yaml.Event]) -> Iterator[yaml.Event]:
+    def _until(self, end: type[yaml.Event]) -> Iterator[Any]:
         while not isinstance(event := next(self._events), end):
             yield event
 

@@ -1,7 +1,6 @@
 """The network that a config describes, on the device or devices that it trains or predicts on."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -155,12 +154,10 @@ def _place_on_several(
     network: FitGrid, config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: TrainingMesh | None
 ) -> nn.Module:
     parallel = config.parallel
-    if parallel.only_chooses_kernels and not is_distributed():
-        warnings.warn(
-            "parallel: {strategy: spatial, devices: 1} cuts nothing, and goes with the next release: leave it out, and "
-            "training.kernels: auto takes the fast kernels by itself (or set that to fast)",
-            FutureWarning,
-            stacklevel=3,
+    if trains and parallel.only_chooses_kernels and not is_distributed():
+        raise ConfigError(
+            "parallel: {strategy: spatial, devices: 1} cuts nothing in one process; leave it out, and "
+            "training.kernels: auto takes the fast kernels by itself (or set that to fast)"
         )
     group = None if mesh is None else mesh.mesh.spatial_group
     options = {"fixed_order": True} if config.training.deterministic and parallel.model_strategy == "spatial" else {}

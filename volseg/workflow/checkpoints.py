@@ -81,7 +81,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> TrainingState:
-    """Read a checkpoint that ``save_checkpoint`` wrote, of this format or an older one.
+    """Read a checkpoint that ``save_checkpoint`` wrote, of this format.
 
     Raises
     ------
@@ -104,8 +104,8 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Tra
         raise CheckpointError(f"checkpoint {path} is damaged or not a volseg checkpoint ({reason})") from fault
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise CheckpointError(f"{path} holds no volseg checkpoint; expected the keys that `volseg train` writes")
-    if content["format"] > FORMAT:
-        raise CheckpointError(f"{path} has format {content['format']}, this volseg reads up to {FORMAT}: update volseg")
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {content['format']}, this volseg reads {FORMAT}: update volseg")
     return TrainingState.from_checkpoint(content, path)
 
 
