@@ -170,10 +170,7 @@ STARTS_PROCESSES = {
 }
 """Where to launch is the right word."""
 
-NAMES_OF_BEFORE: dict[str, set[str]] = {
-    "volseg.parallel.sharding": {"sharding"},  # the package of before: it warns
-    "volseg.workflow.training": {"capture"},  # the option of before: it warns
-}
+NAMES_OF_BEFORE: dict[str, set[str]] = {}
 """Names that still hold such a word, with the reason where they may. The list only shrinks."""
 
 CLASSES_OF_BEFORE: set[str] = set()

@@ -12,10 +12,33 @@ from pathlib import Path
 
 from volseg.errors import ConfigError
 
-__all__ = ["digest_file", "remove_partials", "replacing", "require_new", "require_text", "require_writable"]
+__all__ = [
+    "digest_file",
+    "read_bytes",
+    "remove_partials",
+    "replacing",
+    "require_new",
+    "require_text",
+    "require_writable",
+]
 
 PARTIAL = re.compile(r"\..+\.\d+\.partial")
 """Names of files that are being written, or were when their process was killed."""
+
+
+def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
+    """Return the bytes of a file.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read, or holds more than ``most`` bytes; a device may never end.
+    """
+    with open(path, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it holds more than {most} bytes", os.fspath(path))
+    return content
 
 
 @contextmanager

@@ -123,8 +123,6 @@ def describe_section(title: str, schema: dict[str, Any]) -> str:
     """Return heading, description and table of a section."""
     rows = ["| key | takes | default | |", "| --- | --- | --- | --- |"]
     for key, part in schema["properties"].items():
-        if part.get("deprecated"):
-            continue
         value = f"`{json.dumps(part['default'])}`" if "default" in part and "$ref" not in part else "its own"
         default = "required" if key in schema.get("required", ()) else value
         cells = (f"`{key}`", describe_type(part), default, part.get("description", ""))

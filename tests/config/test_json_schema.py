@@ -156,7 +156,6 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 @given(key=st.sampled_from(list_keys(SCHEMA)), value=VALUES)
 def test_schema_and_config_say_the_same_of_any_value(key: str, value: Any) -> None:
     values = sound()
@@ -176,17 +175,6 @@ def test_schema_and_config_say_the_same_of_any_value(key: str, value: Any) -> No
     elif not faults:
         assert refusals(values) == []
     # What goes wrong between keys, and what a validator of ours says, no schema can tell.
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(
-    "change", [{"training": {"capture": False}}, {"losses": [{"name": "DiceCELoss", "weight": 0.5}]}], ids=str
-)
-def test_what_is_still_taken_by_an_old_name_is_taken_and_marked(change: dict[str, Any]) -> None:
-    values = {**sound(), **change}
-    validated(ExperimentConfig, values, "test")
-    assert refusals(values) == []
-    assert SCHEMA["$defs"]["TrainingConfig"]["properties"]["capture"]["deprecated"]
 
 
 def test_only_words_of_draft_7_are_used() -> None:

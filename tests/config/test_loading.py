@@ -178,28 +178,12 @@ def test_a_located_config_reads_its_data_from_anywhere(write, tmp_path, monkeypa
     assert located.located() == located
 
 
-RENAMED = "training.capture is training.record now; the old name goes with the next release"
-
-
-def test_an_old_name_is_taken_with_a_word_about_the_new_one(write):
-    with pytest.warns(FutureWarning, match=RENAMED):
-        assert load_config(write(training={"capture": False})).training.record is False
-    with pytest.warns(FutureWarning, match=RENAMED):
-        assert load_config(write(), ["training.capture=false"]).training.record is False
-
-
-def test_what_is_assigned_last_counts_by_either_name(write):
-    """A config that was saved under one name is overridden under the other."""
-    with pytest.warns(FutureWarning, match=RENAMED):
-        assert load_config(write(training={"record": True}), ["training.capture=false"]).training.record is False
-    config = load_config(write(training={"capture": True}), ["training.record=false"])  # nothing old is left
-    assert config.training.record is False
-
-
-def test_both_names_in_one_file_are_refused(write):
-    message = "training: training.capture is the old name of training.record, and both are given; leave out the old"
-    with pytest.raises(ConfigError, match=message):
-        load_config(write(training={"record": True, "capture": False}))
+@pytest.mark.parametrize("section", [{"capture": False}, {"capture": False, "record": True}])
+def test_a_key_of_before_is_unknown_and_names_the_one_of_now(write, section):
+    with pytest.raises(ConfigError, match=r"training\.capture: unknown key; write training\.record"):
+        load_config(write(training=section))
+    with pytest.raises(ConfigError, match=r"training\.capture: unknown key; write training\.record"):
+        load_config(write(), ["training.capture=false"])
 
 
 @pytest.mark.parametrize(
@@ -225,14 +209,11 @@ def test_numbers_that_nobody_can_mean_are_refused_when_the_config_is_read(write,
         load_config(write(), [assignment])
 
 
-def test_one_number_as_a_losss_weight_is_its_factor_for_a_release_and_a_list_is_class_weights():
-    with pytest.warns(FutureWarning, match=r"weight: 0\.5 of a loss is factor: 0\.5 now"):
-        old = LossConfig.model_validate({"name": "DiceLoss", "weight": 0.5})
-    assert (old.factor, old.weight) == (0.5, None)
-    written = LossConfig.model_validate({"name": "DiceLoss", "weight": 1.0})  # as every run folder of before has it
-    assert (written.factor, written.spec()) == (1.0, {"name": "DiceLoss"})
-    new = LossConfig.model_validate({"name": "DiceLoss", "weight": [1, 2], "factor": 0.5})
-    assert (new.factor, new.spec()) == (0.5, {"name": "DiceLoss", "weight": [1.0, 2.0]})
+def test_a_losss_weight_is_a_list_of_class_weights_and_one_number_names_the_factor():
+    loss = LossConfig.model_validate({"name": "DiceLoss", "weight": [1, 2], "factor": 0.5})
+    assert (loss.factor, loss.spec()) == (0.5, {"name": "DiceLoss", "weight": [1.0, 2.0]})
+    with pytest.raises(ValueError, match=r"a list of class weights; .* write factor: 0\.5"):
+        LossConfig.model_validate({"name": "DiceLoss", "weight": 0.5})
     for wrong in ({"weight": 2, "factor": 1}, {"weight": [1, -1]}, {"weight": "2"}, {"weight": True}):
         with pytest.raises(ValueError, match="weight"):
             LossConfig.model_validate({"name": "DiceLoss", **wrong})

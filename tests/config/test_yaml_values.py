@@ -1,50 +1,118 @@
-"""YAML as people mean it."""
+"""YAML 1.2's core schema, plain values only."""
+
+import math
 
 import pytest
+import yaml
 
-from volseg.config.yaml_values import parse_yaml
+from volseg.config import yaml_values
+from volseg.config.yaml_values import DEEPEST, dump_yaml, parse_yaml, read_yaml
 from volseg.errors import ConfigError
 
 
+@pytest.fixture(params=["CSafeLoader", "SafeLoader"])
+def parser(request, monkeypatch):
+    """Parse by libyaml and by PyYAML itself, which PyYAML takes where it was built without libyaml."""
+    monkeypatch.setattr(yaml_values, "PARSER", getattr(yaml, request.param))
+
+
+@pytest.mark.usefixtures("parser")
 @pytest.mark.parametrize(
     ("text", "value"),
     [
         ("1e-3", 1e-3),
         ("-2E5", -2e5),
         ("1.e+2", 100.0),
+        (".5", 0.5),
         ("3", 3),
+        ("+3", 3),
+        ("010", 10),
+        ("0o10", 8),
+        ("0x1F", 31),
+        ("0b11", "0b11"),
+        ("1:30", "1:30"),
+        ("1_000", "1_000"),
         ("0.1", 0.1),
+        ("-.INF", -math.inf),
         ("1e", "1e"),
         ("e3", "e3"),
+        ("inf", "inf"),
+        ("2024-05-01", "2024-05-01"),
+        ("True", True),
+        ("on", "on"),
+        ("no", "no"),
+        ("~", None),
         ("null", None),
+        ("", None),
+        ("'3'", "3"),
+        ("'<<'", "<<"),
+        ("=", "="),
+        ("---\na\n...", "a"),
     ],
 )
-def test_a_number_is_a_number(text, value):
+def test_a_value_is_what_the_core_schema_says(text, value):
     parsed = parse_yaml(text, "x")
     assert parsed == value
     assert type(parsed) is type(value)
 
 
+@pytest.mark.usefixtures("parser")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: {c: 1, c: 2}", r"(?s)config\.yaml is not valid YAML: the key 'c' stands twice; keep one.*line 2"),
-        ("a: [", r"(?s)config\.yaml is not valid YAML.*line 1"),
-        ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
-        ("[" * 5000, "nested too deeply to be a config"),
+        ("a: 1\nb: {c: 1, c: 2}", "the key 'c' stands twice; keep one\n  in line 2, column 11"),
+        ("1: a\n0x1: b", "the key '0x1' stands twice"),
+        ("a: 1\nb: [", r"while parsing a flow node.*\n  in line"),
+        ("a: &one [1]\nb: *one", r"anchors and aliases \(&one\) are not read; .*\n  in line 1"),
+        ("a: *one", r"anchors and aliases \(&one\)"),
+        ("? *one\n: 1", r"anchors and aliases \(&one\)"),
+        ("&a [*a]", r"anchors and aliases \(&a\)"),
+        ("a:\n  <<: {b: 1}", r"merge keys \(<<\) are not read; .*\n  in line 2"),
+        ("!!int abc", r"tags \(tag:yaml.org,2002:int\) are not read"),
+        ("!!float x", r"tags \(tag:yaml.org,2002:float\)"),
+        ("! a", r"tags \(!\)"),
+        ("!!python/object/apply:os.getcwd []", r"tags \(.*os.getcwd\)"),
+        ("9" * 5000, "a number has 5000 digits; needed: 300 at most"),
+        ("0x" + "f" * 5000, "a number has 5002 digits"),
+        ("[" * 10_000, f"nested too deeply: more than {DEEPEST} levels"),
+        ("[" * 10_000 + "]" * 10_000, "nested too deeply"),
+        ("- " * 10_000, "nested too deeply"),
+        ("[" + "1," * 100_001 + "]", "more than 100000 values"),
+        ("a" * 2_000_000, "has 2000000 characters, needed: 1048576 at most"),
+        ("? [a]\n: 1", "a key is a list or a section; needed: a text"),
+        ("a\n---\nb", r"a second document begins; .*\n  in line 2"),
+        ("%YAML 1.1\n---\na: on", "written in another YAML than 1.2"),
+        ('"\\ud800"', "character"),
+        ('"\\U00110000"', "not valid YAML"),
+        ("a: \0", "not valid YAML"),
+        ("\ud800", "not valid YAML"),
     ],
 )
 def test_what_cannot_be_read_says_where(text, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"(?s)^config\.yaml .*{message}"):
         parse_yaml(text, "config.yaml")
 
 
-def test_who_reads_a_text_again_gets_values_of_its_own():
-    """The text is loaded once; what one reader changes in its values, another must not find."""
-    text = "a: {b: [1, 2]}\nshared: &one [3]\nagain: *one"
-    first = parse_yaml(text, "x")
-    first["a"]["b"].append(3)
-    del first["shared"]
-    second = parse_yaml(text, "y")
-    assert second == {"a": {"b": [1, 2]}, "shared": [3], "again": [3]}
-    assert second["shared"] is second["again"]
+@pytest.mark.parametrize(
+    "text", ["1e5", "0o10", "0x1F", "010", "1:30", "1_000", "on", "~", "2024-05-01", "<<", "", ".inf", "a: b", "é"]
+)
+def test_a_text_that_is_written_reads_as_the_same_text(text):
+    """PyYAML quotes what YAML 1.1 takes for a number; YAML 1.2 has others."""
+    assert parse_yaml(dump_yaml({text: [text]}), "x") == {text: [text]}
+
+
+def test_a_value_that_is_shared_is_written_in_each_place():
+    shared = [1e-5, 1e20, -3, None, True]
+    assert parse_yaml(dump_yaml({"a": shared, "b": shared}), "x") == {"a": shared, "b": shared}
+
+
+@pytest.mark.parametrize("content", ["a: 1".encode("utf-16"), b"\xff\xfe", "Müller: 1".encode("latin-1")])
+def test_another_encoding_than_utf_8_is_refused(content, tmp_path):
+    (tmp_path / "a.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a\.yaml is no text in UTF-8"):
+        read_yaml(tmp_path / "a.yaml", "a.yaml")
+
+
+def test_a_file_that_never_ends_is_refused():
+    with pytest.raises(OSError, match="more than 4194304 bytes"):
+        read_yaml("/dev/zero", "zero")

@@ -128,7 +128,7 @@ def test_plans_that_would_be_followed_otherwise_are_refused(model, changes, why)
         ("strides", [[1, 2, 2], [1, 2, 2], [2, 2, 2]], r"a first stage of stride \[1, 2, 2\]; needed: 1"),
         ("features_per_stage", [4, -1, 8], r"with filters \[4, -1, 8\]; needed: whole positive numbers"),
         ("kernel_sizes", [[1, 3, None]] * 3, "with kernel_size .*needed: whole positive numbers"),
-        ("n_stages", "x", "is not as nnU-Net 2 writes it, and cannot be read"),
+        ("n_stages", "x", "of .x. stages; needed: 2 to 32"),
     ],
 )
 def test_networks_without_sizes_are_refused(model, key, value, why):

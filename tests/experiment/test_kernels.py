@@ -14,7 +14,7 @@ from volseg.errors import ConfigError
 from volseg.experiment import kernels, predict, train, validate
 from volseg.experiment.placed_network import build_model
 from volseg.models import FitGrid
-from volseg.parallel import FastKernels, ModelParallel
+from volseg.parallel import FastKernels
 from volseg.workflow import load_checkpoint
 
 # float32: the two sum in another order, and six optimizer steps carry that on.
@@ -164,15 +164,9 @@ def test_a_strategy_that_cannot_run_them_is_refused(configured, kernels, strateg
         configured(f"training.kernels={kernels}", f"parallel.strategy={strategy}")
 
 
-def test_the_spatial_strategy_on_one_device_still_runs_and_names_the_option(configured, task, tmp_path):
-    config = configured("parallel={strategy: spatial, devices: 1}")
-    with pytest.warns(FutureWarning, match=r"cuts nothing.*training\.kernels: auto takes the fast kernels"):
-        model = build_model(config, load_task(task), CPU)
-    assert type(model) is ModelParallel
-    with pytest.warns(FutureWarning):
-        old = train(config)
-    plain = train(configured(f"output={tmp_path / 'plain'}"))
-    torch.testing.assert_close(latest(old).model, latest(plain).model, **TOLERANCE)
+def test_the_spatial_strategy_on_one_device_is_refused_and_names_the_option(configured):
+    with pytest.raises(ConfigError, match=r"cuts nothing.*training\.kernels: auto takes the fast kernels"):
+        train(configured("parallel={strategy: spatial, devices: 1}"))
 
 
 def test_one_gpu_asked_for_on_the_command_line_cuts_nothing(configured):

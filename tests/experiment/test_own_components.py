@@ -291,7 +291,7 @@ def test_verify_and_the_list_take_the_file_too(own):
         ("network.outputs=[logits, label]", "cannot be called label"),
         ("losses=[{name: EdgeLoss, inputs: [edges, label]}]", "a loss needs the field 'edges'"),
         ("losses=[{name: DiceCELoss, weight: [1, 2]}]", "loss DiceCELoss cannot be computed of"),
-        ("losses=[{name: DiceCELoss, weight: 2, factor: 2}]", "weight is a list of class weights"),
+        ("losses=[{name: DiceCELoss, weight: 2, factor: 2}]", "weight: needed: a list of class weights"),
         ("losses=[{name: TverskyLoss, weight: [1, 2, 3]}]", "loss TverskyLoss has no parameter 'weight'"),
         ("hooks=[{name: CountEpoch}]", "no hook is called 'CountEpoch'; did you mean 'CountEpochs'"),
         ("augmentation.own=[{name: Brighten, sd: 1}]", "augmentation Brighten has no parameter 'sd'"),

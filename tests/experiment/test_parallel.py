@@ -73,7 +73,7 @@ CUT = "each step's batch of 2, every volume cut into 2 slabs"
         pytest.param(2, ["parallel.spatial=2"], CUT, id="cut"),
         pytest.param(None, ["parallel.data=2"], DEALT, id="started by the config"),
         # As by torchrun below, and what the name stands for is found where configs are read (config/test_parallel.py).
-        pytest.param(2, ["parallel.strategy=spatial"], CUT, id="cut by its old name", marks=pytest.mark.slow),
+        pytest.param(2, ["parallel.strategy=spatial"], CUT, id="cut by the strategy", marks=pytest.mark.slow),
     ],
 )
 def test_processes_started_by_gpus(num_gpus, mesh, says, plain, config_file, tmp_path, capfd):

@@ -160,22 +160,6 @@ def test_a_run_is_not_gone_on_with_to_fewer_epochs(configured, tmp_path):
     assert len(train(configured(*longer), resume=True).history) == 3
 
 
-def test_a_run_of_an_older_volseg_goes_on(outcome, configured):
-    """Its config names what is called `record` now, and nothing about kernels."""
-    file = outcome.folder.config_file
-    before, section, after = (
-        file.read_text(encoding="utf-8").replace("  kernels: auto\n", "").partition("\ntraining:\n")
-    )
-    after = after.replace("  record: true\n", "  capture: true\n", 1)  # another section has the new name by itself
-    file.write_text(before + section + after, encoding="utf-8")
-    with pytest.warns(FutureWarning, match=r"training\.capture is training\.record now"):
-        assert outcome.folder.config() == configured()
-    with pytest.warns(FutureWarning):
-        longer = train(configured("training.epochs=3", "training.capture=true"), resume=True)
-    assert [record.epoch for record in longer.history] == [0, 1, 2]
-    assert load_config(file).training.record is True
-
-
 def test_a_config_that_no_training_wrote_is_never_replaced(configured, config_file, tmp_path):
     own = tmp_path / "mine" / "config.yaml"
     own.parent.mkdir()

@@ -184,7 +184,6 @@ def test_keywords_are_short_for_the_options_of_a_strategy(keywords, options):
         ({"strategy": 3}, r"must be one of auto, spatial, pipeline, got 3; or Spatial\(...\), Pipeline\(...\)"),
         ({"split_size": 2, "record": "graphs"}, "record must be 'auto', True or False, got 'graphs'"),
         ({"split_size": 2, "record": 1}, "record must be 'auto', True or False, got 1"),
-        ({"split_size": 2, "launch": "quickly"}, "launch='quickly' is the old name of record"),
     ],
 )
 def test_an_option_that_a_strategy_does_not_have_is_refused_with_the_name_of_the_one_that_has(keywords, message):
@@ -193,15 +192,6 @@ def test_an_option_that_a_strategy_does_not_have_is_refused_with_the_name_of_the
     if keywords.get("strategy") == "spatial":
         with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
             ModelParallel(net(), strategy="spatial", nothing=1)
-
-
-@pytest.mark.parametrize(("launch", "record"), [("auto", "auto"), ("eager", False), ("graphs", True)])
-def test_the_old_name_of_record_works_and_warns_once(launch, record):
-    with pytest.warns(FutureWarning, match=rf"launch='{launch}'\) is record={record!r} now") as heard:
-        model = ModelParallel(net(), split_size=2, devices=["cpu"] * 2, launch=launch)
-    assert len(heard) == 1
-    assert heard[0].filename == __file__
-    assert copy.deepcopy(model).strategy.options.record == record  # and without another warning
 
 
 def test_a_pipeline_says_that_it_cuts_no_volumes_and_records_by_itself():

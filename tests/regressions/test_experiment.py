@@ -48,35 +48,6 @@ def test_values_that_were_put_beside_the_state_of_a_training_are_kept(training, 
     assert load_checkpoint(again).metadata == {"config": {"name": "x"}, "remark": 7, "more": 8}
 
 
-@pytest.mark.filterwarnings("ignore:a checkpoint is a TrainingState now:FutureWarning")
-def test_a_checkpoint_is_a_mapping_as_before(training, tmp_path):
-    """``state["epoch"]`` was taken, but ``"epoch" in state`` was a KeyError about 0, and ``get``, ``keys`` and
-    ``{**state}`` were none that a state had."""
-    training.run()
-    path = save_checkpoint({**training.state_dict(), "config": {"name": "x"}}, tmp_path / "it.pt")
-    state = load_checkpoint(path)
-    assert "epoch" in state
-    assert "nothing" not in state
-    assert (state["epoch"], state.get("config"), state.get("nothing", 5), state["format"]) == (1, {"name": "x"}, 5, 1)
-    before = {*training.state_dict()} - {"metadata"} | {"config", "format"}
-    assert set(state) == set(state.keys()) == before
-    assert len(state) == len(before)
-    written = load_checkpoint(save_checkpoint({**state, "epoch": 4, "remark": 7}, tmp_path / "changed.pt"))
-    assert (written.epoch, written.metadata) == (4, {"config": {"name": "x"}, "remark": 7})
-    torch.testing.assert_close(dict(written.model), dict(state.model), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [("epoch", r"read \.epoch instead"), ("config", r"read \.metadata\['config'\] instead"), ("format", "only a file")],
-)
-def test_what_an_old_name_advises_exists(training, tmp_path, name, advice):
-    """For the config it said ``.config``, which a state does not have."""
-    state = load_checkpoint(save_checkpoint({**training.state_dict(), "config": {}}, tmp_path / "it.pt"))
-    with pytest.warns(FutureWarning, match=advice):
-        assert state[name] is not None
-
-
 class ReachedError(Exception):
     pass
 

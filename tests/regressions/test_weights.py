@@ -199,7 +199,7 @@ def test_a_checkpoint_of_another_format_is_not_taken_for_a_plain_file(run, tmp_p
     """Its raw weights were taken under the key ``model``, and its average was left out, since no reader knew it."""
     state = load_checkpoint(run / "checkpoints" / LATEST)
     for change, message in (
-        ({"format": 99}, "has format 99, this volseg reads up to 2"),
+        ({"format": 99}, "has format 99, this volseg reads 2"),
         ({"format": 2, "more": 1}, r"holds no training state of format 2: .*has \['more'\] besides"),
     ):
         torch.save({**state.as_checkpoint(), **change}, tmp_path / "other.pt")

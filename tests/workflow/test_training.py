@@ -296,8 +296,3 @@ def test_a_short_last_group_of_batches_is_averaged_over_its_own_number(make_trai
     cross_entropy(reference.network(image), (image[:, 0] > 0).long()).backward()
     for got, parameter in zip(gradients[1], reference.network.parameters(), strict=True):
         torch.testing.assert_close(got, parameter.grad)
-
-
-def test_the_old_name_of_record_is_taken_with_a_warning(make_training):
-    with pytest.warns(FutureWarning, match=r"Training\(capture=\) is Training\(record=\) now"):
-        assert len(make_training(capture=False, epochs=1).run()) == 1

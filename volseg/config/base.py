@@ -5,24 +5,30 @@ Cross-field checks belong to the section that owns the fields (``model_validator
 """
 
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from volseg.config.nearest import did_you_mean
-from volseg.config.wording import is_comma_number, say_what_is_needed
+from volseg.config.wording import say_what_is_needed, suggest_plain
 from volseg.errors import ConfigError
 
 __all__ = [
     "ComponentConfig",
     "ConfigModel",
-    "find_absurd_number",
-    "find_other_name",
+    "list_values",
     "require_sound_parts",
     "validated",
 ]
@@ -30,47 +36,55 @@ __all__ = [
 Section = TypeVar("Section", bound="ConfigModel")
 
 
-class ConfigModel(BaseModel):
+RENAMED = {"training.capture": "training.record"}
+"""Keys that the schema had before, to what stands for them."""
+
+
+class _Fields(BaseModel):
+    """Fields that take no value of another type."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _keep_types_apart(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic converts: true to the number 1, the texts on and off to a bool."""
+        kinds = set(_list_kinds(cls.model_fields[str(info.field_name)].annotation))
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, bool) and kinds & {int, float} and not kinds & {bool, item}:
+                raise PydanticCustomError("float_type" if float in kinds else "int_type", "needed: a number")
+            if isinstance(item, str) and bool in kinds and not kinds & {str, item}:
+                raise PydanticCustomError("bool_type", "needed: true or false")
+        return value
+
+
+def _list_kinds(annotation: Any) -> Iterator[Any]:
+    """Yield the plain types in an annotation, and the values of its literals."""
+    if arguments := get_args(annotation):
+        for argument in arguments:
+            yield from _list_kinds(argument)
+    elif isinstance(annotation, Hashable):
+        yield annotation
+
+
+class ConfigModel(_Fields):
     """A section of a config."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Keys under their old names to what they are called now, both with the section's path; taken for one release."""
-
     words: ClassVar[Sequence[str]] = ()
     """What a validator of the section takes in place of its keys, such as ``parallel: auto``."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe what validators take besides the fields: old names, and a word in place of the section."""
+        """Describe what validators take besides the fields: a word in place of the section."""
         schema = handler.resolve_ref_schema(handler(core))
-        for old, new in cls.renamed.items():
-            before, now = old.rpartition(".")[2], new.rpartition(".")[2]
-            told = {"deprecated": True, "description": f"The old name of ``{now}``."}
-            schema["properties"][before] = {**schema["properties"][now], **told}
         if cls.words:  # a pattern is heeded for text only, and properties for mappings
             schema |= {"type": ["object", "string"], "pattern": f"^({'|'.join(cls.words)})$"}
         return schema
 
-    @model_validator(mode="before")
-    @classmethod
-    def _take_old_names(cls, values: Any) -> Any:
-        """Give what came under an old name its new one, and say so."""
-        for old, new in cls.renamed.items() if isinstance(values, Mapping) else ():
-            before, now = old.rpartition(".")[2], new.rpartition(".")[2]
-            if before not in values:
-                continue
-            if now in values:
-                raise ValueError(f"{old} is the old name of {new}, and both are given; leave out the old one")
-            warnings.warn(f"{old} is {new} now; the old name goes with the next release", FutureWarning, stacklevel=2)
-            values = {now if key == before else key: value for key, value in values.items()}
-        return values
 
-
-class ComponentConfig(BaseModel):
+class ComponentConfig(_Fields):
     """A component: its name in the registry of its kind, and parameters of its own."""
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -82,10 +96,11 @@ class ComponentConfig(BaseModel):
     def _numbers_are_finite(self) -> Self:
         """Refuse what no component can mean; parameters have no fields that could say so."""
         for name, value in (self.model_extra or {}).items():
-            if (absurd := find_absurd_number(value)) is not None:
+            if (absurd := _find_absurd_number(value)) is not None:
                 raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
-            if is_comma_number(value):
-                raise ValueError(f"{name} is a text; write {value.replace(',', '.')}, with a point, got {value!r}")
+            for item in list_values(value):
+                if (plain := suggest_plain(item)) is not None:
+                    raise ValueError(f"{name} is a text; {plain}, got {item!r}")
         return self
 
     def spec(self) -> dict[str, Any]:
@@ -115,8 +130,7 @@ def require_sound_parts(section: type[Section], values: Mapping[str, Any], sourc
     may hold by then: these are left to `validated`.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # old names are told of when the whole is read
-            section.model_validate(values)
+        section.model_validate(values)
     except ValidationError as fault:
         errors = [error for error in fault.errors(include_url=False) if not _may_mend(error)]
         if errors:
@@ -131,32 +145,33 @@ def _may_mend(error: Any) -> bool:
     return error["type"] in ("missing", "value_error") or is_part_of_list
 
 
-def find_absurd_number(value: Any) -> float | int | None:
+def _find_absurd_number(value: Any) -> float | int | None:
     """Return the first number in ``value``, lists and mappings searched, that is not finite or exceeds 64 bits.
 
-    >>> find_absurd_number({"lr": 0.1, "betas": [0.9, float("nan")]})
+    >>> _find_absurd_number({"lr": 0.1, "betas": [0.9, float("nan")]})
     nan
     """
+    for item in list_values(value):
+        if (isinstance(item, float) and not math.isfinite(item)) or (isinstance(item, int) and item.bit_length() > 63):
+            return item
+    return None
+
+
+def list_values(value: Any) -> Iterator[Any]:
+    """Yield the plain values in lists and mappings."""
     if isinstance(value, Mapping | list | tuple):
-        items = value.values() if isinstance(value, Mapping) else value
-        return next((found for item in items if (found := find_absurd_number(item)) is not None), None)
-    if isinstance(value, float):
-        return None if math.isfinite(value) else value
-    return value if isinstance(value, int) and value.bit_length() > 63 else None
-
-
-def find_other_name(section: type[BaseModel], path: Sequence[str]) -> str | None:
-    """Return the old name of the key at ``path`` in ``section``, or the new one of an old key; None if it has one."""
-    key = ".".join(path)
-    renamed: Mapping[str, str] = getattr(_section_at(section, path[:-1]), "renamed", {})
-    pairs = {**renamed, **{new: old for old, new in renamed.items()}}
-    return pairs[key].rpartition(".")[2] if key in pairs else None
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from list_values(item)
+    else:
+        yield value
 
 
 def _sentence(section: type[BaseModel], error: Any) -> str:
     *parents, last = [part for part in error["loc"] if not _is_of_union(part)] or ("(top level)",)
     where = ".".join(str(part) for part in (*parents, last))
     if error["type"] == "extra_forbidden":
+        if where in RENAMED:
+            return f"{where}: unknown key; write {RENAMED[where]}"
         return f"{where}: unknown key; {did_you_mean(str(last), _section_at(section, parents).model_fields)}"
     fields = _section_at(section, (*parents, last)).model_fields
     message = say_what_is_needed(error, str(parents[-1] if parents and isinstance(last, int) else last), fields)

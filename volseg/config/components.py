@@ -1,11 +1,8 @@
 """What a training is made of by name: its network, losses, metrics, optimizer and schedule."""
 
-import math
-import warnings
-from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from volseg.config.base import ComponentConfig
 from volseg.config.numbers import ClassWeight, Finite
@@ -39,45 +36,25 @@ class OptimizerConfig(ComponentConfig):
     which ``*`` stands for anything."""
 
 
-def _also_a_number(schema: dict[str, Any]) -> None:
-    """Describe what `LossConfig` still takes for its factor."""
-    schema["anyOf"] = [
-        *schema["anyOf"],
-        {"type": "number", "deprecated": True, "description": "factor, by its old name"},
-    ]
-
-
 class LossConfig(ComponentConfig):
     """One term of the objective; several are added up with their factors."""
 
     factor: Finite = 1.0
     """Of the term in the sum."""
-    weight: Annotated[tuple[ClassWeight, ...] | None, Field(json_schema_extra=_also_a_number)] = None
+    weight: tuple[ClassWeight, ...] | None = None
     """Class weights, one for each class, for losses that take them."""
     inputs: Annotated[tuple[str, ...], Field(min_length=1)] = ("logits", "label")
     """What the loss is called with: fields of the batch and outputs of the network."""
     output: str = "loss"
     """Name of the term's scalar; among several terms each needs its own, and ``loss`` is their sum."""
 
-    @model_validator(mode="before")
+    @field_validator("weight", mode="before")
     @classmethod
-    def _take_number_for_factor(cls, values: Any) -> Any:
-        """Take a single number under ``weight`` for what it meant before class weights could be given."""
-        number = values.get("weight") if isinstance(values, Mapping) else None
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            return values
-        if "factor" in values:
-            raise ValueError(
-                f"weight is a list of class weights, and factor the term's share of the sum, got weight: {number} "
-                "beside a factor; leave out one of them"
-            )
-        if number != 1 and math.isfinite(number):  # 1 changes nothing, and stands in every config that was written out
-            warnings.warn(
-                f"weight: {number} of a loss is factor: {number} now; one number as weight goes with the next release",
-                FutureWarning,
-                stacklevel=2,
-            )
-        return {**{key: value for key, value in values.items() if key != "weight"}, "factor": number}
+    def _is_no_factor(cls, value: Any) -> Any:
+        """Refuse a single number, which means the term's share of the sum."""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            raise ValueError(f"needed: a list of class weights; for the term's share of the sum write factor: {value}")
+        return value
 
     def spec(self) -> dict[str, Any]:
         """Return name and parameters as the registry of losses takes them, class weights among them."""

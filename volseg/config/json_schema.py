@@ -114,8 +114,6 @@ def list_keys(schema: Mapping[str, Any]) -> list[str]:
 def _list_keys(schema: Mapping[str, Any], properties: Mapping[str, Any], prefix: str) -> list[str]:
     keys = []
     for name, told in properties.items():
-        if told.get("deprecated"):
-            continue
         section = _find_section(schema, told)
         below = _list_keys(schema, section["properties"], f"{prefix}{name}.") if section else []
         keys += below or [f"{prefix}{name}"]

@@ -5,13 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from volseg.config.base import find_other_name, require_sound_parts, validated
+from volseg.config.base import require_sound_parts, validated
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
 from volseg.config.shipped import list_shipped
-from volseg.config.yaml_values import parse_yaml
+from volseg.config.yaml_values import DEEPEST, dump_yaml, parse_yaml, read_yaml
 from volseg.errors import ConfigError
 from volseg.files import replacing
 
@@ -47,15 +45,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     if not file.exists() and (shipped := list_shipped().get(str(path))) is not None:
         file = shipped
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        values = read_yaml(file, f"config {path}")
     except OSError as fault:
         raise ConfigError(f"config {path} cannot be read: {fault.strerror}; {_name_configs(Path(path))}") from fault
-    except UnicodeDecodeError as fault:
-        raise ConfigError(
-            f"config {path} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8, or a data set by "
-            "its folder"
-        ) from fault
-    values = parse_yaml(text, f"config {path}")
     if not isinstance(values, dict):
         came = "nothing" if values is None else f"a {type(values).__name__}"
         raise ConfigError(f"config {path} must hold `key: value` lines, got {came}; volseg configure FOLDER writes one")
@@ -115,11 +107,9 @@ def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
     """
     path, equals, text = assignment.partition("=")
     keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise ConfigError(f"--set takes key=value such as training.epochs=5, got {assignment!r}")
+    if not equals or not all(keys) or len(keys) > DEEPEST:
+        raise ConfigError(f"--set takes key=value such as training.epochs=5, got {assignment[:200]!r}")
     value = parse_yaml(text, f"--set {assignment}: the value")
-    if (other := find_other_name(ExperimentConfig, keys)) is not None:  # what is assigned last counts, by either name
-        values = _without(values, [*keys[:-1], other])
     result = _assigned(values, keys, value, assignment)
     assert isinstance(result, dict)
     return result
@@ -164,7 +154,7 @@ def _assigned(node: Any, keys: Sequence[str], value: Any, assignment: str) -> An
         return value
     key, *rest = keys
     if isinstance(node, list | tuple):
-        if not key.isdigit() or int(key) >= len(node):
+        if key not in map(str, range(len(node))):
             raise ConfigError(f"--set {assignment}: {key!r} must be an index below {len(node)}")
         return [_assigned(item, rest, value, assignment) if i == int(key) else item for i, item in enumerate(node)]
     if node is None:
@@ -172,16 +162,6 @@ def _assigned(node: Any, keys: Sequence[str], value: Any, assignment: str) -> An
     if not isinstance(node, Mapping):
         raise ConfigError(f"--set {assignment}: {key!r} lies inside the plain value {node!r}")
     return {**node, key: _assigned(node.get(key), rest, value, assignment)}
-
-
-def _without(node: Any, keys: Sequence[str]) -> Any:
-    """Return ``node`` without the entry at ``keys``, if there is one."""
-    key, *rest = keys
-    if not isinstance(node, Mapping) or key not in node:
-        return node
-    if rest:
-        return {**node, key: _without(node[key], rest)}
-    return {name: value for name, value in node.items() if name != key}
 
 
 def dump_config(config: ExperimentConfig, path: str | Path) -> Path:
@@ -194,7 +174,7 @@ def dump_config(config: ExperimentConfig, path: str | Path) -> Path:
 
 def format_config(config: ExperimentConfig) -> str:
     """Return every value of ``config``, defaults too, as YAML."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 def differences(one: ExperimentConfig, other: ExperimentConfig) -> list[str]:

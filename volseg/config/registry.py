@@ -17,7 +17,7 @@ from typing import Any
 
 from volseg.config.nearest import did_you_mean
 from volseg.config.sources import Source
-from volseg.errors import ConfigError
+from volseg.errors import ConfigError, VolsegError
 
 __all__ = ["Registry", "explain_import"]
 
@@ -190,7 +190,9 @@ class Registry(Mapping[str, Callable[..., Any]]):
             return self[spec["name"]](*args, **parameters, **fixed)
         except ImportError as fault:  # of what only this component needs
             raise ConfigError(f"{self.kind} {spec['name']} {explain_import(fault)}") from fault
-        except (TypeError, ValueError) as fault:
+        except Exception as fault:  # whatever the component's own code raises
+            if isinstance(fault, VolsegError) and not isinstance(fault, ValueError):
+                raise
             refused = f" refused {parameters}" if parameters else ""
             raise ConfigError(f"{self.kind} {spec['name']}{refused}: {fault}") from fault
 

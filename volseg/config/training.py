@@ -1,9 +1,8 @@
 """The loop of a training, its patches, and the kernels that it runs."""
 
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -69,8 +68,6 @@ class PatchConfig(ConfigModel):
 
 class TrainingConfig(ConfigModel):
     """The loop."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"training.capture": "training.record"}
 
     epochs: Count = 100
     """Epochs of the training."""

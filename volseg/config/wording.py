@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["is_comma_number", "say_what_is_needed"]
+__all__ = ["say_what_is_needed", "suggest_plain"]
 
 PLAIN = {
     "int_type": "a whole number",
@@ -28,13 +28,19 @@ LENGTHS = {"too_long": ("max_length", "at most"), "too_short": ("min_length", "a
 LIST = re.compile(r"\(?[^,\[\]]+(,[^,\[\]]+)+\)?")
 
 
-def is_comma_number(value: object) -> bool:
-    """Tell whether a text is a number with a decimal comma, which YAML does not know.
+def suggest_plain(value: object) -> str | None:
+    """Return how to write a text that YAML 1.2 does not take for a number or a truth value, as its writer may expect.
 
-    >>> is_comma_number("0,003"), is_comma_number("1,2,3")
-    (True, False)
+    >>> suggest_plain("0,003"), suggest_plain("1_000"), suggest_plain("off"), suggest_plain("1,2,3")
+    ('write 0.003, with a point', 'write 1000, without _', 'write true or false', None)
     """
-    return isinstance(value, str) and re.fullmatch(r"[-+]?\d+,\d+", value) is not None
+    if not isinstance(value, str):
+        return None
+    if re.fullmatch(r"[-+]?\d+,\d+", value):
+        return f"write {value.replace(',', '.')}, with a point"
+    if re.fullmatch(r"[-+]?\d+(_\d+)+", value):
+        return f"write {value.replace('_', '')}, without _"
+    return "write true or false" if value.lower() in ("yes", "no", "on", "off") else None
 
 
 def say_what_is_needed(error: Mapping[str, Any], key: str, fields: Collection[str] = ()) -> str:
@@ -59,8 +65,8 @@ def say_what_is_needed(error: Mapping[str, Any], key: str, fields: Collection[st
         return f"needed: {most} {error['ctx'][name]} item(s) in the list"
     if kind not in PLAIN:
         return error["msg"].removeprefix("Value error, ")
-    point = f"; write {came.replace(',', '.')}, with a point" if is_comma_number(came) else ""
-    return f"needed: {PLAIN[kind]}{point}"
+    plain = suggest_plain(came) if kind != "string_type" and not kind.startswith("bool") else None
+    return f"needed: {PLAIN[kind]}{f'; {plain}' if plain else ''}"
 
 
 def _show_section(came: Any, key: str, fields: Collection[str]) -> str:

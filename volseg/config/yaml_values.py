@@ -1,44 +1,77 @@
-"""Read YAML as people mean it.
+"""Read and write YAML by the core schema of YAML 1.2, plain values only.
 
-PyYAML follows YAML 1.1, in which ``1e-3`` is a text (a float needs a dot) and a key that stands twice silently keeps
-its last value. Both would train with something else than what was written.
+PyYAML follows YAML 1.1, in which ``1e-3`` is a text, ``010`` is 8, ``1:30`` is 90, ``no`` is false, and a key that
+stands twice silently keeps its last value. Here PyYAML only parses; the values are built from its events. Anchors,
+aliases, merge keys and tags are refused: 500 bytes of nested aliases can stand for 9**9 values.
 """
 
-import copy
 import re
-from collections.abc import Hashable
-from functools import lru_cache
-from typing import Any
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
 
 import yaml
 
 from volseg.errors import ConfigError
-from volseg.files import require_text
+from volseg.files import read_bytes
 
-__all__ = ["parse_yaml"]
+__all__ = ["DEEPEST", "dump_yaml", "parse_yaml", "read_yaml"]
+
+DEEPEST = 50
+"""Levels of lists and sections."""
+
+MOST_CHARACTERS = 1 << 20
+MOST_VALUES = 100_000
+MOST_DIGITS = 300
+"""As many as a float can hold."""
+
+PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""That of libyaml, ten times as fast, where PyYAML was built with it."""
+
+WORDS = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
-class _Loader(yaml.SafeLoader):
-    """Plain values only, as in ``yaml.safe_load``."""
+class _Dumper(yaml.SafeDumper):
+    """Write no aliases, and quote a text that YAML 1.1 or YAML 1.2 takes for something else."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Return the mapping; a key that stands in it twice is an error."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice; keep one", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+    def ignore_aliases(self, _: Any) -> bool:
+        """Return True: a value that is shared is written in each place."""
+        return True
 
 
-# YAML 1.2's floats with an exponent: 1e-3, 2E5. SafeLoader copies the table of its base before it is added to.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+for _tag, _pattern in (("int", INTEGER), ("float", FLOAT)):
+    _Dumper.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern.pattern})$"), list("-+.0123456789")
+    )
+
+
+def dump_yaml(value: Any, **style: Any) -> str:
+    """Return plain values as YAML, which `parse_yaml` reads as the same values."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **style)
+    return text
+
+
+def read_yaml(path: Path, source: str) -> Any:
+    """Return the plain values of a YAML file, as `parse_yaml`.
+
+    Raises
+    ------
+    ConfigError
+        Names ``source`` and the line.
+    OSError
+        If the file cannot be read.
+    """
+    try:
+        text = read_bytes(path, 4 * MOST_CHARACTERS).decode("utf-8-sig")
+    except UnicodeDecodeError as fault:
+        raise ConfigError(f"{source} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8") from fault
+    return parse_yaml(text, source)
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -47,25 +80,114 @@ def parse_yaml(text: str, source: str) -> Any:
     Raises
     ------
     ConfigError
-        Names ``source``, line and column.
+        Names ``source`` and the line.
 
     Examples
     --------
     >>> parse_yaml("lr: 1e-3", "config.yaml")
     {'lr': 0.001}
     """
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"{source} has {len(text)} characters, needed: {MOST_CHARACTERS} at most")
     try:
-        values = copy.deepcopy(_load(text))
-    except yaml.YAMLError as fault:
-        remedy = "\nindent by spaces: YAML takes no tabs" if "'\\t'" in str(fault) else ""
-        raise ConfigError(f"{source} is not valid YAML: {fault}{remedy}") from fault
-    except RecursionError:
-        raise ConfigError(f"{source} is nested too deeply to be a config") from None
-    require_text(values, f"a name in {source}")
-    return values
+        return _Builder(yaml.parse(text, Loader=PARSER)).build()
+    except yaml.MarkedYAMLError as fault:
+        raise ConfigError(f"{source} is not valid YAML: {_explain(fault, text)}") from fault
+    except (yaml.YAMLError, ValueError) as fault:  # characters and escapes that are no text
+        raise ConfigError(f"{source} is not valid YAML: {fault}") from fault
 
 
-@lru_cache(maxsize=8)
-def _load(text: str) -> Any:
-    """Load a text once: what trains, validates and reports each reads a run's config, twenty milliseconds a time."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+def _explain(fault: yaml.MarkedYAMLError, text: str) -> str:
+    told = ", ".join(part for part in (fault.context, fault.problem) if part)
+    mark = fault.problem_mark or fault.context_mark
+    if mark is None:
+        return told
+    lines = text.splitlines() or [""]
+    shown = lines[min(mark.line, len(lines) - 1)]
+    remedy = "\nindent by spaces: YAML takes no tabs" if "\t" in shown[: mark.column + 1] else ""
+    return f"{told}\n  in line {mark.line + 1}, column {mark.column + 1}: {shown[:80]!r}{remedy}"
+
+
+class _Builder:
+    """Builds the values of one document from the parser's events."""
+
+    def __init__(self, events: Iterator[yaml.Event]) -> None:
+        self._events = events
+        self._num_values = 0
+
+    def build(self) -> Any:
+        """Return what the document holds; None of a text without one."""
+        next(self._events)  # the stream's start
+        start = next(self._events)
+        if isinstance(start, yaml.StreamEndEvent):
+            return None
+        assert isinstance(start, yaml.DocumentStartEvent)
+        if start.version not in (None, (1, 2)):
+            _refuse(start, "the file says that it is written in another YAML than 1.2; remove the line %YAML")
+        value = self._build(next(self._events), 0)
+        next(self._events)  # the document's end
+        if not isinstance(further := next(self._events), yaml.StreamEndEvent):
+            _refuse(further, "a second document begins; keep one, without `---` between")
+        return value
+
+    def _build(self, event: Any, depth: int) -> Any:
+        """Return the value that begins at an event."""
+        self._num_values += 1
+        if self._num_values > MOST_VALUES:
+            _refuse(event, f"it holds more than {MOST_VALUES} values")
+        if depth > DEEPEST:
+            _refuse(event, f"it is nested too deeply: more than {DEEPEST} levels")
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            _refuse(event, f"anchors and aliases (&{event.anchor}) are not read; write the value in each place")
+        if event.tag is not None:
+            _refuse(event, f"tags ({event.tag}) are not read; write the plain value, a text in quotes")
+        if isinstance(event, yaml.ScalarEvent):
+            return _resolve(event)
+        if isinstance(event, yaml.SequenceStartEvent):
+            return [self._build(item, depth + 1) for item in self._until(yaml.SequenceEndEvent)]
+        mapping: dict[Hashable, Any] = {}
+        for key in self._until(yaml.MappingEndEvent):
+            name = self._build_key(key, depth)
+            if name in mapping:
+                _refuse(key, f"the key {key.value!r} stands twice; keep one")
+            mapping[name] = self._build(next(self._events), depth + 1)
+        return mapping
+
+    def _build_key(self, event: Any, depth: int) -> Hashable:
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and event.value == "<<":
+            _refuse(event, "merge keys (<<) are not read; write the keys in each place")
+        if isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
+            _refuse(event, "a key is a list or a section; needed: a text")
+        key: Hashable = self._build(event, depth + 1)
+        return key
+
+    def _until(self, end: type[yaml.Event]) -> Iterator[Any]:
+        while not isinstance(event := next(self._events), end):
+            yield event
+
+
+def _resolve(event: yaml.ScalarEvent) -> Any:
+    """Return the value of a scalar: in quotes a text, else what the core schema says."""
+    text = event.value
+    if not event.implicit[0]:
+        return _require_text(event)
+    if text in WORDS:
+        return WORDS[text]
+    if INTEGER.fullmatch(text):
+        if len(text) > MOST_DIGITS:
+            _refuse(event, f"a number has {len(text)} digits; needed: {MOST_DIGITS} at most")
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    if FLOAT.fullmatch(text):
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return _require_text(event)
+
+
+def _require_text(event: yaml.ScalarEvent) -> str:
+    text: str = event.value
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        _refuse(event, "an escape stands for half a character; write the character itself")
+    return text
+
+
+def _refuse(event: Any, problem: str) -> NoReturn:
+    raise yaml.constructor.ConstructorError(None, None, problem, event.start_mark)

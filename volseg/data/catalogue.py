@@ -10,15 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from volseg.config.nearest import did_you_mean
+from volseg.config.yaml_values import read_yaml
 from volseg.errors import DataError
 
 __all__ = ["PublicTask", "find_public_task", "list_public_tasks"]
-
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""That of libyaml, where PyYAML was built with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +61,9 @@ def _name_shortly(name: str) -> set[str]:
     return {name.casefold(), number, organ, digits, digits.lstrip("0")}
 
 
-# A training asks for its task's four times, and YAML in Python takes 50 ms of a core for all ten.
-@cache
+@cache  # a training asks for its task's four times
 def _read(path: Path) -> PublicTask:
-    manifest = yaml.load(path.read_text(encoding="utf-8"), LOADER)  # noqa: S506 - a SafeLoader
+    manifest = read_yaml(path, str(path))
     return PublicTask(
         name=manifest["name"],
         url=manifest["url"],

@@ -7,6 +7,7 @@ file once its checksum says so. pooch and MONAI's ``download_url`` begin anew ea
 """
 
 import email.utils
+import errno
 import hashlib
 import http.client
 import json
@@ -20,14 +21,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 from urllib.parse import urlsplit
 
 from volseg.data.json_files import read_json
-from volseg.errors import DataError
+from volseg.errors import DataError, VolsegError
 from volseg.files import replacing
 from volseg.version import __version__
 
@@ -40,6 +41,14 @@ ShowBytes = Callable[[str, int, int | None], object]
 
 PIECE = 1 << 16
 """Bytes that are read at a time: what can be lost where a connection breaks."""
+
+MOST_BYTES = 64 << 30
+"""Of a file whose length the server does not tell; the largest archive that volseg knows has 27 GB."""
+
+KEPT_FREE = 1 << 30
+"""Bytes of the disk that a file of unknown length leaves free."""
+
+CHECKED_EVERY = 1 << 26
 
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which a server may well answer the same request."""
@@ -280,10 +289,29 @@ class _Download:
                     piece = response.read(PIECE)
                 if not piece:
                     return
-                self._part.write(piece)
+                if self._part.write(piece) < len(piece):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 done += len(piece)
+                if self._begun.total is None and done % CHECKED_EVERY < PIECE:
+                    self._require_end(done)
+        except OSError as fault:
+            raise DataError(
+                f"{self._path} cannot be written: {fault.strerror}; free space, or name another folder by --output"
+            ) from fault
         finally:
-            self._part.flush()
+            with suppress(OSError):
+                self._part.flush()
+
+    def _require_end(self, done: int) -> None:
+        """Raise where a file of unknown length grows beyond every archive, or fills the disk."""
+        free = shutil.disk_usage(self._path.parent).free
+        if done > MOST_BYTES or free < KEPT_FREE:
+            self.forget()
+            raise DataError(
+                f"{self._url} does not tell its length, and after {done} bytes it has not ended; {free} bytes of the "
+                f"disk were free. Allowed are {MOST_BYTES} bytes, and {KEPT_FREE} must stay free; name a "
+                "mirror by --url"
+            )
 
     def _take_refusal(self, refusal: urllib.error.HTTPError) -> NoReturn:
         """Say what to do after an answer that is none."""
@@ -322,8 +350,10 @@ def _hearing(url: str) -> Iterator[None]:
     """Turn what the network may do to a conversation into `_Passing`; the disk is not spoken to inside."""
     try:
         yield
-    except http.client.InvalidURL as fault:
-        raise DataError(f"{url} cannot be fetched: {fault}") from fault
+    except VolsegError:
+        raise
+    except (http.client.InvalidURL, ValueError, OverflowError) as fault:  # of the address, or of one it leads to
+        raise DataError(f"{url} cannot be fetched: {fault}, in its address or in one that it leads to") from fault
     except (OSError, http.client.HTTPException) as fault:  # timeouts and urllib's own errors are OSErrors
         reason = getattr(fault, "reason", fault)
         if isinstance(reason, ssl.SSLCertVerificationError):
@@ -345,15 +375,14 @@ class _SafeRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _as_number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
 def _read_range(text: str) -> tuple[int, int | None]:
     """Return where a part begins, and how long the whole is; -1 for what is no part of anything."""
     match = CONTENT_RANGE.fullmatch(text.strip())
-    if match is None or match[1] is None:
-        return -1, None
-    return int(match[1]), _as_number(match[2])
+    start = None if match is None else _as_number(match[1])
+    return (-1, None) if match is None or start is None else (start, _as_number(match[2]))
 
 
 def _find_validator(headers: Mapping[str, str]) -> str | None:
@@ -367,7 +396,7 @@ def _read_wait(text: str | None) -> float | None:
     if text is None or (seconds := _as_number(text.strip())) is not None:
         return None if text is None else float(seconds or 0)
     try:
-        moment = email.utils.parsedate_to_datetime(text)
-    except ValueError:  # neither: as if it were not there
+        moment = email.utils.parsedate_to_datetime(text).timestamp()
+    except (ValueError, OverflowError):  # neither: as if it were not there
         return None
-    return max(moment.timestamp() - time.time(), 0.0)
+    return max(moment - time.time(), 0.0)

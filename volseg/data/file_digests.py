@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from volseg.data.content import require_regular
 from volseg.data.itk_headers import find_voxels
+from volseg.data.json_files import parse_json
 from volseg.errors import ReaderError
 from volseg.files import replacing
 
@@ -107,6 +108,6 @@ def _look_at(file: BinaryIO) -> list[int]:
 
 def _recall(known: Path) -> Any:
     try:
-        return json.loads(known.read_bytes())
+        return parse_json(known.read_bytes())
     except (OSError, ValueError):  # never remembered, or damaged
         return None

@@ -18,6 +18,7 @@ import numpy as np
 from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
+from volseg.data.json_files import read_json
 from volseg.errors import DataError
 from volseg.files import replacing
 
@@ -122,8 +123,8 @@ def _clear(root: Path) -> None:
         return
     manifest = root / "dataset.json"
     try:
-        ours = json.loads(manifest.read_text(encoding="utf-8")).get("reference") == ORIGIN
-    except (OSError, ValueError, AttributeError):
+        ours = read_json(manifest).get("reference") == ORIGIN
+    except (DataError, AttributeError):
         ours = False
     if not ours:
         raise DataError(f"{root} is not empty and was not made by volseg; name a new or an empty folder")

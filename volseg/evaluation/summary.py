@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from volseg.data.cases import Structure
+from volseg.data.json_files import read_json
 from volseg.data.readers import read_volume
 from volseg.errors import DataError, GridError
 from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, mean_intervals
@@ -212,10 +213,10 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
         If the file is no summary.
     """
     try:
-        summary = json.loads(Path(path).read_text(encoding="utf-8"))
+        summary = read_json(Path(path), "a summary", has_nan=True)
         means = [summary["foreground_mean"], *summary["mean"].values()]
         cases = [metrics for case in summary["metric_per_case"] for metrics in case["metrics"].values()]
-    except (ValueError, KeyError, TypeError, AttributeError) as fault:
+    except (DataError, KeyError, TypeError, AttributeError) as fault:
         raise DataError(f"{path} is not a summary.json as volseg and nnU-Net write it: {fault!r}") from fault
     for metrics in means + cases:
         metrics.update({name: math.nan for name, value in metrics.items() if value is None})
@@ -236,7 +237,7 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_further(path: str | os.PathLike[str], of: str) -> dict[str, Any]:
-    declared = json.loads(Path(path).read_text(encoding="utf-8")).get(of)
+    declared = read_json(Path(path), "a summary", has_nan=True).get(of)
     return declared if isinstance(declared, dict) else {}
 
 

@@ -12,11 +12,13 @@ archive chooses: members are bytes by name.
 
 import hashlib
 import json
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from volseg.data.json_files import parse_json
 from volseg.errors import CheckpointError
 from volseg.files import replacing
 from volseg.version import __version__
@@ -31,6 +33,9 @@ MANIFEST = "manifest.json"
 
 MOST_MANIFEST = 1 << 24
 MOST_MEMBERS = 10_000
+
+DAMAGES = (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError, OverflowError, MemoryError, struct.error)
+"""What zipfile raises for damaged archives: their version number, names, offsets, lengths."""
 
 LONG_AGO = (1980, 1, 1, 0, 0, 0)
 """The earliest date that zip can write: the date is the same whenever it is written."""
@@ -53,7 +58,7 @@ def write_archive(path: str | Path, about: Mapping[str, Any], members: Mapping[s
         _require_plain(name, path)
     files = {name: _identify(content) for name, content in members.items()}
     manifest = {"format": FORMAT, "version": VERSION, "volseg": __version__, **about, "files": files}
-    text = json.dumps(manifest, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    text = json.dumps(manifest, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
     with replacing(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
         for name, content in {MANIFEST: text.encode(), **dict(sorted(members.items()))}.items():
             entry = zipfile.ZipInfo(name, LONG_AGO)
@@ -71,7 +76,7 @@ def is_archive(path: str | Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return MANIFEST in archive.namelist()
-    except Exception:  # zipfile runs into damaged bytes as UnicodeDecodeError, struct.error, NotImplementedError ...
+    except DAMAGES:
         return False
 
 
@@ -96,7 +101,7 @@ def read_archive(path: str | Path) -> tuple[dict[str, Any], dict[str, bytes]]:
             return manifest, {name: _read_member(archive, entries[name], files[name], path) for name in sorted(files)}
     except CheckpointError:
         raise
-    except Exception as fault:  # as in `is_archive`
+    except DAMAGES as fault:
         raise CheckpointError(f"{path} is damaged, or no file of volseg export ({fault}); copy it again") from fault
 
 
@@ -126,8 +131,8 @@ def _read_manifest(archive: zipfile.ZipFile, entries: Mapping[str, zipfile.ZipIn
     if MANIFEST not in entries or entries[MANIFEST].file_size > MOST_MANIFEST:
         raise CheckpointError(f"{path} has no {MANIFEST}; name a file that volseg export wrote")
     try:
-        manifest = json.loads(archive.read(MANIFEST))
-    except (ValueError, RecursionError) as fault:
+        manifest = parse_json(archive.read(MANIFEST))
+    except ValueError as fault:
         raise CheckpointError(f"{path}: {MANIFEST} cannot be read ({fault}); copy it again") from fault
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path}: {MANIFEST} is not of the format {FORMAT}; name a file that volseg export wrote")

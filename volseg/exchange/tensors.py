@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.data.json_files import parse_json
 from volseg.errors import CheckpointError
 
 __all__ = ["pack_tensors", "unpack_tensors"]
@@ -80,9 +81,9 @@ def unpack_tensors(content: bytes, where: str) -> dict[str, Tensor]:
     if length > min(MOST_HEADER, len(content) - 8):
         raise CheckpointError(f"{where} is damaged: a header of {length} bytes in a file of {len(content)}")
     try:
-        header = json.loads(content[8 : 8 + length])
+        header = parse_json(content[8 : 8 + length])
         entries = {name: _read_entry(entry) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as fault:
+    except (ValueError, TypeError, KeyError, AttributeError) as fault:
         raise CheckpointError(f"{where} is damaged: its header cannot be read ({fault!r})") from fault
     data, expected, tensors = memoryview(content)[8 + length :], 0, {}
     for name, (dtype, shape, start, end) in sorted(entries.items(), key=lambda item: item[1][2:]):

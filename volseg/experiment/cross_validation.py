@@ -10,7 +10,6 @@
         report.html, report.md   the same for reading
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +18,16 @@ from pathlib import Path
 from volseg.config.loading import require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
+from volseg.data.json_files import read_json
 from volseg.data.layouts import load_task
-from volseg.errors import ConfigError, NonFiniteLossError, NonFinitePredictionError, ParallelError, VolsegError
+from volseg.errors import (
+    ConfigError,
+    DataError,
+    NonFiniteLossError,
+    NonFinitePredictionError,
+    ParallelError,
+    VolsegError,
+)
 from volseg.evaluation.summary import complete_summary, write_summary
 from volseg.experiment.building import check_components
 from volseg.experiment.cross_validation_report import CrossValidated, as_json
@@ -198,5 +205,8 @@ def _read_seconds(folder: Path) -> dict[int, float]:
     path = folder / RESULTS
     if not path.exists():
         return {}
-    recorded = json.loads(path.read_text(encoding="utf-8"))["folds"]
-    return {fold["fold"]: fold["seconds"] for fold in recorded if fold["seconds"] is not None}
+    recorded = read_json(path)
+    try:
+        return {fold["fold"]: fold["seconds"] for fold in recorded["folds"] if fold["seconds"] is not None}
+    except (KeyError, TypeError) as fault:
+        raise DataError(f"{path} should give each fold its seconds ({fault!r}); remove the file") from fault

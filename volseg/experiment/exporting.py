@@ -1,6 +1,5 @@
 """A run, or a cross-validation, as one file that predicts without its folder, its data or its cache."""
 
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,6 +18,7 @@ from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.sources import find_folds
 from volseg.experiment.trained import load_run
 from volseg.files import digest_file, require_new
+from volseg.monitoring.run_files import replace_nan
 
 __all__ = ["FORMATS", "export", "export_archive"]
 
@@ -143,8 +143,7 @@ def _read_scores(run: RunFolder) -> dict[str, Any] | None:
         "foreground_mean": dict(summary["foreground_mean"]),
         "mean": means,
     }
-    found: dict[str, Any] = json.loads(json.dumps(content).replace("NaN", "null"))
-    return found
+    return replace_nan(content)
 
 
 def _digest_cases(run: RunFolder) -> str | None:

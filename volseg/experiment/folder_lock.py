@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from volseg.errors import CheckpointError, ConfigError
+from volseg.data.json_files import read_json
+from volseg.errors import CheckpointError, ConfigError, DataError
 
 try:
     import fcntl
@@ -111,7 +112,7 @@ def _say_unlocked(path: Path, cause: str) -> None:
 
 def _holder(path: Path) -> str:
     try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
+        holder = read_json(path)
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    except (OSError, ValueError, KeyError):  # it has not written its name yet, or is gone this moment
+    except (DataError, KeyError, TypeError):  # it has not written its name yet, or is gone this moment
         return "another process"

@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from volseg.config.base import validated
 from volseg.config.loading import override
 from volseg.config.schema import ExperimentConfig
@@ -85,9 +87,10 @@ def load_nnunet(
     device = choose_device(config)
     models = []
     for file, weights in zip(read.checkpoints, read.weights, strict=True):
-        plain = build_network(
-            config.network.spec(), in_channels=read.task.num_channels, out_channels=read.task.num_outputs
-        )
+        with torch.device("meta"):  # only its names and shapes are compared with the checkpoint's
+            plain = build_network(
+                config.network.spec(), in_channels=read.task.num_channels, out_channels=read.task.num_outputs
+            )
         renamed = rename_weights(weights, plain, str(file))
         model = build_model(config, read.task, device, trains=False)
         load_weights(model, renamed)

@@ -1,6 +1,6 @@
 """The network that a config describes, on the device or devices that it trains or predicts on."""
 
-import warnings
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,6 +15,7 @@ from volseg.experiment.building import build_objective
 from volseg.experiment.kernels import with_compiled_kernels, with_fast_kernels
 from volseg.experiment.rehearsing import rehearse_losses, rehearse_network, require_window
 from volseg.experiment.training_mesh import TrainingMesh
+from volseg.memory import total_bytes
 from volseg.models import FitGrid, build_network
 from volseg.models.layout import faster_layout
 from volseg.parallel import ModelParallel
@@ -64,6 +65,18 @@ def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
         raise ConfigError(f"network {config.network.name} {explain_import(fault)}") from fault
 
 
+def _require_room(config: ExperimentConfig, task: Task) -> None:
+    """Raise for a patch or a window that no memory of this machine holds with its logits and its weight."""
+    channels = task.num_channels + task.num_outputs + 4
+    for key, sides in (("patch.size", config.patch.size), ("inference.window", config.inference.window)):
+        needed, total = 4 * channels * math.prod(sides or ()), total_bytes()
+        if needed > total:
+            raise ConfigError(
+                f"{key} {list(sides or ())} takes {needed / 2**30:.1f} GiB for an image and its logits, and this "
+                f"machine has {total / 2**30:.1f} GiB; take a smaller one"
+            )
+
+
 def build_model(
     config: ExperimentConfig,
     task: Task,
@@ -98,6 +111,7 @@ def build_model(
     """
     network = build_plain_network(config, task)
     require_window(network, config)
+    _require_room(config, task)
     if trains:
         made = rehearse_network(network, config, task)
         rehearse_losses(build_objective(config, task), made, task)
@@ -140,12 +154,10 @@ def _place_on_several(
     network: FitGrid, config: ExperimentConfig, device: torch.device, *, trains: bool, mesh: TrainingMesh | None
 ) -> nn.Module:
     parallel = config.parallel
-    if parallel.only_chooses_kernels and not is_distributed():
-        warnings.warn(
-            "parallel: {strategy: spatial, devices: 1} cuts nothing, and goes with the next release: leave it out, and "
-            "training.kernels: auto takes the fast kernels by itself (or set that to fast)",
-            FutureWarning,
-            stacklevel=3,
+    if trains and parallel.only_chooses_kernels and not is_distributed():
+        raise ConfigError(
+            "parallel: {strategy: spatial, devices: 1} cuts nothing in one process; leave it out, and "
+            "training.kernels: auto takes the fast kernels by itself (or set that to fast)"
         )
     group = None if mesh is None else mesh.mesh.spatial_group
     options = {"fixed_order": True} if config.training.deterministic and parallel.model_strategy == "spatial" else {}

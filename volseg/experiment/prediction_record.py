@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any
 
 from volseg.data.cases import Case
+from volseg.data.json_files import parse_json
 from volseg.data.readers import find_suffix, list_files
 from volseg.errors import ConfigError
 from volseg.experiment.component_record import describe_components
@@ -140,7 +141,7 @@ class PredictionRecord:
 def _parse(line: str) -> Mapping[str, Any]:
     """Return what a line says; nothing for one that was cut off, whose label map is then made again."""
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except ValueError:
         return {}
     return entry if isinstance(entry, dict) else {}

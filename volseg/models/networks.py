@@ -12,14 +12,19 @@ from typing import Any
 from monai.networks import nets
 from torch import nn
 
+from volseg.config.base import list_values
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError
+from volseg.models.bounded import build_within_memory
 from volseg.models.deep_supervision import DynUNet
 from volseg.models.residual_encoder import ENCODER_BLOCKS, PlainConvUNet, ResEncUNet
 from volseg.models.topology import plan_topology
 from volseg.models.vnet import VNet
 
 __all__ = ["NETWORKS", "build_network", "complete_spec"]
+
+LARGEST = 1 << 16
+"""Whole number that a network of volseg or MONAI takes: channels, blocks, sides."""
 
 _DATA = ("in_channels", "out_channels")
 
@@ -92,7 +97,8 @@ def build_network(
     Raises
     ------
     ConfigError
-        For an unknown name or parameter (with the nearest known ones), and for parameters that the network refuses.
+        For an unknown name or parameter (with the nearest known ones), for parameters that the network refuses, and
+        for a network that does not fit into memory.
 
     Examples
     --------
@@ -108,9 +114,12 @@ def build_network(
     for parameter in _DATA:
         if not NETWORKS.accepts(name, parameter):
             raise ConfigError(f"network {name} must take {' and '.join(_DATA)}, which follow from the data, by keyword")
+    large = [value for value in list_values(completed) if isinstance(value, int) and abs(value) > LARGEST]
+    if large and NETWORKS.find_source(name) is None:
+        raise ConfigError(f"network {name} takes whole numbers up to {LARGEST}, got {large[0]}")
     if NETWORKS.accepts(name, "spatial_dims"):
         fixed["spatial_dims"] = 3
-    network = NETWORKS.build(completed, **fixed)
+    network = build_within_memory(name, lambda: NETWORKS.build(completed, **fixed))
     if not isinstance(network, nn.Module):
         raise ConfigError(f"network {name} must make a torch.nn.Module, got a {type(network).__name__}")
     return network

@@ -180,7 +180,7 @@ def read_history(file: str | Path) -> list[EpochLine]:
             if "counted_from" not in line:
                 line["epoch"] += 1
             found.append(_LINE.validate_python(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as fault:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
             if number == len(texts):  # bytes that never reached the disk before a power cut
                 break
             raise DataError(

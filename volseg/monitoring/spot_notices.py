@@ -109,7 +109,7 @@ def _describe(answer: str) -> str:
     try:
         said = json.loads(answer)
         return f"{said['action']} at {said['time']}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return repr(answer[:200])
 
 

@@ -3,9 +3,6 @@
 Of volseg it imports ``device`` and the errors, and it works in any PyTorch loop.
 """
 
-import warnings
-from typing import Any
-
 import volseg.parallel.candidates  # noqa: F401  (strategy="auto" chooses by it)
 from volseg.parallel.batches import from_slab, loads_batches, scatter_batch, slab_shape
 from volseg.parallel.compiled_network import CompiledNetwork
@@ -47,14 +44,3 @@ __all__ = [
     "verify",
     "whole",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "CapturedStep":
-        warnings.warn(
-            "volseg.parallel.CapturedStep is RecordedStep now; the old name goes with the next release",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return RecordedStep
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

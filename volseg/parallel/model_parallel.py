@@ -41,7 +41,7 @@ from volseg.parallel.spatial import Spatial
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.module import REGISTRIES
 from volseg.parallel.state.random import CommonSeeds
-from volseg.parallel.strategy import Devices, Options, Strategy, take_new_names
+from volseg.parallel.strategy import Devices, Options, Strategy
 
 __all__ = ["ModelParallel", "check_network", "choose_by"]
 
@@ -150,7 +150,7 @@ class ModelParallel(nn.Module):
         replicated = options.pop("replicated", True)
         named = {"split_size": split_size, "on_unsupported": on_unsupported, "checkpoint": checkpoint}
         defaults = {"split_size": None, "on_unsupported": "raise", "checkpoint": None}
-        given = take_new_names({name: value for name, value in named.items() if value != defaults[name]} | options)
+        given = {name: value for name, value in named.items() if value != defaults[name]} | options
         found, self.why = _choose(strategy, given)
         self.chosen, self._options = found.name, found
         if strategy == "auto":
@@ -328,7 +328,3 @@ def check_network(net: nn.Module) -> None:
 
 def _rebuild(net: nn.Module, arguments: dict[str, Any]) -> ModelParallel:
     return ModelParallel(net, **arguments)
-
-
-_rebuilt = _rebuild
-"""The name of before, in models that were pickled then; it goes with the next release."""

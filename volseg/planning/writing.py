@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from volseg.config.json_schema import refer_to_schema
 from volseg.config.loading import load_config
+from volseg.config.yaml_values import dump_yaml
 from volseg.files import replacing, require_new
 from volseg.planning.geometry import PRESETS
 from volseg.planning.plan import Plan
@@ -80,5 +79,5 @@ def _comment(text: str, indent: str = "") -> Iterator[str]:
 
 
 def _as_yaml(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=float("inf"))
+    text = dump_yaml(value, default_flow_style=True, width=float("inf"))
     return text.removesuffix("...\n").rstrip("\n")

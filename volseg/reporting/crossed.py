@@ -8,8 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-import yaml
-
+from volseg.config.yaml_values import dump_yaml
 from volseg.reporting.composing import Composer
 from volseg.reporting.content import (
     Block,
@@ -249,7 +248,7 @@ def _tell_time(record: CrossedRecord) -> list[Block]:
 
 
 def _tell_config(config: Mapping[str, Any], first: RunRecord | None) -> list[Block]:
-    text = yaml.safe_dump(dict(config), sort_keys=False) if config else (first.config_text if first else "")
+    text = dump_yaml(dict(config)) if config else (first.config_text if first else "")
     return [Code("The config of the folds, every value", text)] if text else []
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
+from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError, DataError
 from volseg.monitoring.run_files import (
     HISTORY,
@@ -307,10 +307,10 @@ def _list_regions(task: Mapping[str, Any] | None) -> dict[str, str]:
 
 def _read_config(text: str, missing: list[str]) -> Mapping[str, Any]:
     try:
-        config = yaml.safe_load(text)
+        config = parse_yaml(text, "config.yaml")
         if not isinstance(config, dict):
-            raise ValueError(f"it holds a {type(config).__name__}, no mapping")
-    except (yaml.YAMLError, ValueError, RecursionError) as fault:
+            raise ConfigError(f"it holds a {type(config).__name__}, no mapping")
+    except ConfigError as fault:
         missing.append(f"config.yaml cannot be read ({str(fault).partition(chr(10))[0]}).")
         return {}
     return config

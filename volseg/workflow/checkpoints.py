@@ -80,7 +80,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> TrainingState:
-    """Read a checkpoint that ``save_checkpoint`` wrote, of this format or an older one.
+    """Read a checkpoint that ``save_checkpoint`` wrote, of this format.
 
     Raises
     ------
@@ -100,17 +100,17 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Tra
 
 
 def parse_checkpoint(content: Any, path: Path) -> TrainingState | None:
-    """Return the training's state in a file's content, of this format or an older one; None if it holds none.
+    """Return the training's state in a file's content; None if it holds none.
 
     Raises
     ------
     CheckpointError
-        If the state is of a newer format or not whole.
+        If the state is of another format or not whole.
     """
     layout = content.get("format") if isinstance(content, Mapping) else None
     if isinstance(layout, int):
-        if layout > FORMAT:
-            raise CheckpointError(f"{path} has format {layout}, this volseg reads up to {FORMAT}: update volseg")
+        if layout != FORMAT:
+            raise CheckpointError(f"{path} has format {layout}, this volseg reads {FORMAT}: update volseg")
     elif not (isinstance(content, Mapping) and isinstance(content.get("model"), Mapping) and "average" in content):
         return None  # neither what `save_checkpoint` wrote nor what `Training.state_dict` returned
     return TrainingState.from_checkpoint(content, path)

@@ -1,7 +1,6 @@
 """What a training is between two batches: the one place that knows what a checkpoint holds, and under which names."""
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,18 +12,14 @@ from volseg.workflow.records import EpochRecord
 __all__ = ["FORMAT", "TrainingState"]
 
 FORMAT = 2
-"""Of a checkpoint's content. In format 1 the metadata lay beside the state, under names of their own."""
-
-ADDED_LATER = {"seconds": (0.0, 0.0)}
-"""What the first checkpoints of format 1 lack, and what stands for it."""
+"""Of a checkpoint's content."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingState(Mapping[str, Any]):
+class TrainingState:
     """Everything from which a training goes on as if it had not been interrupted.
 
-    Tensors are the training's own, not copies, until the state is written. For one release it is also read as the dict
-    that a checkpoint of format 1 was.
+    Tensors are the training's own, not copies, until the state is written.
     """
 
     model: Mapping[str, Any]
@@ -94,11 +89,9 @@ class TrainingState(Mapping[str, Any]):
         layout = content.pop("format", None)
         names = {known.name for known in fields(cls)}
         beside: dict[str, Any] = {}
-        if not isinstance(layout, int) or layout < FORMAT:
-            # Without a format it is a `state_dict`, to which somebody may have added values.
-            own = names if not isinstance(layout, int) else names - {"metadata"}
-            beside = {name: content.pop(name) for name in [*content] if name not in own}
-            content = {**ADDED_LATER, "metadata": {}, **content}
+        if layout is None:  # it is a `state_dict`, to which somebody may have added values
+            beside = {name: content.pop(name) for name in [*content] if name not in names}
+            content = {"metadata": {}, **content}
         if content.keys() != names:
             missing, surplus = sorted(names - content.keys()), sorted(map(str, content.keys() - names))
             raise CheckpointError(
@@ -107,27 +100,6 @@ class TrainingState(Mapping[str, Any]):
             )
         read = {name: _read(name, content[name], source) for name in READERS}
         return cls(**{**content, **read, "metadata": {**read["metadata"], **beside}})
-
-    def _as_format_1(self) -> dict[str, Any]:
-        """Return the content of a checkpoint of format 1, which `from_checkpoint` takes too."""
-        content = self.as_checkpoint()
-        return {"format": 1, **content.pop("metadata"), **content}
-
-    def __getitem__(self, name: str) -> Any:
-        """Read the state as the dict that a checkpoint was before."""
-        value = self._as_format_1()[name]
-        place = f"metadata[{name!r}]" if name in self.metadata else name
-        advice = "only a file has a format" if name == "format" else f"read .{place} instead of [{name!r}]"
-        warnings.warn(f"a checkpoint is a TrainingState now: {advice}", FutureWarning, stacklevel=2)
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        """Go through the names that a checkpoint had before; reading one of them says what to read instead."""
-        return iter(self._as_format_1())
-
-    def __len__(self) -> int:
-        """Return how many names a checkpoint had before."""
-        return len(self._as_format_1())
 
 
 def _read(name: str, value: Any, source: object) -> Any:

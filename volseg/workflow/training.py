@@ -8,7 +8,6 @@ gathered so far are checked, and signals are looked at. What is shown of the los
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -89,8 +88,6 @@ class Training:
         or float32, with a fused optimizer, every batch a step. Batches of a third shape run as they are.
     hooks : Hook, or sequence of them
         Called in this order.
-    capture : bool, optional
-        The old name of ``record``, for one release.
 
     Attributes
     ----------
@@ -136,15 +133,7 @@ class Training:
         average_decay: float | None = None,
         record: bool = True,
         hooks: Hook | Sequence[Hook] = (),
-        capture: bool | None = None,
     ) -> None:
-        if capture is not None:
-            warnings.warn(
-                "Training(capture=) is Training(record=) now; the old name goes with the next release",
-                FutureWarning,
-                stacklevel=2,
-            )
-            record = capture
         every = 1 if validate_every is None else validate_every
         for name, value in (("epochs", epochs), ("validate_every", every), ("accumulate", accumulate)):
             if value < 1:

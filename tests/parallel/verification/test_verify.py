@@ -292,16 +292,6 @@ def test_a_pipeline_is_compared_by_micro_batches_and_recorded():
     assert any("a pipeline takes those of the whole batch" in note for note in report.notes)
 
 
-def test_the_old_name_of_record_is_taken_for_the_new_one() -> None:
-    """Each mode chooses itself whether it is recorded: it overrode the option, under its old name."""
-    with pytest.warns(FutureWarning, match="launch='eager'") as heard:
-        report = verify(nn.Sequential(conv(), conv()), SHAPE, CPU, strategy="pipeline", launch="eager")
-    assert heard[0].filename == __file__
-    assert len(heard) == 1
-    assert report.ok
-    assert any("recorded" in mode.name and not mode.outcome for mode in report.modes)
-
-
 def test_one_sample_makes_no_micro_batches():
     report = verify(nn.Sequential(conv(), conv()), (1, *SHAPE[1:]), CPU, strategy="pipeline")
     assert report.ok

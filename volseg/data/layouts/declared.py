@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from volseg.config.nearest import did_you_mean
-from volseg.config.yaml_values import parse_yaml
+from volseg.config.yaml_values import read_yaml
 from volseg.data.cases import Case
 from volseg.data.json_files import read_json
 from volseg.data.names import find_doubled
@@ -79,8 +79,8 @@ def read_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def _read_yaml(path: Path) -> Any:
     try:
-        return parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
-    except (OSError, UnicodeDecodeError) as fault:
+        return read_yaml(path, str(path))
+    except OSError as fault:
         raise DataError(f"{path} cannot be read as YAML: {fault}") from fault
     except ConfigError as fault:
         raise DataError(str(fault)) from fault

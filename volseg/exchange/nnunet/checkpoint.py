@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from volseg.errors import CheckpointError
@@ -40,18 +41,26 @@ def read_checkpoint(path: Path) -> NnunetWeights:
     if not isinstance(content, dict) or any(key not in content for key in wanted):
         raise CheckpointError(f"{path} should hold {', '.join(wanted)}, as nnU-Net 2 writes; it is another program's")
     weights, arguments, axes = (content.get(key) for key in (*wanted[:2], "inference_allowed_mirroring_axes"))
-    if not isinstance(weights, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
-    ):
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise CheckpointError(f"{path}: network_weights should be named tensors, got {type(weights).__name__}")
+    if strange := [name for name, value in weights.items() if not _is_stored(value)]:
+        raise CheckpointError(f"{path}: network_weights.{strange[0]} should be a tensor of stored numbers")
     configuration = arguments.get("configuration") if isinstance(arguments, dict) else None
     if not isinstance(configuration, str):
         raise CheckpointError(f"{path}: init_args should name the configuration, got {configuration!r}")
-    if not (axes is None or (isinstance(axes, tuple | list) and all(axis in AXES for axis in axes))):
+    listed = axes if isinstance(axes, tuple | list) else () if axes is None else (axes,)
+    if not all(type(axis) is int and axis in AXES for axis in listed):
         raise CheckpointError(f"{path}: inference_allowed_mirroring_axes should be among 0, 1, 2, got {axes!r}")
     return NnunetWeights(
         configuration=configuration,
         trainer=str(content["trainer_name"]),
-        mirror_axes=tuple(axes or ()),
+        mirror_axes=tuple(listed),
         weights=weights,
     )
+
+
+def _is_stored(value: object) -> bool:
+    """Say whether a value is a dense tensor whose every number is stored, none of them expanded."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()

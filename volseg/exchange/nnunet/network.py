@@ -18,6 +18,8 @@ __all__ = ["read_network", "rename_weights"]
 NETWORKS = {"PlainConvUNet": "n_conv_per_stage", "ResidualEncoderUNet": "n_blocks_per_stage"}
 """nnU-Net's networks that are rebuilt here, and what each calls its blocks."""
 
+MOST_STAGES = 32
+
 FIXED: dict[str, tuple[Any, ...]] = {
     "conv_op": ("torch.nn.modules.conv.Conv3d", "torch.nn.Conv3d"),
     "norm_op": ("torch.nn.modules.instancenorm.InstanceNorm3d", "torch.nn.InstanceNorm3d"),
@@ -59,6 +61,8 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
             "eps 1e-5, and a leaky ReLU of slope 0.01"
         )
     stages = given["n_stages"]
+    if type(stages) is not int or not 2 <= stages <= MOST_STAGES:
+        raise ConfigError(f"{where} builds {name} of {stages!r} stages; needed: 2 to {MOST_STAGES}")
     spec: dict[str, Any] = {
         "name": "PlainConvUNet" if name == "PlainConvUNet" else "ResEncUNet",
         "strides": _repeat(given["strides"], stages),
@@ -68,18 +72,25 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
         "decoder_blocks": _repeat(given["n_conv_per_stage_decoder"], stages - 1),
     }
     for key, of_stages in spec.items():
-        if key != "name" and not (of_stages and all(map(_is_size, of_stages))):
-            raise ConfigError(f"{where} builds {name} with {key} {of_stages}; needed: whole positive numbers by stage")
+        count, kind = stages - (key == "decoder_blocks"), _is_size if key in ("strides", "kernel_size") else _is_count
+        if key != "name" and not (len(of_stages) == count and all(map(kind, of_stages))):
+            raise ConfigError(
+                f"{where} builds {name} with {key} {of_stages!r:.200}; needed: whole positive numbers, {count} of them"
+            )
     # No tensor tells it, and the logits would lie on a coarser grid than the image.
     if spec["strides"][0] not in (1, [1, 1, 1]):
         raise ConfigError(f"{where} builds {name} with a first stage of stride {spec['strides'][0]}; needed: 1")
     return spec
 
 
+def _is_count(value: Any) -> bool:
+    """Say whether a value is a whole positive number that torch can count to."""
+    return type(value) is int and 0 < value < 2**31
+
+
 def _is_size(value: Any) -> bool:
     """Say whether a value is a whole positive number, or three of them."""
-    numbers = value if isinstance(value, list) and len(value) == 3 else [value]
-    return all(type(number) is int and number > 0 for number in numbers)
+    return all(map(_is_count, value)) if isinstance(value, list) and len(value) == 3 else _is_count(value)
 
 
 def _read_architecture(configuration: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
@@ -96,6 +107,8 @@ def _read_architecture(configuration: Mapping[str, Any], where: str) -> tuple[st
         raise ConfigError(f"{where} describes no network: neither architecture nor {missing[0]} is there")
     blocks, up, kernels, strides = (configuration[key] for key in old)
     base, most = (configuration[key] for key in numbers)
+    if not (isinstance(blocks, list) and len(blocks) <= MOST_STAGES and _is_count(base) and _is_count(most)):
+        raise ConfigError(f"{where} should give each stage its convolutions, and two numbers of features")
     return name, {
         "n_stages": len(blocks),
         "features_per_stage": [min(base * 2**stage, most) for stage in range(len(blocks))],

@@ -1,5 +1,6 @@
 """What nnU-Net's plans say of one configuration: its geometry, its intensities, its network."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
@@ -9,7 +10,7 @@ from typing import Any
 from volseg.data.json_files import read_json
 from volseg.errors import ConfigError, DataError
 from volseg.exchange.nnunet.network import read_network
-from volseg.exchange.nnunet.resampling import Resampling
+from volseg.exchange.nnunet.resampling import Resampling, is_number
 
 __all__ = ["CONFIGURATIONS", "NnunetPlan", "read_plan"]
 
@@ -62,7 +63,7 @@ def read_plan(file: Path, name: str) -> NnunetPlan:
     DataError
         If the file is damaged.
     """
-    plans = read_json(file)
+    plans = read_json(file, has_nan=True)
     try:
         return _read_plan(plans, file, name)
     except (TypeError, AttributeError, KeyError, IndexError) as fault:  # a value of a kind that no plans have there
@@ -92,20 +93,29 @@ def _read_plan(plans: Any, file: Path, name: str) -> NnunetPlan:
     if reader not in READERS:
         raise ConfigError(f"{where} reads images by {reader}; what can be followed: {', '.join(READERS)}")
     schemes, masked = given.get("normalization_schemes"), given.get("use_mask_for_norm")
-    if not isinstance(schemes, list) or not isinstance(masked, list) or len(schemes) != len(masked):
+    if (
+        not isinstance(schemes, list)
+        or not isinstance(masked, list)
+        or list(map(type, masked)) != [bool] * len(schemes)
+    ):
         raise DataError(f"{where} should give each channel a scheme and a mask, got {schemes} and {masked}")
     if unknown := [scheme for scheme in schemes if scheme not in SCHEMES]:
         raise ConfigError(f"{where} normalises by {unknown[0]}; what can be followed: {', '.join(SCHEMES)}")
+    network = read_network(given, where)
+    patch = _three(given["patch_size"], int, f"{where}: patch_size")
+    steps = [math.prod(s if isinstance(s, int) else s[axis] for s in network["strides"]) for axis in range(3)]
+    if any(side % step for side, step in zip(patch, steps, strict=True)):
+        raise ConfigError(f"{where}: patch_size {list(patch)} is no multiple of its strides' products {steps}")
     return NnunetPlan(
         name=name,
         dataset=str(plans.get("dataset_name") or file.parent.parent.name),
-        network=read_network(given, where),
-        patch=_three(given["patch_size"], int, f"{where}: patch_size"),
+        network=network,
+        patch=patch,
         spacing=_three(given.get("spacing"), float, f"{where}: spacing"),
         transpose=_read_transpose(plans, file),
         turns_to_ras=READERS[reader],
         schemes=tuple(schemes),
-        masked=tuple(map(bool, masked)),
+        masked=tuple(masked),
         moments=_read_moments(plans, schemes, file),
         of_images=_read_resampling(given, "data", where),
         of_logits=_read_resampling(given, "probabilities", where),
@@ -114,24 +124,24 @@ def _read_plan(plans: Any, file: Path, name: str) -> NnunetPlan:
 
 def _resolve(configurations: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]:
     """Return a configuration with what it inherits."""
-    chain, wanted = [], name
+    chain, seen, wanted = [], set[str](), name
     while True:
         found = configurations.get(wanted)
-        if not isinstance(found, dict) or found in chain:
+        if not isinstance(found, dict) or wanted in seen:
             raise DataError(f"{file} has no configuration {wanted!r} that could be read; it has {list(configurations)}")
         chain.append(found)
+        seen.add(wanted)
         if "inherits_from" not in found:
             return {key: value for one in reversed(chain) for key, value in one.items()}
         wanted = found["inherits_from"]
 
 
 def _three(values: Any, kind: type, where: str) -> tuple[Any, Any, Any]:
-    try:
-        a, b, c = (kind(value) for value in values)
-    except (TypeError, ValueError) as fault:
-        raise DataError(f"{where} should be three numbers, got {values!r}") from fault
-    if min(a, b, c) <= 0:
-        raise DataError(f"{where} should be three positive numbers, got {values!r}")
+    if not isinstance(values, list) or len(values) != 3 or not all(map(is_number, values)) or min(values) <= 0:
+        raise DataError(f"{where} should be three positive numbers, got {values!r:.200}")
+    a, b, c = (kind(value) for value in values)
+    if [a, b, c] != values:
+        raise DataError(f"{where} should be three whole numbers, got {values!r:.200}")
     return a, b, c
 
 
@@ -155,7 +165,7 @@ def _read_moments(plans: Mapping[str, Any], schemes: list[str], file: Path) -> d
             continue
         given = found.get(str(channel), {})
         wanted = ("mean", "std", "percentile_00_5", "percentile_99_5")
-        if not all(isinstance(given.get(key), int | float) for key in wanted):
+        if not all(is_number(given.get(key)) for key in wanted):
             raise DataError(f"{file} should hold {', '.join(wanted)} of channel {channel}, got {given!r}")
         moments[str(channel)] = {key: float(given[key]) for key in wanted}
     return moments

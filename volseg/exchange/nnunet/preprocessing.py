@@ -4,6 +4,7 @@ The volume keeps the affine of its new grid, so that label maps find back by geo
 cropped and the resampled grid are one, as in nnU-Net; hence sides that differ from the plan's by a fraction of a voxel.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +15,13 @@ from monai.transforms import MapTransform
 from scipy.ndimage import binary_fill_holes
 from torch import Tensor
 
-from volseg.errors import DataError
+from volseg.errors import DataError, GridError
 from volseg.exchange.nnunet.plans import NnunetPlan
 from volseg.exchange.nnunet.resampling import find_thick_axis, resample
 from volseg.fields import Case
 from volseg.inference.original_grid import NEAREST_AXIS
+from volseg.memory import available_bytes
+from volseg.transforms.bounded_spacing import ALWAYS_FITS, MOST_VOXELS
 from volseg.transforms.preprocessing import Preprocessing, RememberGrid, StoreVoxels, orientation
 
 __all__ = ["build_preprocessing"]
@@ -54,7 +57,12 @@ class _AsNnunet(MapTransform):
         voxels = torch.stack([_normalise(channel, inside, plan, i) for i, channel in enumerate(voxels)])
         sides = affine[:3, :3].norm(dim=0).tolist()
         before = list(voxels.shape[1:])
-        shape = [round(side / to * n) for side, to, n in zip(sides, plan.spacing, before, strict=True)]
+        shape = [round(min(side / to * n, 2.0**31)) for side, to, n in zip(sides, plan.spacing, before, strict=True)]
+        if math.prod(shape) > MOST_VOXELS or 16 * len(voxels) * math.prod(shape) > max(ALWAYS_FITS, available_bytes()):
+            raise GridError(
+                f"{before} voxels of {sides} mm are {shape} voxels of {list(plan.spacing)} mm, which memory does not "
+                "hold; check the spacing in the image's header and in the plans"
+            )
         if 0 in shape:
             raise DataError(f"{before} voxels of {sides} mm are less than one of {list(plan.spacing)} mm along an axis")
         voxels = resample(voxels, shape, plan.of_images, find_thick_axis(plan.of_images, sides, plan.spacing))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from volseg.errors import ConfigError
 
-__all__ = ["Resampling", "find_thick_axis", "resample"]
+__all__ = ["Resampling", "find_thick_axis", "is_number", "resample"]
 
 ANISOTROPY = 3.0
 """nnU-Net's ``ANISO_THRESHOLD``."""
@@ -59,17 +59,26 @@ class Resampling:
             raise ConfigError(f"{where} gives {function} the argument {strange[0]!r}, which is not known here")
         given = {**known[str(function)], **arguments}
         separates, threshold = given["force_separate_z"], given.get("separate_z_anisotropy_threshold", ANISOTROPY)
-        if not isinstance(separates, bool | None) or not isinstance(threshold, int | float):
-            raise ConfigError(f"{where}: force_separate_z should be true, false or null, got {separates!r}")
+        if not isinstance(separates, bool | None) or not is_number(threshold):
+            raise ConfigError(
+                f"{where}: force_separate_z should be true, false or null with a number as threshold, got "
+                f"{separates!r} and {threshold!r}"
+            )
         if function == LINEAR:
             if (given["mode"], given["aniso_axis_mode"]) != ("linear", "nearest-exact"):
                 raise ConfigError(
                     f"{where}: mode {given['mode']!r} with {given['aniso_axis_mode']!r} is not known here"
                 )
             return cls(order=1, separates=separates, threshold=threshold, clips=False)
-        if given["order"] not in (0, 1, 2, 3) or given["order_z"] not in (0, 1):
+        orders = (given["order"], given["order_z"])
+        if any(type(order) is not int for order in orders) or orders[0] not in range(4) or orders[1] not in range(2):
             raise ConfigError(f"{where}: order {given['order']!r} with order_z {given['order_z']!r} is not known here")
         return cls(order=given["order"], order_thick=given["order_z"], separates=separates, threshold=threshold)
+
+
+def is_number(value: object) -> bool:
+    """Say whether a value of a JSON file is a finite number that float32 holds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38
 
 
 def find_thick_axis(rule: Resampling, before: Sequence[float], after: Sequence[float]) -> int | None:

@@ -77,7 +77,7 @@ def read_calibration(file: Path, machine: Mapping[str, Any]) -> dict[str, Any] |
         stored = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         logger.warning("%s cannot be read (%s): the GPU is measured anew", file, fault)
         return None
     if not isinstance(stored, dict) or stored.get("version") != VERSION:

@@ -35,7 +35,6 @@ from volseg.parallel.pipeline.plan.stages import StagePlan, plan_stages, read_me
 from volseg.parallel.pipeline.record.choice import BatchRecorder
 from volseg.parallel.state.conditions import Conditions
 from volseg.parallel.state.random import own_random_numbers
-from volseg.parallel.strategy import take_old_options
 
 __all__ = ["Pipeline", "PipelineStrategy"]
 
@@ -130,8 +129,6 @@ class PipelineStrategy:
     devices
         One per stage at most; all visible GPUs by default. Fewer, the first ones, are used where the network has fewer
         separable layers or more stages would be slower; ``partition`` says so.
-    old
-        Options as keywords, as before they were a value; they go with the next release.
 
     Raises
     ------
@@ -145,12 +142,8 @@ class PipelineStrategy:
     state that ``forward`` changes is changed once per micro-batch, and forward hooks see micro-batches.
     """
 
-    def __init__(
-        self, net: nn.Module, options: Pipeline | int | str | None = None, devices: Devices = None, **old: Any
-    ) -> None:
-        if isinstance(options, int | str):  # the place of split_size, as long as there were keywords
-            options, old = None, {"split_size": options, **old}
-        self.options = take_old_options(Pipeline, options, {name: one for name, one in old.items() if one is not None})
+    def __init__(self, net: nn.Module, options: Pipeline | None = None, devices: Devices = None) -> None:
+        self.options = options or Pipeline()
         refuse_hidden(net)
         self.net = net
         self.split_size, self.cuts = self.options.split_size, self.options.cuts

@@ -38,7 +38,6 @@ from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole
 from volseg.parallel.state.random import CommonSeeds, mix, seeded
-from volseg.parallel.strategy import take_old_options
 
 __all__ = ["Spatial", "SpatialStrategy"]
 
@@ -123,8 +122,6 @@ class SpatialStrategy:
         Processes instead of devices; see ``ModelParallel``.
     replicated
         Whether the network gets the values of the first process; not needed for a copy of one that has them.
-    old
-        Options as keywords, as before they were a value; they go with the next release.
     """
 
     def __init__(
@@ -135,9 +132,8 @@ class SpatialStrategy:
         mesh: Any = None,
         *,
         replicated: bool = True,
-        **old: Any,
     ) -> None:
-        self.options = options = take_old_options(Spatial, options, old)
+        self.options = options = options or Spatial()
         self.net = net
         placed = _find_place(devices, mesh, options)
         self.communicator: Communicator = placed.communicator if isinstance(placed, Processes) else placed

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from volseg.errors import ParallelError
 from volseg.parallel.devices import list_gpus
 from volseg.parallel.state.random import seeded
-from volseg.parallel.strategy import take_new_names
 from volseg.parallel.verification.comparison import TOLERANCE, compare, default_objective
 from volseg.parallel.verification.modes import Comparison, Criterion, make_copies
 from volseg.parallel.verification.report import ModeResult, Report
@@ -92,7 +91,6 @@ def verify(
         raise ParallelError(
             f"shape must be (B, C, D, H, W) or (B, C, H, W) with sides of 1 or more, got {tuple(shape)}"
         )
-    options = take_new_names(options)
     with seeded(0, list_gpus()), _hear() as said:
         criterion = Criterion(objective, tolerance)
         comparison = Comparison(net, (tuple(shape), more), _devices(devices, strategy), criterion, strategy, options)

@@ -1,0 +1,102 @@
+"""A wrong number in a config or in nnU-Net's plans took a machine's memory, or minutes, before an untyped RuntimeError.
+
+A network of plans with 10^9 features, of 10^9 blocks, or of a huge patch is refused before anything of it is made.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from volseg.errors import CheckpointError, ConfigError, DataError
+from volseg.experiment.imported import load_nnunet
+from volseg.experiment.placed_network import build_model
+from volseg.models import build_network
+from volseg.models.bounded import build_within_memory
+
+STORED = Path(__file__).parents[1] / "exchange" / "nnunet" / "model"
+
+PLAIN = {"name": "PlainConvUNet", "strides": [1, 2], "kernel_size": [3, 3], "filters": [4, 8], "decoder_blocks": 2}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"name": "UNet", "channels": [10**9, 16], "strides": [2]}, "whole numbers up to 65536, got 1000000000"),
+        ({"name": "UNet", "channels": [60_000, 60_000], "strides": [2]}, "parameters that do not fit into memory"),
+        ({"name": "UNet", "channels": [4, 8], "strides": [2], "kernel_size": 60_001}, "do not fit into memory"),
+        ({**PLAIN, "blocks": [10**9, 1]}, "whole numbers up to 65536"),
+        ({"name": "SwinUNETR", "depths": [10**9, 2, 2, 2]}, "whole numbers up to 65536"),
+        ({"name": "UNet", "channels": [-5, 1], "strides": [2]}, "network UNet refused .*negative dimension"),
+        ({"name": "UNETR", "img_size": [60_000] * 3}, "network UNETR"),
+    ],
+)
+def test_a_network_that_no_memory_holds_is_refused(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        build_network(spec, in_channels=1, out_channels=2)
+
+
+def test_a_network_of_thousands_of_layers_is_refused():
+    def build():
+        return torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(60_000)))
+
+    with pytest.raises(ConfigError, match="network mine has more than 5000 parameters"):
+        build_within_memory("mine", build)
+
+
+def test_a_large_network_is_built_with_the_same_numbers(monkeypatch):
+    """It is built on the meta device first, which draws no random numbers."""
+    expected = [torch.manual_seed(0) and torch.nn.Linear(300, 300).weight, torch.rand(3)]
+    monkeypatch.setattr("volseg.models.bounded.BUILT_AT_ONCE", 1000)
+    torch.manual_seed(0)
+    found = [build_within_memory("mine", lambda: torch.nn.Linear(300, 300)).weight, torch.rand(3)]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("features_per_stage", [10**9] * 3, "whole numbers up to 65536"),
+        ("features_per_stage", [4, 6, 60_000], "do not fit into memory|of shape"),
+        ("features_per_stage", [4, 6.0, 8], "with filters"),
+        ("features_per_stage", [4, True, 8], "with filters"),
+        ("n_conv_per_stage", [10**9, 2, 2], "whole numbers up to 65536"),
+        ("n_conv_per_stage", [2, 2], r"needed: whole positive numbers, 3 of them"),
+        ("n_conv_per_stage_decoder", [2, 2, 2], "needed: whole positive numbers, 2 of them"),
+        ("n_stages", 1000, "of 1000 stages; needed: 2 to 32"),
+        ("n_stages", 10**9, "of 1000000000 stages"),
+        ("n_stages", True, "of True stages"),
+        ("kernel_sizes", [[10**9] * 3] * 3, "whole numbers up to 65536"),
+        ("strides", [[1, 1, 1], [1, 2, 2], [16, 2, 2]], r"\[8, 24, 24\] is no multiple of .*\[16, 4, 4\]"),
+        ("patch_size", [10**9] * 3, "patch.size .* GiB .*; take a smaller one"),
+        ("patch_size", [2**40] * 3, "patch.size"),
+        ("patch_size", [8, 24, 24.5], "patch_size should be three whole numbers"),
+        ("patch_size", [8, 24, float("nan")], "patch_size should be three positive numbers"),
+        ("patch_size", [8, 24, "24"], "patch_size should be three positive numbers"),
+        ("patch_size", [8, 24, True], "patch_size should be three positive numbers|no multiple"),
+        ("patch_size", [8, 25, 24], "no multiple"),
+        ("spacing", [1, 1, float("inf")], "spacing should be three positive numbers"),
+        ("spacing", [1, 1, 10**30 * 10**10], "more than 64 bits|spacing"),
+        ("use_mask_for_norm", [1, 0], "a scheme and a mask"),
+        ("inherits_from", "3d_fullres", "has no configuration"),
+    ],
+)
+def test_plans_of_sizes_that_nobody_trains_are_refused(place, value, message, tmp_path):
+    model = shutil.copytree(STORED, tmp_path / "model")
+    plans = json.loads((model / "plans.json").read_text(encoding="utf-8"))
+    base = plans["configurations"]["base"]
+    of = base["architecture"]["arch_kwargs"] if place in base["architecture"]["arch_kwargs"] else base
+    of[place] = value
+    (model / "plans.json").write_text(json.dumps(plans), encoding="utf-8")
+    with pytest.raises((ConfigError, CheckpointError, DataError), match=f"(?s){message}"):
+        load_nnunet(model)
+
+
+def test_a_patch_that_the_machine_does_not_hold_is_refused():
+    trained = load_nnunet(STORED)
+    patch = trained.config.patch.model_copy(update={"size": (10**6,) * 3})
+    config = trained.config.model_copy(update={"patch": patch})
+    with pytest.raises(ConfigError, match=r"patch.size .* and this machine has"):
+        build_model(config, trained.task, torch.device("cpu"))

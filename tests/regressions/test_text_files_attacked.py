@@ -1,0 +1,116 @@
+"""Text files of anybody's ended in untyped errors, in other numbers than their writer meant, or without an end.
+
+One reader of YAML and one of JSON build plain values, bounded in size, depth and digits, and refuse the rest.
+"""
+
+import json
+import random
+
+import pytest
+
+from volseg.config.loading import load_config, override
+from volseg.config.yaml_values import parse_yaml
+from volseg.data.json_files import parse_json, read_json
+from volseg.errors import ConfigError, DataError
+from volseg.exchange.archive import read_archive, write_archive
+
+
+def lay_aliases():
+    lines = ["a: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{name}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i, name in enumerate("bcdefghi", start=1)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("network={name: UNet, channels: &a [*a]}", r"anchors and aliases \(&a\)"),
+        ("network={<<: {name: UNet}}", "merge keys"),
+        ("training.epochs=!!int abc", "tags"),
+        ("training.epochs=" + "9" * 5000, "a number has 5000 digits"),
+        ("training.epochs=1:30", "training.epochs: needed: a whole number, got '1:30'"),
+        ("training.epochs=true", "training.epochs: needed: a whole number, got True"),
+        ("training.deterministic=on", "training.deterministic: needed: true or false, got 'on'"),
+        ("augmentation.mirror.axes=[yes, no, yes]", "augmentation.mirror.axes: needed: true or false"),
+        ("network.res_block=off", "network: res_block is a text; write true or false, got 'off'"),
+        ("network.filters=[1_000, 8]", "network: filters is a text; write 1000, without _"),
+        ("training.epochs=" + "[" * 10_000, "nested too deeply"),
+        (".".join(["training"] * 5000) + "=1", "--set takes key=value"),
+        ("preprocessing.\u00b2.name=x", "must be an index below"),
+        ("preprocessing." + "9" * 5000 + ".name=x", "must be an index below"),
+    ],
+)
+def test_a_setting_that_nobody_can_mean_is_refused(request, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(request.config.rootpath / "configs" / "quickstart.yaml", ["data.root=x", setting])
+
+
+def test_numbers_are_those_of_yaml_1_2():
+    assert override({}, "a=010") == {"a": 10}
+    assert override({}, "a=0o10") == {"a": 8}
+
+
+def test_nested_aliases_are_refused_before_they_are_counted(tmp_path):
+    (tmp_path / "a.yaml").write_text(lay_aliases(), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"a\.yaml is not valid YAML: anchors and aliases .*\n  in line 1"):
+        load_config(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[" * 500 + b"]" * 500, "nested too deeply"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' stands twice"),
+        (b"[NaN]", "NaN is no finite number"),
+        (b"[-Infinity]", "-Infinity is no finite number"),
+        (b"[1e999]", "1e999 is no finite number"),
+        (b"[" + b"9" * 5000 + b"]", "needs more than 64 bits"),
+        (b"[18446744073709551616]", "needs more than 64 bits"),
+        ('{"a": 1}'.encode("utf-16"), "codec can't decode"),
+        ("\u00fc".encode("latin-1"), "codec can't decode"),
+        (b"[0" + b",0" * 4_000_001 + b"]", "more than 4000000 values"),
+        (b"", "Expecting value"),
+        (b"[1] [2]", "Extra data"),
+    ],
+    ids=lambda value: repr(value[:12]) if isinstance(value, bytes) else "",
+)
+def test_json_that_nobody_can_mean_is_refused(content, message, tmp_path):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(DataError, match=rf"a\.json cannot be read as JSON: .*{message}"):
+        read_json(tmp_path / "a.json")
+
+
+def test_json_of_nnunet_may_hold_nan_and_a_byte_order_mark_is_no_fault(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"Dice": NaN, "n": 18446744073709551615}')
+    found = read_json(tmp_path / "a.json", has_nan=True)
+    assert found["n"] == 2**64 - 1
+    assert found["Dice"] != found["Dice"]
+
+
+def test_damaged_yaml_and_json_are_read_or_refused(request):
+    """Nothing but the errors of the two readers comes of 400 damaged texts."""
+    text = (request.config.rootpath / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
+    pieces = ["&a ", "*a", "<<: ", "!!int ", "[" * 60, "{", "]", "'", '"', "\t", "\0", "---\n", "? ", ": ",
+              "%YAML 1.1\n", "\\ud800", "9" * 400, "\r", "\x85", "| ", "> ", "NaN", "1e999", ",", "\ufeff"]  # fmt: skip
+    json_text = json.dumps({"labels": {"0": "a", "1": [1, 2.5, None, True]}, "x": [{"y": "z"}]})
+    readers = ((text, lambda damaged: parse_yaml(damaged, "x"), ConfigError), (json_text, parse_json, ValueError))
+    for seed in range(200):
+        draw = random.Random(seed)
+        for whole, parse, error in readers:
+            damaged = whole
+            for _ in range(draw.randint(1, 4)):
+                place = draw.randrange(len(damaged))
+                damaged = damaged[:place] + draw.choice(pieces) + damaged[place + draw.choice((0, 1, 5)) :]
+            try:
+                parse(damaged)
+            except error:
+                continue
+
+
+@pytest.mark.parametrize("manifest", [{"score": float("nan")}, {"score": float("inf")}])
+def test_a_model_file_holds_no_number_that_is_none(tmp_path, manifest):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_archive(tmp_path / "model.zip", manifest, {})
+    write_archive(tmp_path / "model.zip", {"score": None}, {})
+    assert read_archive(tmp_path / "model.zip")[0]["score"] is None
