@@ -43,7 +43,7 @@ ONE_EVENT_SECONDS = 2.0
 SECONDS_BETWEEN_TRIES = 0.05
 """After which a signal that waits for the end of an import tries again."""
 
-LAUNCHING = ("volseg", "volseg.cli", "volseg.experiment", "volseg.importing")
+LAUNCHING = ("volseg", "volseg.__main__", "volseg.cli", "volseg.experiment", "volseg.importing")
 """Modules whose frames do no work of their own; those of the command line (``volseg.cli.*``) do none either."""
 
 WAYS_ON = {
