@@ -3,7 +3,7 @@
 - While modules are imported and no work has begun, a signal ends the process at once, with one line: `end_on_signals`.
 - While a verb works, a signal raises, so that half-written files and locks are removed: `unwinding_on_signals`. It
   never raises in the middle of an import, where C code swallows exceptions (numpy's does), modules stay half imported,
-  and locks of modules stay held; there it waits for the end of the import.
+  and locks of modules stay held; there it waits for the end of the import, some seconds at most.
 - A training records signals and stops between two batches: `volseg.workflow.interrupts`.
 
 A handler imports nothing and takes no lock. This module is imported before anything that takes time.
@@ -42,6 +42,9 @@ ONE_EVENT_SECONDS = 2.0
 
 SECONDS_BETWEEN_TRIES = 0.05
 """After which a signal that waits for the end of an import tries again."""
+
+LONGEST_IMPORT_SECONDS = 10.0
+"""After which an import hangs, on a dead network disk say, and the process ends in the middle of it."""
 
 LAUNCHING = ("volseg", "volseg.__main__", "volseg.cli", "volseg.experiment", "volseg.importing")
 """Modules whose frames do no work of their own; those of the command line (``volseg.cli.*``) do none either."""
@@ -118,6 +121,9 @@ def unwinding_on_signals(*numbers: signal.Signals) -> Iterator[None]:
             signal.signal(number, former)
 
 
+_main = threading.main_thread().ident or 0
+
+
 class _Unwinding:
     """Raises what a signal asks for, where an exception reaches whoever must undo something."""
 
@@ -139,14 +145,19 @@ class _Unwinding:
         if self._since is None:
             self._since = time.monotonic()
             _thread.start_new_thread(self._try_again, (number,))  # those of `threading` take locks
-        elif not is_try and time.monotonic() - self._since > ONE_EVENT_SECONDS:
-            _end(number)  # somebody asks a second time
+        elif time.monotonic() - self._since > (LONGEST_IMPORT_SECONDS if is_try else ONE_EVENT_SECONDS):
+            _end(number)  # the import hangs, or somebody asks a second time
 
     def _try_again(self, number: int) -> None:
         while self._since is not None:
             time.sleep(SECONDS_BETWEEN_TRIES)
-            self._is_try = True
-            signal.raise_signal(number)  # Python runs the handler in the main thread
+            self._is_try = signal.getsignal(number) is self
+            if not self._is_try:  # what catches signals by now takes it once
+                self._since = None
+            if hasattr(signal, "pthread_kill"):  # which ends a call of the system that the main thread waits in
+                signal.pthread_kill(_main, number)
+            else:
+                signal.raise_signal(number)
 
 
 def _look_around(frame: FrameType | None) -> tuple[bool, bool]:
