@@ -15,7 +15,7 @@ from volseg.version import __version__
 
 TYPE_CHECKING = False  # without typing, whose import takes longer than that of this package
 if TYPE_CHECKING:
-    from typing import Any
+    import typing
 
     from volseg.config.loading import load_config
     from volseg.data.layouts import load_task
@@ -95,7 +95,7 @@ _PACKAGES = ("experiment", "parallel")
 """Reached without a second import: volseg.experiment.configure; volseg.parallel.verify, whole."""
 
 
-def __getattr__(name: str) -> "Any":
+def __getattr__(name: str) -> "typing.Any":
     if name in _PACKAGES:
         return import_late(f"volseg.{name}")
     if name not in __all__:

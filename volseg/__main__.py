@@ -8,10 +8,10 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line as this process; what signals do to it is settled before anything else is imported."""
-    from volseg.signals import end_on_signals
+    from volseg.signals import end_on_signals  # behind what takes the working folder off the path
 
     end_on_signals()
-    from volseg.cli import run_to_end
+    from volseg.cli import run_to_end  # takes time, in which signals come
 
     run_to_end()
 
