@@ -8,8 +8,8 @@ terminate  SIGTERM at random moments: seconds until the process is gone, and sec
 spot       a spot notice from a metadata service (a local HTTP server) likewise
 worker     one of four processes is killed: the job goes on by itself, and ends with the weights of an undisturbed job
 torchrun   two processes under torchrun, again and again: all of them end with status 0
-signals    SIGINT, SIGTERM or SIGHUP at random moments of the first ten seconds of `train`, `predict`, `data check`, which
-           go by in imports: status 128 + number, one line, no traceback, nothing left alive
+signals    SIGINT, SIGTERM or SIGHUP at random moments of the first ten seconds of `train`, `predict`, `data check`, in
+           which modules are imported: status 128 + number, one line, no traceback, nothing left alive
 
 Trainings run as `volseg` itself, on a synthetic task. Those of one process are forked off this one, which has imported
 everything: starting Python and torch would take most of the time, and kills would mostly hit imports. The processes of
@@ -510,6 +510,10 @@ def torchrun(bench: Bench, count: int) -> dict:
 
 def signals(bench: Bench, count: int) -> dict:
     """Send signals to processes of their own that are about to begin."""
+    # Under nohup, or in the background of a script, this process ignores these, and so would those that it starts.
+    for ignored in NUMBERS:
+        if signal.getsignal(ignored) is signal.SIG_IGN:
+            signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
     large = make_task(bench.place / "Task01_Large", num_cases=200)  # which takes more than ten seconds
     run = bench.place / "predicts"
     if bench.start(run).end() != 0:
