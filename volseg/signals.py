@@ -118,7 +118,8 @@ def unwinding_on_signals(*numbers: signal.Signals) -> Iterator[None]:
         yield
     finally:
         for number, former in before.items():
-            signal.signal(number, former)
+            if former is not None:  # else C installed it, and Python cannot put it back
+                signal.signal(number, former)
 
 
 _main = threading.main_thread().ident or 0

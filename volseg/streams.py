@@ -60,9 +60,11 @@ def guard_streams() -> None:
         stream: Any = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f"__{name}__"):
             continue  # there is none, or somebody else takes it
+        is_buffered = isinstance(stream.buffer, io.BufferedIOBase)  # not with python -u
+        if not isinstance(stream.buffer.raw if is_buffered else stream.buffer, io.FileIO):
+            continue  # a console of Windows
         stream.flush()
         raw = _Guarded(stream.fileno(), is_log=name == "stderr")
-        is_buffered = isinstance(stream.buffer, io.BufferedIOBase)  # not with python -u
         guarded = io.TextIOWrapper(
             io.BufferedWriter(raw) if is_buffered else raw,  # type: ignore[arg-type]  # as Python does itself
             encoding=stream.encoding,
