@@ -13,12 +13,14 @@ import _thread
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+
+TYPE_CHECKING = False  # without typing and threading: Ctrl-C shows a traceback of Python until this is imported
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 __all__ = [
     "ENDING",
@@ -60,9 +62,10 @@ WAYS_ON = {
 
 
 def end_on_signals() -> None:
-    """Let signals end this process at once, with one line."""
-    for number in _list_heard(ENDING):
-        signal.signal(number, _end)
+    """Let signals end this process at once, with one line; those that are ignored stay so. For the main thread."""
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
 
 
 def end_in_system() -> None:
@@ -73,11 +76,13 @@ def end_in_system() -> None:
 
 def _list_heard(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
     """Return the signals that this thread may handle; those that are ignored, as ``nohup`` does, stay so."""
+    import threading  # not for the first statement of a command
+
     is_main = threading.current_thread() is threading.main_thread()
     return [number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def _end(number: int, frame: FrameType | None = None) -> NoReturn:
+def _end(number: int, frame: FrameType | None = None) -> "NoReturn":
     """End this process: it has begun nothing, or must not wait any longer."""
     del frame
     # The processes of a job are ended together, and the first one tells.
@@ -96,7 +101,7 @@ def find_way_on() -> str:
     return WAYS_ON.get(verb, "run the same command again")
 
 
-def raise_as_signal(number: int) -> NoReturn:
+def raise_as_signal(number: int) -> "NoReturn":
     """End as a signal does: KeyboardInterrupt for Ctrl-C, exit status 128 + n for others."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -122,9 +127,6 @@ def unwinding_on_signals(*numbers: signal.Signals) -> Iterator[None]:
                 signal.signal(number, former)
 
 
-_main = threading.main_thread().ident or 0
-
-
 class _Unwinding:
     """Raises what a signal asks for, where an exception reaches whoever must undo something."""
 
@@ -138,25 +140,25 @@ class _Unwinding:
         """Raise, wait, or end the process."""
         is_try, self._is_try = self._is_try, False
         can_raise, has_begun = _look_around(frame)
+        if not has_begun:  # nor is there anybody who would hear it, while the command line is put together
+            _end(number)
         if can_raise:
             self._since = None
             raise_as_signal(number)
-        if not has_begun:
-            _end(number)
         if self._since is None:
             self._since = time.monotonic()
-            _thread.start_new_thread(self._try_again, (number,))  # those of `threading` take locks
+            _thread.start_new_thread(self._try_again, (number, _thread.get_ident()))  # those of `threading` take locks
         elif time.monotonic() - self._since > (LONGEST_IMPORT_SECONDS if is_try else ONE_EVENT_SECONDS):
             _end(number)  # the import hangs, or somebody asks a second time
 
-    def _try_again(self, number: int) -> None:
+    def _try_again(self, number: int, main: int) -> None:
         while self._since is not None:
             time.sleep(SECONDS_BETWEEN_TRIES)
             self._is_try = signal.getsignal(number) is self
             if not self._is_try:  # what catches signals by now takes it once
                 self._since = None
             if hasattr(signal, "pthread_kill"):  # which ends a call of the system that the main thread waits in
-                signal.pthread_kill(_main, number)
+                signal.pthread_kill(main, number)
             else:
                 signal.raise_signal(number)
 

@@ -78,6 +78,7 @@ def try_signal(command: Command, number: signal.Signals, folder: Path, chance: r
     told = errors.count("volseg: interrupted")
     by_signal = process.returncode == -number  # Python, or the system, before the first statement of volseg
     well = (process.returncode == 128 + number and told == 1) or (by_signal and told == 0)
+    well = well and not hung and not left and "Traceback" not in errors
     return {
         "verb": command.verb,
         "signal": number.name,
@@ -89,8 +90,8 @@ def try_signal(command: Command, number: signal.Signals, folder: Path, chance: r
         "hung": hung,
         "left_alive": left,
         "traceback": "Traceback" in errors,
-        "well": well and not hung and not left and "Traceback" not in errors,
-        "errors": "" if well and not left else errors[-3000:],
+        "well": well,
+        "errors": "" if well else errors[-3000:],
     }
 
 
