@@ -94,8 +94,9 @@ def _describe(asked: Mapping[str, Any]) -> dict[str, Any] | None:
     if not sys.platform.startswith("linux") or isinstance(asked["args"], (str, bytes, os.PathLike)):
         return None
     command = [os.fsdecode(part) for part in asked["args"]]
-    unbuffered = command[1:2] == ["-u"]
-    arguments = command[2:] if unbuffered else command[1:]
+    options = [part for part in command[1:3] if part in ("-u", "-P")]
+    unbuffered, is_path_safe = "-u" in options, "-P" in options
+    arguments = command[1 + len(options) :]
     if command[0] != sys.executable or not arguments:
         return None
     if arguments[0].startswith("-") and (arguments[0] not in ("-m", "-c") or len(arguments) < 2):
@@ -112,6 +113,7 @@ def _describe(asked: Mapping[str, Any]) -> dict[str, Any] | None:
     return {
         "arguments": arguments,
         "unbuffered": unbuffered,
+        "path_safe": is_path_safe,
         "folder": folder,
         "environment": environment,
         "pass_fds": sorted(asked["pass_fds"]),
@@ -214,7 +216,7 @@ def begin(requests: socket.socket) -> None:
     other.close()
     _waiting, _asking = own, threading.Lock()
     try:
-        _run(request["arguments"])
+        _run(request["arguments"], [] if request["path_safe"] else None)
         status: object = 0
     except SystemExit as end:
         status = 0 if end.code is None else end.code
@@ -326,27 +328,33 @@ def _let_go(request: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-def _run(arguments: Sequence[str]) -> None:
-    """Do what ``python`` does with these arguments."""
-    sys.orig_argv[1:] = arguments  # by which a process that begins anew starts a new interpreter
+def _run(arguments: Sequence[str], first_path: list[str] | None) -> None:
+    """Do what ``python`` does with these arguments, with the first entries of the path that it was told to have."""
+    sys.orig_argv[1:] = [
+        *(["-P"] if first_path == [] else []),
+        *arguments,
+    ]  # by which a process that begins anew starts a new interpreter
     import numpy  # imported already
 
     # Python's own generator is seeded in every fork, and torch's begins alike in all processes.
     numpy.random.seed()  # noqa: NPY002 - the one that libraries draw from
     if arguments[0] == "-m":
         name = arguments[1]
-        sys.argv, sys.path[:0] = list(arguments[1:]), [os.getcwd()]
+        sys.argv, sys.path[:0] = list(arguments[1:]), [os.getcwd()] if first_path is None else first_path
         sys.modules.pop(name, None)  # or runpy warns that it was imported before
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     if arguments[0] == "-c":
-        sys.argv, sys.path[:0] = ["-c", *arguments[2:]], [""]
+        sys.argv, sys.path[:0] = ["-c", *arguments[2:]], [""] if first_path is None else first_path
         exec(compile(arguments[1], "<string>", "exec"), vars(module))
         return
     module.__file__ = arguments[0]
-    sys.argv, sys.path[:0] = list(arguments), [str(Path(arguments[0]).resolve().parent)]
+    sys.argv, sys.path[:0] = (
+        list(arguments),
+        [str(Path(arguments[0]).resolve().parent)] if first_path is None else first_path,
+    )
     exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), vars(module))
 
 

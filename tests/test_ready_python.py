@@ -51,16 +51,16 @@ def describe(kind: type[subprocess.Popen], command: list[str], **options) -> dic
 
 
 @pytest.mark.parametrize(
-    ("how", "unbuffered"), [("script", ""), ("-c", ""), ("-m", ""), ("-c", "1"), ("-c", "-u")], ids=str
+    ("how", "option"), [("script", ""), ("-c", ""), ("-m", ""), ("-c", "1"), ("-c", "-u"), ("-c", "-P")], ids=str
 )
-def test_it_is_what_a_new_one_is(script, how: str, unbuffered: str, tmp_path: Path) -> None:
+def test_it_is_what_a_new_one_is(script, how: str, option: str, tmp_path: Path) -> None:
     """In all that a process can see of itself, but for what is imported."""
     read, write = os.pipe()
     command = {"script": [str(script)], "-c": ["-c", DESCRIBE], "-m": ["-m", "describe"]}[how]
-    command = ["-u", *command] if unbuffered == "-u" else command
+    command = [option, *command] if option.startswith("-") else command
     options = {
         "cwd": tmp_path,
-        "env": {**os.environ, "A_VARIABLE": "a value", "PYTHONUNBUFFERED": unbuffered.removeprefix("-u")},
+        "env": {**os.environ, "A_VARIABLE": "a value", "PYTHONUNBUFFERED": option if option == "1" else ""},
         "pass_fds": [read],
         "start_new_session": True,
     }

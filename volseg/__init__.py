@@ -10,12 +10,13 @@ Networks over several GPUs: `ModelParallel`, `FastKernels`, `plan`. Your compone
 The names are loaded when they are first used, so that ``import volseg`` and the command line answer at once.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from volseg.importing import import_late
 from volseg.version import __version__
 
+TYPE_CHECKING = False  # without typing, whose import takes longer than that of this package
 if TYPE_CHECKING:
+    import typing
+
     from volseg.config.loading import load_config
     from volseg.data.layouts import load_task
     from volseg.data.readers import read_volume
@@ -94,7 +95,7 @@ _PACKAGES = ("experiment", "parallel")
 """Reached without a second import: volseg.experiment.configure; volseg.parallel.verify, whole."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "typing.Any":
     if name in _PACKAGES:
         return import_late(f"volseg.{name}")
     if name not in __all__:

@@ -1,4 +1,4 @@
-"""How the commands that volseg prints can be typed where they are read.
+"""How volseg starts itself, and how the commands that it prints can be typed where they are read.
 
 What ``make`` or a full path started is mostly not on the shell's path. Hence what stands under "Next:" is
 spelled as this process was started, or by whatever else reaches the same installation.
@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 from shlex import quote
 
-__all__ = ["show_path", "spell"]
+__all__ = ["run_module", "show_path", "spell"]
 
 MODULES = {"volseg": "volseg", "tensorboard": "tensorboard.main"}
 """What ``python -m`` runs in place of each."""
@@ -32,6 +32,21 @@ def spell(line: str) -> str:
     """
     tool, blank, rest = line.partition(" ")
     return f"{_find(tool)}{blank}{rest}"
+
+
+def run_module(name: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module in a Python of its own; every process of volseg's is started by it.
+
+    Python puts no working folder on the path of that process: a ``torch.py`` there is not torch.
+
+    Parameters
+    ----------
+    name : str
+        Of an installed module.
+    *arguments : str
+        Of the module.
+    """
+    return [sys.executable, "-P", "-m", name, *arguments]
 
 
 def _find(tool: str) -> str:

@@ -18,9 +18,12 @@ from threading import Thread
 from typing import NoReturn
 
 from volseg.launched import OWN_LAUNCHER
+from volseg.signals import ENDING
+from volseg.streams import show
 
 __all__ = [
     "begin_anew",
+    "bind_copy",
     "call_before_last_words",
     "count_from_beginning",
     "end_at_exit",
@@ -111,6 +114,18 @@ def end_with_parent(parent: int) -> None:
         end_now(128 + signal.SIGTERM)
 
 
+def bind_copy(parent: int) -> None:
+    """Let this process, a fork of ``parent``, end with it, and leave what signals mean to it.
+
+    What the parent does about Ctrl-C and SIGHUP is no matter of its copies, which it ends: one that took a signal for
+    a fault of its work went on to wait for more, and the parent for it.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in set(ENDING) - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(parent)
+
+
 def _is_there(process: int) -> bool:
     try:
         os.kill(process, 0)
@@ -136,11 +151,8 @@ def say_last(message: str) -> None:
     """Write why this process ends, on lines of its own, if standard error can be written."""
     for close in _before_last_words:
         close()
-    if sys.stderr is None:
-        return
     with suppress(OSError, ValueError):  # a full disk, nobody who reads it any more, or closed
-        sys.stderr.write(f"{message if _shape is None else _shape(message)}\n")
-        sys.stderr.flush()
+        show(message if _shape is None else _shape(message), err=True)
 
 
 def end_now(status: int) -> NoReturn:
@@ -179,16 +191,16 @@ def _list_open_files() -> list[int]:
 
 
 def _write_out() -> bool:
-    """Write what is buffered; return False if somebody who wanted it did not get it."""
+    """Write what is buffered; return False if the output is lost that somebody wanted. A log is no result."""
     logging.shutdown()
     written = True
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the process was started without one
+    for stream in filter(None, (sys.stderr, sys.stdout)):  # None where the process was started without one
         try:
             stream.flush()
         except (BrokenPipeError, ValueError):  # nobody reads it any more, or it is closed
             pass
         except OSError:
-            written = False
+            written = stream is not sys.stdout
     return written
 
 

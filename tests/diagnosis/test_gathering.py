@@ -29,7 +29,7 @@ from volseg.diagnosis.gatherers.packages import gather as gather_packages
 from volseg.diagnosis.gatherers.system import find_core_limit, find_memory_limit
 from volseg.diagnosis.gatherers.tried_kernel import run_tried_kernel
 from volseg.diagnosis.gathering import GATHERERS, Gatherer, gather
-from volseg.diagnosis.terminal import show
+from volseg.diagnosis.terminal import show_diagnosis
 
 BY_NAME = {gatherer.name: gatherer for gatherer in GATHERERS}
 
@@ -393,7 +393,7 @@ def made_up(*levels: str) -> Diagnosis:
 def test_a_terminal_shows_the_worst_last_with_its_remedy() -> None:
     text = StringIO()
     diagnosis = made_up("error", "ok", "warning", "note", "ok")
-    show(diagnosis, file=text, width=60)
+    show_diagnosis(diagnosis, file=text, width=60)
     lines = text.getvalue().splitlines()
     names = [line.split()[1] for line in lines[:-1] if line[0] != " "]
     assert names == ["check.ok", "check.ok", "check.note", "check.warning", "check.error"]

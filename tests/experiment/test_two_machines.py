@@ -3,12 +3,13 @@
 import json
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from two_machines import Machines, on_two_machines, why_not
+from two_machines import ADDRESSES, Machines, on_two_machines, why_not
 
 from volseg.experiment import train
 from volseg.workflow import load_checkpoint
@@ -76,3 +77,23 @@ def test_a_machine_that_is_gone_is_named(machines, tmp_path, monkeypatch):
     (told,) = outputs(jobs[:1], 90)
     assert jobs[0].returncode == 1
     assert "process 1 of 2 (machine2, cpu) gives no sign of life for" in told
+
+
+def test_the_machine_that_is_cut_off_ends_too(machines, tmp_path):
+    """Its processes waited for an answer of the store without limit, as no connection tells of a cut cable."""
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29418"}
+    jobs = []
+    for number in range(2):
+        given = [f"{name}={value}" for name, value in {**variables, "RANK": number, "TIMEOUT": "10"}.items()]
+        command = ["env", *given, sys.executable, JOB, "stay", str(tmp_path)]
+        jobs.append(machines.start(number, command, stderr=subprocess.PIPE, encoding="utf-8"))
+    end = time.monotonic() + 200
+    while len(list(tmp_path.glob("start.*"))) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    machines.cut()
+    told = outputs(jobs, 200)
+    assert [job.returncode for job in jobs] == [1, 1], told
+    assert "process 1 of 2 (machine2, cpu) gives no sign of life for" in told[0]
+    assert "volseg: process 1 of 2 (machine2, cpu) is cut off: the store of this job gives no answer for" in told[1]
+    assert "Traceback" not in told[1]

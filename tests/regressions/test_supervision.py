@@ -8,8 +8,13 @@ A store that went between the two ended the thread itself, and nobody watched an
 """
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 
+import pytest
 import torch.distributed as dist
 
 from volseg.parallel import supervision as module
@@ -72,3 +77,35 @@ def test_a_store_that_goes_between_two_looks_is_missed(monkeypatch):
     assert told.wait(60)
     watching.stop(60)
     assert "the store of this job is gone" in ended[0].message
+
+
+SERVER = """
+import sys, time
+from torch.distributed import TCPStore
+
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="holds a process as POSIX systems do")
+def test_a_store_that_gives_no_answer_ends_the_process(monkeypatch, start):
+    """The thread that watches waited for an answer without limit where a network was cut, and ended nobody.
+
+    No connection tells of a cut network, nor of a process that is held, as the store's is here.
+    """
+    monkeypatch.setattr(module, "LEAST_SECONDS", 2.0)
+    server = start([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, encoding="utf-8")
+    store = dist.TCPStore("localhost", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
+    ended, told = [], threading.Event()
+    put_down(store, leaving=True)
+    members = [{**member, "pid": os.getpid()} for member in MEMBERS]
+    watching = Supervision(store, 0, members, 10.0, lambda cause, stack: (ended.append(cause), told.set()))
+    os.kill(server.pid, signal.SIGSTOP)
+    assert told.wait(60)
+    assert ended[0].message.startswith("process 0 of 2 (here, cpu) is cut off: the store of this job gives no answer")
+    assert watching.fail("disk full").message == "disk full"  # and this comes back, too
+    watching.leave()
+    os.kill(server.pid, signal.SIGCONT)
+    watching.stop(60)

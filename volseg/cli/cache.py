@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from volseg.streams import show
+
 __all__ = ["cache_app"]
 
 cache_app = typer.Typer(name="cache", help="Look after the cases that are kept prepared.", no_args_is_help=True)
@@ -18,7 +20,7 @@ def list_cache(folder: CacheFolder = "auto") -> None:
     """Say which prepared cases are kept, from where, how large they are, and when they were last used."""
     from volseg.data.cache_folder import describe_entries, find_cache_folder  # imports torch: not for --help
 
-    typer.echo(describe_entries(find_cache_folder(folder)))
+    show(describe_entries(find_cache_folder(folder)))
 
 
 @cache_app.command("clear", epilog="Example: volseg data cache clear --unused 30")
@@ -31,7 +33,7 @@ def clear_cache(
 
     chosen = find_cache_folder(folder)
     removed = [] if chosen is None else remove_entries(chosen, unused_seconds=unused * 86400)
-    typer.echo(f"removed {len(removed)} case(s), {sum(entry.size for entry in removed) / 2**30:.2f} GiB")
+    show(f"removed {len(removed)} case(s), {sum(entry.size for entry in removed) / 2**30:.2f} GiB")
 
 
 @cache_app.command("verify", epilog="Example: volseg data cache verify")
@@ -43,7 +45,7 @@ def verify_cache(folder: CacheFolder = "auto") -> None:
     found = [] if chosen is None else list(verify_entries(chosen))
     damaged = [fault for _, fault in found if fault is not None]
     for fault in damaged:
-        typer.echo(f"removed: {fault}")
-    typer.echo(f"{len(found) - len(damaged)} of {len(found)} case(s) are as they were written")
+        show(f"removed: {fault}")
+    show(f"{len(found) - len(damaged)} of {len(found)} case(s) are as they were written")
     if damaged:
         raise typer.Exit(1)

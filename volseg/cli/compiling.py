@@ -7,6 +7,7 @@ import typer
 
 from volseg.cli.completion import complete_config
 from volseg.cli.options import Components, Overrides, SuggestingCommand
+from volseg.streams import show
 
 __all__ = ["compiling_app"]
 
@@ -39,4 +40,4 @@ def compile_(
     experiment.load_components(components or ())
     loaded = experiment.load_config(config, overrides or ())
     compiled = experiment.compile_beforehand(loaded, find_kind(gpu), channels=channels, classes=classes)
-    typer.echo(f"{compiled.kernels} kernels of {loaded.name} are compiled for {find_kind(gpu).name}")
+    show(f"{compiled.kernels} kernels of {loaded.name} are compiled for {find_kind(gpu).name}")

@@ -8,6 +8,7 @@ import typer
 
 from volseg.cli.completion import complete_shipped
 from volseg.cli.options import Components
+from volseg.streams import show
 
 __all__ = ["configs_app"]
 
@@ -41,7 +42,7 @@ def init(
     ways = (
         [] if config.data.root.exists() else ["set data.root in it to your data set, or --set data.root=FOLDER below"]
     )
-    typer.echo("\n  ".join([f"{output} is written. Next:", *ways, spell(f"volseg train {output}")]))
+    show("\n  ".join([f"{output} is written. Next:", *ways, spell(f"volseg train {output}")]))
 
 
 @configs_app.command("schema", epilog="Example: volseg schema > volseg.schema.json")
@@ -59,4 +60,4 @@ def schema(
     if output is not None:
         write_schema(output)
     else:
-        typer.echo(json.dumps(config_schema(), indent=1))
+        show(json.dumps(config_schema(), indent=1))

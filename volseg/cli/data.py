@@ -8,6 +8,7 @@ import typer
 
 from volseg.cli.cache import cache_app
 from volseg.cli.options import Components
+from volseg.streams import show
 
 __all__ = ["data_app"]
 
@@ -20,7 +21,7 @@ def list_tasks() -> None:
     """List the public tasks that can be fetched: the ten of the Medical Segmentation Decathlon."""
     from volseg.data.describing import tabulate_public_tasks  # imports torch: not for --help
 
-    typer.echo(tabulate_public_tasks())
+    show(tabulate_public_tasks())
 
 
 @data_app.command(epilog="Example: volseg data info Task04_Hippocampus")
@@ -36,13 +37,13 @@ def info(
     from volseg.monitoring.progress import count_up
 
     if not Path(name).exists() and Path(name).name == name:
-        typer.echo(describe_public_task(find_public_task(name)))
+        show(describe_public_task(find_public_task(name)))
         return
     experiment.load_components(components or ())
     task = load_task(name)
     with count_up(len(task.training) + len(task.test), "reading") as count:
         described = describe_task(task, progress=count)
-    typer.echo(described)
+    show(described)
 
 
 @data_app.command(epilog="Example: volseg data fetch Task04_Hippocampus --output data")
@@ -58,9 +59,9 @@ def fetch(
     from volseg.data.fetching import fetch_task
     from volseg.monitoring.progress import show_bytes
 
-    with show_bytes() as show:
-        folder = fetch_task(find_public_task(name), output, url=url, show=show)
-    typer.echo(folder)
+    with show_bytes() as advance:
+        folder = fetch_task(find_public_task(name), output, url=url, show=advance)
+    show(folder)
 
 
 @data_app.command(epilog="Example: volseg data make Task09_Twin --like Task09_Spleen --cases 8")
@@ -84,11 +85,11 @@ def make(
     from volseg.errors import DataError
 
     if like is not None:
-        typer.echo(make_twin(folder, like, num_cases=cases, num_test=tests, seed=seed, scale=scale))
+        show(make_twin(folder, like, num_cases=cases, num_test=tests, seed=seed, scale=scale))
     elif scale is not None:
         raise DataError("--scale is a fraction of a task's sides; name the task by --like, such as Task09_Spleen")
     else:
-        typer.echo(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
+        show(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
 
 
 @data_app.command(epilog="Example: volseg data check Task04_Hippocampus -o check.json --fix Task04_mended")
@@ -131,11 +132,11 @@ def check(
     splits = None if split is None else read_splits(split, [case["case"] for case in task.training])
     with count_up(len(task.training) + len(task.test), "checking") as count:
         checked = check_task(task, splits=splits, group=group, progress=count)
-    typer.echo(json.dumps(checked.as_dict(), indent=1) if as_json else "\n".join(checked.lines()))
+    show(json.dumps(checked.as_dict(), indent=1) if as_json else "\n".join(checked.lines()))
     if output is not None:
         checked.write(output)
     if fix is not None:
         mended = mend_task(checked, fix, keep_bad=keep_bad)
-        typer.echo("\n".join(mended.lines()), err=as_json)  # JSON alone is what a program reads
+        show("\n".join(mended.lines()), err=as_json)  # JSON alone is what a program reads
     if checked.problems or (strict and checked.remarks):
         raise typer.Exit(1)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from volseg.streams import show
+
 __all__ = ["doctor_app"]
 
 doctor_app = typer.Typer()
@@ -27,12 +29,12 @@ def doctor(
     Exit status 1 if anything stops a training.
     """
     from volseg.diagnosis.doctor import diagnose  # pydantic: not for --help
-    from volseg.diagnosis.terminal import show
+    from volseg.diagnosis.terminal import show_diagnosis
 
     diagnosis = diagnose(quick=quick, cache=cache, runs=runs)
     if as_json:
-        typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
+        show(json.dumps(diagnosis.as_dict(), indent=2))
     else:
-        show(diagnosis)
+        show_diagnosis(diagnosis)
     if not diagnosis.is_sound:
         raise typer.Exit(1)

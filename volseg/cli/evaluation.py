@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from volseg.streams import show
+
 __all__ = ["evaluation_app"]
 
 evaluation_app = typer.Typer()
@@ -55,7 +57,7 @@ def evaluate(
         output=output or predictions,
         overwrite=overwrite,
     )
-    typer.echo(judging.judging_json(evaluated) if as_json else judging.judging_words(evaluated, metrics))
+    show(judging.judging_json(evaluated) if as_json else judging.judging_words(evaluated, metrics))
     if evaluated.faults:
         raise typer.Exit(1)
 
@@ -74,4 +76,4 @@ def compare(
     """Compare methods case by case: mean difference with its interval, wins and losses, Wilcoxon's test."""
     from volseg.evaluation import judging  # imports torch: not for --help
 
-    typer.echo(judging.compare_folders(methods, output, overwrite=overwrite))
+    show(judging.compare_folders(methods, output, overwrite=overwrite))

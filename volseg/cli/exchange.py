@@ -7,6 +7,7 @@ import typer
 
 from volseg.cli.completion import complete_run
 from volseg.cli.options import Checkpoint, Components
+from volseg.streams import show
 
 __all__ = ["exchange_app"]
 
@@ -58,4 +59,4 @@ def export(
     output = output or old_output
     assert output is not None
     experiment.load_components(components or ())
-    typer.echo(experiment.export(source, output, to=to, checkpoint=checkpoint, licence=licence, overwrite=overwrite))
+    show(experiment.export(source, output, to=to, checkpoint=checkpoint, licence=licence, overwrite=overwrite))

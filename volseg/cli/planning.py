@@ -8,6 +8,7 @@ import typer
 
 from volseg.cli.completion import complete_config
 from volseg.cli.options import Components, Overrides
+from volseg.streams import show
 
 __all__ = ["planning_app"]
 
@@ -56,7 +57,7 @@ def plan(
     from volseg import experiment  # imports torch: not for --help
 
     if calibrate:
-        typer.echo(experiment.calibrate_words(), err=as_json)  # JSON alone is what a program reads
+        show(experiment.calibrate_words(), err=as_json)  # JSON alone is what a program reads
         if config is None:
             return
     if config is None:
@@ -67,16 +68,16 @@ def plan(
     machine = experiment.find_machine(num_gpus=gpus, gpu_memory=gpu_memory, kind=gpu, instance=instance, here=here)
     if max_volume:
         volumes = experiment.plan_volumes(loaded, machine, channels=channels, classes=classes, beside=True)
-        typer.echo(volumes.to_json() if as_json else volumes.words())
+        show(volumes.to_json() if as_json else volumes.words())
         fits = volumes.fits
     else:
         planned = experiment.plan_training(
             loaded, machine, channels=channels, classes=classes, thorough=thorough, numbers=numbers, beside=True
         )
         if as_json:
-            typer.echo(planned.to_json())
+            show(planned.to_json())
         else:
-            typer.echo(experiment.plan_words(planned, config, overrides or (), components or ()))
+            show(experiment.plan_words(planned, config, overrides or (), components or ()))
         fits = planned.chosen is not None
     sys.stdout.flush()
     if not fits:

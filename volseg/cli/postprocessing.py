@@ -7,6 +7,7 @@ import typer
 
 from volseg.cli.completion import complete_run
 from volseg.cli.options import Components
+from volseg.streams import show
 
 __all__ = ["postprocessing_app"]
 
@@ -41,8 +42,8 @@ def postprocess(
         raise typer.BadParameter("--apply names the label maps and --output where they go; give both or neither")
     if apply is None or output is None or not experiment.RunFolder(source).postprocessing_file.exists():
         measured = experiment.determine_postprocessing(source)
-        typer.echo("\n".join(measured.lines()))
-        typer.echo(experiment.RunFolder(source).postprocessing_file)
+        show("\n".join(measured.lines()))
+        show(experiment.RunFolder(source).postprocessing_file)
     if apply is not None and output is not None:
         for path in experiment.apply_postprocessing(source, apply, output, overwrite=overwrite):
-            typer.echo(path)
+            show(path)

@@ -8,6 +8,7 @@ import typer
 
 from volseg.cli.completion import complete_run
 from volseg.cli.options import Checkpoint, Components
+from volseg.streams import show
 
 __all__ = ["prediction_app"]
 
@@ -57,7 +58,7 @@ def validate(
     words = experiment.validate_words(
         run, checkpoint=checkpoint, overrides=settings or (), output=output, overwrite=overwrite
     )
-    typer.echo(words)
+    show(words)
 
 
 @prediction_app.command(
@@ -144,7 +145,7 @@ def predict(
         uncertainty=uncertainty,
         label_format=label_format,
     )
-    typer.echo(json.dumps(predicted.as_json(), indent=2) if as_json else predicted.table())
+    show(json.dumps(predicted.as_json(), indent=2) if as_json else predicted.table())
     if predicted.failures:
         raise typer.Exit(1)
 

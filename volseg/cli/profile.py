@@ -7,6 +7,7 @@ import typer
 
 from volseg.cli.completion import complete_config
 from volseg.cli.options import Components, Overrides, SuggestingCommand
+from volseg.streams import show
 
 __all__ = ["profile_app"]
 
@@ -51,9 +52,9 @@ def profile(
     if experiment.is_main_process():
         page = None if output is None else profiled.write(output)
         if as_json:
-            typer.echo(profiled.to_json())
+            show(profiled.to_json())
         else:
             show_profile(profiled.report)
             if page is not None:
-                typer.echo(f"written: {page}")
+                show(f"written: {page}")
     experiment.leave_processes()

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from volseg.streams import show
+
 __all__ = ["report_app"]
 
 report_app = typer.Typer()
@@ -27,4 +29,4 @@ def report(
 
     if output is not None:
         require_new(output, overwrite=overwrite)
-    typer.echo(write_report(run, output))
+    show(write_report(run, output))

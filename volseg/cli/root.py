@@ -19,6 +19,7 @@ from volseg.cli.report import report_app
 from volseg.cli.status import status_app
 from volseg.cli.tools import tools_app
 from volseg.cli.training import training_app
+from volseg.streams import show
 from volseg.version import __version__
 
 __all__ = ["app"]
@@ -48,7 +49,7 @@ app.add_typer(data_app)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"volseg {__version__}")
+        show(f"volseg {__version__}")
         raise typer.Exit
 
 

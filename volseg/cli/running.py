@@ -1,20 +1,15 @@
 """The process around a verb: what signals do to it, its last words and exit status, alone or among others.
 
 What volseg raises on purpose is printed as one message without a traceback, with exit status 1, and so is what the
-system refuses (a full disk); Ctrl-C ends with 130, SIGTERM with 143, SIGHUP with 129.
+system refuses (a full disk); Ctrl-C ends with 130, SIGTERM with 143, SIGHUP with 129 (`volseg.signals`).
 """
 
 import logging
 import os
 import signal
 import sys
-import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from io import TextIOWrapper
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import typer
@@ -25,14 +20,10 @@ from volseg.files import require_text
 from volseg.launched import OWN_LAUNCHER, Launch, find_launch
 from volseg.lifetime import count_from_beginning, end_at_exit, end_with_launcher, is_exit_others, say_last
 from volseg.monitoring.console import add_to_logs, are_logs_json, close_bars, set_up_logs
+from volseg.signals import INTERRUPTED, end_in_system, find_way_on, unwinding_on_signals
+from volseg.streams import guard_streams, make_printable
 
 __all__ = ["main", "run_to_end"]
-
-ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
-"""What clusters end jobs with, and closed terminals; Python itself takes care of Ctrl-C."""
-
-INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))
-"""Exit statuses."""
 
 FOREIGN = (
     # torch 2.13 renames these collectives, and calls them by their old names itself (in its device mesh, in DDP).
@@ -48,38 +39,6 @@ _word_as_python = warnings.formatwarning
 
 WRONG_COMMAND: type[Exception] = typer.BadParameter.__mro__[1]
 """Click's ``UsageError``, from wherever the installed typer has it."""
-
-WAYS_ON = {
-    "train": "a training that had begun is saved, go on with it by --resume",
-    "cross-validate": "a training that had begun is saved, go on with it by --resume",
-    "quickstart": "begin anew with another --output; a training that had begun is saved, go on with it by the command "
-    "in the first line",
-    "predict": "the label maps that are written are whole, go on with the others by --resume",
-}
-"""What to do by verb, after an interruption or a refusal of the system; the other verbs are begun again."""
-
-
-@contextmanager
-def _leaving_nothing_half_done() -> Iterator[None]:
-    """Let the signals that end jobs unwind as Ctrl-C does: half-written files and locks are removed.
-
-    Not in a process that a launcher started: waiting for the others in C++ it could not unwind.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        del frame
-        raise SystemExit(128 + number)
-
-    if find_launch() is not None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup ignores SIGHUP
-    before = {number: signal.signal(number, end) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_to_end() -> NoReturn:
@@ -107,10 +66,10 @@ def run_to_end() -> NoReturn:
 def main() -> None:
     """Run the command line."""
     count_from_beginning()
+    guard_streams()
     launch = find_launch()
     if launch is not None or OWN_LAUNCHER in os.environ:
         end_with_launcher()
-    _print_anything()
     set_up_logs()
     if "--json-logs" in sys.argv[1:]:  # before the command line is read, which may be wrong
         add_to_logs("json")
@@ -119,7 +78,7 @@ def main() -> None:
     if launch is not None:
         _run_launched(launch)
     try:
-        with _leaving_nothing_half_done():
+        with unwinding_on_signals():
             _run_verb()
     except VolsegError as fault:
         _say(f"volseg: {fault}", typer.colors.RED)
@@ -129,15 +88,8 @@ def main() -> None:
         sys.exit(1)
     except SystemExit as end:  # typer turns Ctrl-C into this one
         if end.code in INTERRUPTED:
-            _say(f"volseg: interrupted; {_find_way_on()}")
+            _say(f"volseg: interrupted; {find_way_on()}")
         raise
-
-
-def _print_anything() -> None:
-    """Escape what standard output and standard error cannot encode, such as a name that is no UTF-8."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _run_verb() -> None:
@@ -177,24 +129,20 @@ def _say(words: str, colour: str | None = None) -> None:
         say_last(words)
         return
     close_bars()
-    typer.secho(words, fg=colour, err=True)
-
-
-def _find_way_on() -> str:
-    """Return how what the command line asked for is gone on with."""
-    verb = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
-    return WAYS_ON.get(verb, "run the same command again")
+    typer.secho(make_printable(words), fg=colour, err=True)
 
 
 def _run_launched(launch: Launch) -> NoReturn:
     """Run the command line as one of the processes of a job, which end together and tell what happened once."""
     ending = end_at_exit()
+    end_in_system()
     try:
-        _run_verb()
+        with unwinding_on_signals(signal.SIGINT):
+            _run_verb()
         status = 0
     except SystemExit as end:
         if end.code in INTERRUPTED and launch.rank == 0:
-            _say(f"volseg: interrupted; {_find_way_on()}")
+            _say(f"volseg: interrupted; {find_way_on()}")
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as fault:
         from volseg.parallel.failures import end_after  # imports torch: not for --help
@@ -213,4 +161,4 @@ def _run_launched(launch: Launch) -> NoReturn:
 
 def _describe_refusal(fault: OSError) -> str:
     where = "" if fault.filename is None else f"{fault.filename}: "
-    return f"{where}{fault.strerror or fault}; free space, or name another folder; {_find_way_on()}"
+    return f"{where}{fault.strerror or fault}; free space, or name another folder; {find_way_on()}"

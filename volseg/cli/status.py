@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from volseg.errors import VolsegError
+from volseg.streams import show
 
 __all__ = ["status_app"]
 
@@ -39,10 +40,10 @@ def status(
     looks = [look_at(folder) for folder in find_runs(run)]
     faults = {} if oldest is None else {look.folder: fault for look in looks if (fault := look.find_fault(oldest))}
     if as_json:
-        typer.echo(json.dumps({"runs": [look.as_json() for look in looks], "faults": [*faults.values()]}, indent=2))
+        show(json.dumps({"runs": [look.as_json() for look in looks], "faults": [*faults.values()]}, indent=2))
     else:
-        typer.echo("\n".join(line for look in looks for line in look.lines()) or f"{run} holds no run")
+        show("\n".join(line for look in looks for line in look.lines()) or f"{run} holds no run")
         for folder, fault in faults.items():
-            typer.echo(f"volseg: {folder}: {fault}", err=True)
+            show(f"volseg: {folder}: {fault}", err=True)
     if not looks or faults:
         raise typer.Exit(STALE if looks else NO_RUN)

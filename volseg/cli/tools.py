@@ -8,6 +8,7 @@ import typer
 
 from volseg.cli.completion import complete_config, complete_kind, complete_network
 from volseg.cli.options import Components, Overrides
+from volseg.streams import show
 
 __all__ = ["tools_app"]
 
@@ -54,7 +55,7 @@ def verify(
     named = [f"network={json.dumps({'name': network})}"] if network else []  # a JSON text is a YAML text
     loaded = experiment.load_config(config, [*named, *(overrides or ())])
     report = experiment.verify(loaded, num_devices=devices, shape=shape, strategy=strategy)
-    typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
+    show(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
     if not report.ok:
         raise typer.Exit(1)
 
@@ -70,7 +71,7 @@ def quickstart(
     """Make data, train a small network on it, validate and predict: minutes, without data or GPU."""
     from volseg import experiment  # imports torch: not for --help
 
-    typer.echo(experiment.quickstart(output, overrides or ()))
+    show(experiment.quickstart(output, overrides or ()))
 
 
 @tools_app.command("components", epilog="Example: volseg components network --components components.py")
@@ -88,4 +89,4 @@ def list_components(
 
     experiment.load_components(components or ())
     for line in experiment.list_components(kind):
-        typer.echo(line)
+        show(line)

@@ -8,6 +8,7 @@ import typer
 
 from volseg.cli.completion import complete_config
 from volseg.cli.options import Components, JsonLogs, NoCache, Overrides, Quiet, SuggestingCommand
+from volseg.streams import show
 
 __all__ = ["training_app"]
 
@@ -39,7 +40,7 @@ def configure(
     experiment.load_components(components or ())  # readers may be among them
     planned = experiment.configure(folder, preset=preset, gpu_memory=memory, name=name, skip_bad=skip_bad)
     write_config(planned, output, overwrite=overwrite)
-    typer.echo(experiment.configure_words(planned, output))
+    show(experiment.configure_words(planned, output))
 
 
 @training_app.command(
@@ -110,7 +111,7 @@ def train(
     if restart and not is_launched():
         report = experiment.find_finished_report(experiment.RunFolder(loaded.folder), loaded)
         if report is not None:
-            typer.echo(report)
+            show(report)
             return
     resume = resume or restart
     starts = max_restarts > 0 or experiment.count_workers(loaded, gpus) > 1  # one process too is started again
@@ -125,7 +126,7 @@ def train(
     with experiment.begin_cases(loaded) as ahead:
         outcome = begin(loaded, resume=resume, ahead=ahead)
     if experiment.is_main_process():
-        typer.echo(experiment.closing_words(outcome))
+        show(experiment.closing_words(outcome))
     experiment.leave_processes()
 
 
@@ -168,6 +169,6 @@ def cross_validate(
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
     crossed = experiment.cross_validate(loaded, folds=chosen, gpus=gpus, resume=resume)
-    typer.echo(experiment.cross_validation_words(crossed))
+    show(experiment.cross_validation_words(crossed))
     if crossed.failures:
         raise typer.Exit(1)

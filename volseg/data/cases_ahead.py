@@ -14,7 +14,6 @@ import mmap
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import time
 import warnings
@@ -31,7 +30,7 @@ from volseg.data.cases import Case, Task
 from volseg.data.shared_memory import SharedTensors, can_share, map_tensors, take
 from volseg.data.told_cases import ReadCase
 from volseg.device.gpus import uses_gpus
-from volseg.lifetime import end_with_parent
+from volseg.lifetime import bind_copy
 from volseg.parallel.candidates.beside import holding_signals_back
 from volseg.parallel.devices import has_process_group, is_launched
 from volseg.parallel.progress import report_progress
@@ -151,10 +150,7 @@ class CasesAhead:
 
     def _be_copy(self, read: Callable[[int], ReadCase], sides: Sequence[bool], sender: Connection, parent: int) -> None:
         """Prepare until all are there or nobody waits any more, then say what became of them."""
-        end_with_parent(parent)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for heard in (signal.SIGINT, signal.SIGHUP):  # this process's matter, which ends the copy
-            signal.signal(heard, signal.SIG_IGN)
+        bind_copy(parent)
         torch.set_num_threads(1)
         brought: list[tuple[int, bytes]] = []
         for number, validates in enumerate(sides):

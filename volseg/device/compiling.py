@@ -15,7 +15,6 @@ up and keeps on disk is by construction what a launch on such a GPU looks up. Wh
 """
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -211,10 +210,8 @@ _starter: Any = None
 def _begin_compiler(capability: tuple[int, int], runs_here: bool, begin: Callable[[], object] | None) -> None:
     """Let this process, a copy, compile."""
     global _starter
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if begin is not None:
         begin()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks hears it, and ends this one
     torch.set_num_threads(1)
     _starter = take_capability(capability, runs_here=runs_here)
 

@@ -7,7 +7,6 @@ partner never comes) is ended with all that it started, and named. One that cann
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from volseg.commands import run_module
 from volseg.diagnosis.facts import (
     AllReduceFacts,
     CompilerFacts,
@@ -91,12 +91,8 @@ def gather(gatherers: Sequence[Gatherer] = GATHERERS, *, folders: Mapping[str, s
 
 def _run(gatherer: Gatherer, places: Mapping[str, str]) -> Any:
     """Return the section that a gatherer's process writes, or why there is none."""
-    command = gatherer.command or (
-        sys.executable,
-        "-m",
-        "volseg.diagnosis.child",
-        gatherer.name,
-        *(f"{role}={path}" for role, path in places.items()),
+    command = gatherer.command or run_module(
+        "volseg.diagnosis.child", gatherer.name, *(f"{role}={path}" for role, path in places.items())
     )
     try:
         process = subprocess.Popen(  # noqa: S603 - our own command

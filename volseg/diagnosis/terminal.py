@@ -9,15 +9,16 @@ from rich.text import Text
 
 from volseg.diagnosis.doctor import Diagnosis
 from volseg.diagnosis.findings import MachineFinding
+from volseg.streams import make_printable
 
-__all__ = ["show"]
+__all__ = ["show_diagnosis"]
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 MARKS = {"ok": ("✓", "ok"), "note": ("•", "note"), "warning": ("!", "warning"), "error": ("✗", "ERROR")}
 """Where the terminal has these letters, and where not."""
 
 
-def show(diagnosis: Diagnosis, *, file: TextIO | None = None, width: int | None = None) -> None:
+def show_diagnosis(diagnosis: Diagnosis, *, file: TextIO | None = None, width: int | None = None) -> None:
     """Print findings: what is well, then notes, warnings and errors with their remedies, then how many there are."""
     output = file or sys.stdout
     console = Console(file=output, width=width, highlight=False)
@@ -40,9 +41,9 @@ def show(diagnosis: Diagnosis, *, file: TextIO | None = None, width: int | None 
 
 def _describe(finding: MachineFinding) -> Text:
     """Return what was found; where it is not well also why it matters, and what to type."""
-    text = Text(finding.found)
+    text = Text(make_printable(finding.found))
     if finding.why:
-        text.append(f"\n{finding.why}", "dim")
+        text.append(f"\n{make_printable(finding.why)}", "dim")
     if finding.remedy:
-        text.append("\nmend: ", "dim").append(finding.remedy, "bold")
+        text.append("\nmend: ", "dim").append(make_printable(finding.remedy), "bold")
     return text

@@ -32,7 +32,7 @@ from volseg.experiment.kernels import explain_slowness
 from volseg.files import replacing
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.following import following
-from volseg.lifetime import end_with_parent
+from volseg.lifetime import bind_copy
 from volseg.parallel.candidates.running import follow_candidate
 from volseg.parallel.candidates.work import Work
 from volseg.parallel.devices import count_gpus
@@ -109,7 +109,7 @@ def compile_kernels(
     # exchanges planes of slabs.
     candidate = replace(candidate or Candidate(), kernels="fast" if is_fast else "torch", recorded=False)
     # One that is killed would be waited for, for ever, to ask for more.
-    bind = partial(end_with_parent, os.getpid())
+    bind = partial(bind_copy, os.getpid())
     compiling = Compiling(gpu.capability, processes or cores, runs_here=runs_here, begin=bind)
     first: list[int] = []
     is_rehearsed = is_fast and candidate.spatial == candidate.pipeline == 1 and candidate.checkpoint is None

@@ -38,7 +38,7 @@ from volseg.experiment.network_plan import plan_for_spacing
 from volseg.experiment.placed_network import count_devices
 from volseg.forecast.candidate import Candidate
 from volseg.launched import OF_JOB
-from volseg.lifetime import end_with_parent
+from volseg.lifetime import bind_copy
 from volseg.parallel.candidates.beside import ask_copy, holding_signals_back
 from volseg.parallel.devices import (
     count_gpus,
@@ -273,9 +273,7 @@ def _read_gpus() -> list[str]:
 def _be_copy(wanted: _Wanted, sender: Connection, training: int) -> None:
     """Be the copy: forecast what is open, compile, note it, and say so."""
     os.setsid()  # those that compile end with it, and a terminal's Ctrl-C is for the training
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    end_with_parent(training)  # however that ends: one that is killed ends nobody
+    bind_copy(training)  # however that ends: one that is killed ends nobody
     for name in OF_JOB:  # it is none of the job's processes
         os.environ.pop(name, None)
     torch.set_num_threads(1)

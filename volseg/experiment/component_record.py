@@ -6,9 +6,11 @@ there but a user who names them by ``--components``.
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from volseg.config.schema import ExperimentConfig
@@ -29,6 +31,11 @@ logger = logging.getLogger(__name__)
 RECORD = "components.json"
 FILES = "components"
 """Folder of the files' copies."""
+
+PACKAGE, VERSION = (
+    re.compile(pattern, re.ASCII) for pattern in (r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", r"[A-Za-z0-9.!+_-]+")
+)
+"""Names of packages (PEP 508), and the letters of their versions (PEP 440)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +134,14 @@ def copy_of(folder: Path, source: Source) -> Path:
 
 
 def _name_way(folder: Path, source: Source) -> str:
+    """Return how to give a component; a run of somebody else's names its source, of which no shell may run a part."""
     if source.package is not None:
+        if PACKAGE.fullmatch(source.package) is None or VERSION.fullmatch(source.version or "") is None:
+            return "installing its package; what the run's components.json holds is no name and version of one"
         return f"installing it: pip install {source.package}=={source.version}"
     if source.file is not None:
-        return (
-            f"--components {source.file} as it was then, of which {copy_of(folder, source)} is a copy (read it first)"
-        )
+        file, copy = quote(source.file), quote(str(copy_of(folder, source)))
+        return f"--components {file} as it was then, of which {copy} is a copy (read it first)"
     return f"calling volseg.register as {source.module} did, before this"
 
 

@@ -7,13 +7,13 @@ rest alone. Why not torch's launcher: its processes are one job, which ends when
 import logging
 import os
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from volseg.commands import run_module
 from volseg.config.loading import dump_config
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError, ParallelError
@@ -146,7 +146,7 @@ def train_in_processes(
 def _start(fold: Fold, gpu: str | None, num_processes: int) -> _Job:
     folder = fold.config.folder
     config_file = dump_config(fold.config, folder.with_name(f"{folder.name}.yaml"))
-    command = [sys.executable, "-m", "volseg", "train", str(config_file), *components_arguments()]
+    command = run_module("volseg", "train", str(config_file), *components_arguments())
     # By its number the process ends with this one, even if that is killed: see volseg.lifetime.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", OWN_LAUNCHER: str(os.getpid())}
     # The processes share the cores; torch would otherwise start a thread per core in each.

@@ -8,7 +8,6 @@ for it. It sees no GPU, has one thread for its arithmetic, and ends with the pro
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from volseg.commands import run_module
 from volseg.config.loading import dump_config
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
@@ -140,7 +140,7 @@ class PlanBeside:
         self._process: subprocess.Popen[bytes] | None = None
         try:
             file = dump_config(config.located(), Path(self._folder.name) / "config.yaml")
-            command = [sys.executable, "-m", "volseg", "plan", str(file), "--json", "--gpu", gpus.name]
+            command = run_module("volseg", "plan", str(file), "--json", "--gpu", gpus.name)
             command += ["--all"] if thorough else ["--numbers"]  # what runs here may be forecast not to fit
             command += ["--gpus", str(gpus.count), "--gpu-memory", gpus.told_memory]
             with self._open("out") as out, self._open("err") as err:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from volseg.commands import run_module
 from volseg.config.loading import load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import VolsegError
@@ -82,7 +83,7 @@ def train_on(
     arguments = [part for assignment in overrides for part in ("--set", assignment)]
     arguments += [*_list_components(), *(["--resume"] if resume else [])]
     try:
-        command = ["-m", "volseg", "train", str(config), *arguments]
+        _, *command = run_module("volseg", "train", str(config), *arguments)
         launch(command, count_workers(loaded, num_gpus), max_restarts=max_restarts)
     except SignalException as stopped:  # the launcher has passed the signal on and waited
         from volseg.workflow.interrupts import Interruption  # imports what trains

@@ -28,6 +28,7 @@ from tempfile import TemporaryDirectory
 from threading import Lock, Thread
 from typing import Any
 
+from volseg.commands import run_module
 from volseg.data.cases import Case
 from volseg.data.checks import Remark
 from volseg.data.readers import list_files
@@ -79,7 +80,7 @@ def predict_in_processes(
     ConfigError
         What would keep every case from being predicted, as soon as one process has met it.
     """
-    command = [sys.executable, "-m", "volseg", "predict-cases", *components_arguments()]
+    command = run_module("volseg", "predict-cases", *components_arguments())
     waiting, lock = deque(cases), Lock()
     ended: SimpleQueue[Ended] = SimpleQueue()
     with TemporaryDirectory(prefix="volseg_predict_") as folder:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from volseg.lifetime import call_before_last_words, shape_last_words
 from volseg.monitoring.run_files import replace_nan
+from volseg.streams import make_printable
 
 __all__ = [
     "FIELDS",
@@ -225,6 +226,10 @@ def shows_bars() -> bool:
 
 class BesideBars(logging.StreamHandler):
     """Write each line of the log above the bars, on standard error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a line, whatever names are in it."""
+        return make_printable(super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""

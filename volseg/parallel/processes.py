@@ -3,8 +3,10 @@
 import gc
 import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from weakref import WeakKeyDictionary
@@ -27,7 +29,7 @@ from volseg.parallel.devices import (
 from volseg.parallel.failures import end_after, end_by
 from volseg.parallel.meeting import Meeting, PrefixStore, meet, open_store
 from volseg.parallel.progress import report_progress
-from volseg.parallel.supervision import Supervision, name_machine
+from volseg.parallel.supervision import Cause, Supervision, name_machine
 
 __all__ = [
     "TIMEOUT",
@@ -100,7 +102,8 @@ def start_group(timeout: float = TIMEOUT, *, on_cpu: bool = False) -> None:
     store = open_store(launch, timeout, serve=True)
     _joined.serves = launch.rank == 0 and not launch.has_store
     about = {"where": name_own_place(), "machine": name_machine(), "pid": os.getpid()}
-    meeting = meet(store, launch, about, timeout, first=not _joined.has_met)
+    with _ending_without_answer(launch, timeout + SECONDS_OF_STORE):
+        meeting = meet(store, launch, about, timeout, first=not _joined.has_met)
     _joined.meeting, _joined.has_met = meeting, True
     note_restarts(meeting.restarts)
     report_progress("start")
@@ -213,6 +216,22 @@ def stop_watching() -> None:
 def find_supervision() -> Supervision | None:
     """Return what watches over this process, if anything does."""
     return _joined.supervision
+
+
+@contextmanager
+def _ending_without_answer(launch: Launch, seconds: float) -> Iterator[None]:
+    """End this process if the block takes so long: it waits for the store, without limit where its machine is gone."""
+    message = (
+        f"process {launch.rank} of {launch.world_size} has no answer from {launch.address}:{launch.port}, where the "
+        f"processes of the job meet, for {seconds:g} s; the network to that machine is gone, or something holds it"
+    )
+    clock = threading.Timer(seconds, end_by, (Cause(message=message, is_own=True),))
+    clock.daemon = True
+    clock.start()
+    try:
+        yield
+    finally:
+        clock.cancel()
 
 
 def _watch(launch: Launch, meeting: Meeting, timeout: float) -> None:

@@ -9,7 +9,9 @@ reads cases, as long as that one goes on. It ends this process, by itself and wh
 - another process has gone without a word, or shows no sign of life for a fifth of the timeout, at least
   ``LEAST_SECONDS`` (its machine is gone, or something holds it): its name is told;
 - nobody has made any progress for the timeout: where everybody is is told;
-- the store is gone, and ``SECONDS_TO_LEAVE`` later this process is still there.
+- the store is gone, and ``SECONDS_TO_LEAVE`` later this process is still there;
+- the store gives no answer for as long as a process may show no sign of life: the network to its machine is cut, which
+  no connection tells of. A thread asks, and the one that watches looks at its clock.
 
 A failure after which the job goes on in another way (``again``) ends nobody for good: each process begins anew, once it
 has heard of it.
@@ -31,7 +33,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from volseg.parallel.meeting import Store
 from volseg.parallel.progress import Milestone, find_milestone
@@ -56,6 +58,17 @@ NUM_FRAMES = 12
 
 PROCESSES_PER_SECOND = 64
 """Above as many, each looks less often: all read what all write."""
+
+
+Answer = TypeVar("Answer")
+
+
+class NoAnswer(RuntimeError):  # noqa: N818  (as one of the store's own errors, to whoever asks it)
+    """The store gives no answer, and no error either."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no answer for {seconds:.0f} s")
+        self.seconds = seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,29 +144,27 @@ class Supervision:
     def fail(self, message: str, *, lasts: bool = False, again: bool = False) -> Cause:
         """Tell the others that this process ends by an error; return what the job ends by, which may be another's."""
         self._ending.set()  # the thread must not end what the main thread is about to say
-        with self._lock:
-            return self._decide(message, lasts=lasts, again=again)
+        return self._decide(message, lasts=lasts, again=again)
 
     def part(self) -> None:
         """Say that this process has heard that all begin anew; who keeps the store waits until all others have."""
-        with self._lock, suppress(RuntimeError):  # no store: the others have gone, or will miss it
-            self.store.set(f"heard/{self.rank}", "")
+        with suppress(RuntimeError):  # no store: the others have gone, or will miss it
+            self._ask(lambda: self.store.set(f"heard/{self.rank}", ""))
             keys = [f"heard/{rank}" for rank in range(len(self.members))]
             end = time.monotonic() + SECONDS_TO_HEAR
-            while self.keeps_store and not self.store.check(keys) and time.monotonic() < end:
+            while self.keeps_store and not self._ask(lambda: self.store.check(keys)) and time.monotonic() < end:
                 time.sleep(0.02)
 
     def list_silent(self, seconds: float) -> list[str]:
         """Return where the processes are of which nothing was heard for so long."""
-        with self._lock:
-            heard = {rank: alive for rank, (alive, _) in self._seen.items() if rank != self.rank}
-            return [self.members[rank]["where"] for rank, alive in heard.items() if self._watched - alive > seconds]
+        heard = {rank: alive for rank, (alive, _) in self._seen.copy().items() if rank != self.rank}
+        return [self.members[rank]["where"] for rank, alive in heard.items() if self._watched - alive > seconds]
 
     def leave(self) -> None:
         """Tell the others that this process ends well, and need not be missed."""
-        with self._lock:
-            self._is_leaving = True
-            self._try_to_publish()
+        self._is_leaving = True
+        with suppress(RuntimeError):  # no store: nobody is there who would miss it
+            self._ask(self._publish)
 
     def stop(self, seconds: float = 10.0) -> None:
         """End the thread."""
@@ -169,31 +180,59 @@ class Supervision:
             # Of a long gap, in which this process was held, only what a pause takes counts.
             self._watched += min(now - before, 2 * self.period)
             before = now
-            with self._lock:
-                try:
-                    self._publish()
-                    self._read()
-                    cause, show_stack = self._judge()
-                except RuntimeError as fault:  # of the store
-                    self._miss_store(fault)
-                    continue
-                self._lost = None
+            try:
+                self._ask(self._publish_and_read)
+                cause, show_stack = self._judge()
+            except RuntimeError as fault:  # of the store
+                self._miss_store(fault)
+                continue
+            self._lost = None
             if cause is not None and not self._ending.is_set():
                 if cause.again:
                     self.part()
                 self.end(cause, self._format_stack() if show_stack else "")
+
+    def _ask(self, question: Callable[[], Answer]) -> Answer:
+        """Return what the store answers.
+
+        Raises
+        ------
+        RuntimeError
+            If it cannot be reached; `NoAnswer` if none comes for the longest silence, in which this process ran.
+        """
+        answers: list[Answer] = []
+        faults: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                with self._lock:
+                    answers.append(question())
+            except Exception as fault:  # raised by the thread that waits
+                faults.append(fault)
+
+        asking = threading.Thread(target=ask, name="volseg question", daemon=True)
+        asking.start()
+        waited, before = 0.0, time.monotonic()
+        while asking.is_alive():
+            asking.join(self.period)
+            now = time.monotonic()
+            waited += min(now - before, 2 * self.period)
+            before = now
+            if waited > self.longest_silence:
+                raise NoAnswer(waited)
+        if faults:
+            raise faults[0]
+        return answers[0]
+
+    def _publish_and_read(self) -> None:
+        self._publish()
+        self._read()
 
     def _publish(self) -> None:
         reached = self.look()
         self._beat += 1
         state = {"beat": self._beat, "count": reached.count, "at": str(reached), "leaving": self._is_leaving}
         self.store.set(f"life/{self.rank}", json.dumps(state))
-
-    def _try_to_publish(self) -> None:
-        try:
-            self._publish()
-        except RuntimeError as fault:
-            self._miss_store(fault)
 
     def _read(self) -> None:
         ranks = range(len(self.members))
@@ -210,8 +249,8 @@ class Supervision:
 
     def _judge(self) -> tuple[Cause | None, bool]:
         """Return why this process must end, if it must, and whether to show where it is."""
-        if self.store.check(["cause"]):
-            said = json.loads(self.store.get("cause"))
+        if (told := self._ask(lambda: self._get("cause"))) is not None:
+            said = json.loads(told)
             cause = Cause(message=said["message"], is_own=False, lasts=said["lasts"], again=said["again"])
             return cause, said["hung"]
         staying = {rank: m for rank, m in enumerate(self.members) if not self._states.get(rank, {}).get("leaving")}
@@ -244,7 +283,7 @@ class Supervision:
         if self.cause is None:
             mine = json.dumps({"message": message, "hung": hung, "lasts": lasts, "again": again, "by": self.rank})
             try:
-                holds = json.loads(self.store.compare_set("cause", "", mine))
+                holds = json.loads(self._ask(lambda: self.store.compare_set("cause", "", mine)))
             except RuntimeError:  # no store: nobody to agree with
                 holds = json.loads(mine)
             is_own = holds["by"] == self.rank
@@ -255,7 +294,16 @@ class Supervision:
         """Give the main thread time to leave by itself, and end it if it does not."""
         if self._lost is None:
             self._lost = self._watched
-        if self._watched - self._lost > SECONDS_TO_LEAVE and not self._is_leaving and not self._ending.is_set():
+        if self._is_leaving or self._ending.is_set():
+            return
+        own = self.members[self.rank]["where"]
+        if isinstance(fault, NoAnswer):
+            message = (
+                f"{own} is cut off: the store of this job gives no answer for {fault.seconds:.0f} s; the network to "
+                "its launcher or first machine is gone, or something holds that"
+            )
+            self.end(Cause(message=message, is_own=True), "")
+        elif self._watched - self._lost > SECONDS_TO_LEAVE:
             message = f"the store of this job is gone, and with it its launcher or first machine ({_first_line(fault)})"
             self.end(Cause(message=message, is_own=True), "")
 
@@ -265,8 +313,11 @@ class Supervision:
 
     def _has_left(self, rank: int) -> bool:
         """Ask a process that is gone for its last words: since they were last read it may have left, and ended."""
-        key = f"life/{rank}"
-        return self.store.check([key]) and bool(json.loads(self.store.get(key))["leaving"])
+        told = self._ask(lambda: self._get(f"life/{rank}"))
+        return told is not None and bool(json.loads(told)["leaving"])
+
+    def _get(self, key: str) -> bytes | None:
+        return self.store.get(key) if self.store.check([key]) else None
 
     def _step_of(self, rank: int) -> str:
         return self._states[rank]["at"] if rank in self._states else "its start"

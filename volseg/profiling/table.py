@@ -12,6 +12,7 @@ from rich.table import Table
 
 from volseg.profiling.report import DeviceTimes, KindRow, LayerRow, ProfileReport
 from volseg.profiling.words import find_far
+from volseg.streams import make_printable
 
 __all__ = [
     "KIND_HEADER",
@@ -109,7 +110,7 @@ def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: in
     shape = " x ".join(map(str, report.shape))
     how = "recorded" if report.recorded else "eager"
     console.print(
-        f"{report.network}, {shape}, {report.precision}, {report.device}, {report.parallel}, {how}: "
+        f"{make_printable(report.network)}, {shape}, {report.precision}, {report.device}, {report.parallel}, {how}: "
         f"{tell_seconds(report.step_seconds)} a step ({report.source}), {report.kernels_per_step:.0f} kernels",
         markup=False,
     )
@@ -131,13 +132,13 @@ def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: in
         console.print(f"... and {len(report.layers) - MOST_LAYERS} more rows: -o FOLDER writes all, --json prints them")
     far = find_far(report.layers)
     if far:
-        told = ", ".join(f"{row.layer} {row.direction} ({row.times_bound:.1f})" for row in far[:4])
+        told = ", ".join(f"{make_printable(row.layer)} {row.direction} ({row.times_bound:.1f})" for row in far[:4])
         console.print(f"\nFarthest above their bound, in time: {told}; {len(far)} in all.", markup=False)
     console.print(f"\n{report.limit[:1].upper()}{report.limit[1:]}.", markup=False)
     for advice in report.advice:
         console.print(f"Try: {advice}.", markup=False)
     for note in report.notes:
-        console.print(f"Note: {note}.", markup=False)
+        console.print(f"Note: {make_printable(note)}.", markup=False)
 
 
 def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
@@ -151,7 +152,7 @@ def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: i
         title = "" if name == "direction" else name
         table.add_column(title, justify=justify, overflow="fold", no_wrap=name != "layer")
     for row in rows:
-        table.add_row(*(escape(row[number]) for number in filled))
+        table.add_row(*(escape(make_printable(row[number])) for number in filled))
     written = StringIO()
     Console(file=written, width=width, color_system=None, force_terminal=False, highlight=False).print(table)
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines()).strip("\n")

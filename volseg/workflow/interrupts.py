@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from volseg.signals import ENDING, ONE_EVENT_SECONDS, raise_as_signal
+
 __all__ = [
-    "STOPPING",
     "Interruption",
     "LookInterval",
     "StopRequested",
@@ -17,12 +18,6 @@ __all__ = [
     "request_stop",
     "stop_if_requested",
 ]
-
-STOPPING = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
-"""Ctrl-C, what clusters end jobs with, and what a terminal sends when it is closed."""
-
-ONE_EVENT_SECONDS = 2.0
-"""A launcher passes on a signal that the system has sent to its processes as well: within this time it is the same."""
 
 _listening: list["Interruption"] = []
 """Who catches signals now, the innermost last; signals are the process's, so this is too."""
@@ -67,16 +62,14 @@ class Interruption:
             self.signal = signal.Signals(number)
 
     def raise_as_signal(self) -> None:
-        """End as the signal would have: KeyboardInterrupt for Ctrl-C, exit status 128 + n for others."""
-        if self.signal is signal.SIGINT:
-            raise KeyboardInterrupt
+        """End as the signal would have."""
         if self.signal is not None:
-            raise SystemExit(128 + self.signal)
+            raise_as_signal(self.signal)
 
 
 @contextmanager
 def catch_signals() -> Iterator[Interruption]:
-    """Record the first signal of `STOPPING`; a second one acts at once, as if nobody listened.
+    """Record the first signal of `ENDING`; a second one acts at once, as if nobody listened.
 
     Python delivers signals to the main thread only; elsewhere the context does nothing. A SIGHUP that is ignored, as
     ``nohup`` makes it, stays so.
@@ -86,7 +79,7 @@ def catch_signals() -> Iterator[Interruption]:
         yield interruption
         return
     # What C installed Python cannot name, nor put back.
-    before = {number: handler for number in STOPPING if (handler := signal.getsignal(number)) is not None}
+    before = {number: handler for number in ENDING if (handler := signal.getsignal(number)) is not None}
     if hasattr(signal, "SIGHUP") and before.get(signal.SIGHUP) is signal.SIG_IGN:
         del before[signal.SIGHUP]
     received: list[float] = []

@@ -24,6 +24,8 @@ from typing import Any
 
 from cores import first_cores
 
+from volseg.commands import run_module
+
 SHORT = ["training.epochs=2", "training.iterations=20", "training.validate_every=null", "data.cache=none"]
 
 
@@ -60,7 +62,7 @@ def train(chosen: argparse.Namespace, run: Path, cache: Path) -> dict[str, Any]:
     arguments = [part for each in settings for part in ("--set", each)]
     begun = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "volseg", "train", str(chosen.config), *arguments, "--quiet"],
+        run_module("volseg", "train", str(chosen.config), *arguments, "--quiet"),
         env={**os.environ, "TRITON_CACHE_DIR": str(cache)},
         check=True,
     )

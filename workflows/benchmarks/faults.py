@@ -8,9 +8,12 @@ terminate  SIGTERM at random moments: seconds until the process is gone, and sec
 spot       a spot notice from a metadata service (a local HTTP server) likewise
 worker     one of four processes is killed: the job goes on by itself, and ends with the weights of an undisturbed job
 torchrun   two processes under torchrun, again and again: all of them end with status 0
+signals    SIGINT, SIGTERM or SIGHUP at random moments of the first ten seconds of `train`, `predict`, `data check`, in
+           which modules are imported: status 128 + number, one line, no traceback, nothing left alive
 
 Trainings run as `volseg` itself, on a synthetic task. Those of one process are forked off this one, which has imported
-everything: starting Python and torch would take most of the time, and kills would mostly hit imports.
+everything: starting Python and torch would take most of the time, and kills would mostly hit imports. The processes of
+`signals` start as a user starts them.
 """
 
 import argparse
@@ -36,8 +39,10 @@ from pathlib import Path
 
 import torch
 import yaml
+from early_signals import NUMBERS, Command, summarise_tries, try_signal
 
 from volseg import cli, experiment  # noqa: F401  (the forked trainings find it imported)
+from volseg.commands import run_module
 from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError
 from volseg.monitoring.environment import environment
@@ -144,7 +149,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
-    for name, count in (("kill", 50), ("terminate", 20), ("spot", 20), ("worker", 5), ("torchrun", 100)):
+    counts = {"kill": 50, "terminate": 20, "spot": 20, "worker": 5, "torchrun": 100, "signals": 200}
+    for name, count in counts.items():
         parser.add_argument(f"--{name}", type=int, default=count, metavar="RUNS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--side-by-side", type=int, default=2, help="trainings of one process at a time")
@@ -155,7 +161,8 @@ def main() -> None:
     result: dict = {"command": shlex.join(["python", *sys.argv]), "environment": environment()}
     with tempfile.TemporaryDirectory(prefix="faults") as place:
         bench = Bench(Path(place), chosen.seed, chosen.side_by_side)
-        result["undisturbed"] = bench.reference()
+        if chosen.only != ["signals"]:
+            result["undisturbed"] = bench.reference()
         for part in chosen.only:
             begin = time.perf_counter()
             result[part] = {**PARTS[part](bench, getattr(chosen, part)), "took_seconds": time.perf_counter() - begin}
@@ -424,7 +431,7 @@ def worker(bench: Bench, count: int) -> dict:
     config = bench.write_config("four.yaml", {"deterministic": True, "epochs": 4}, parallel={"data": 4})
 
     def job(folder: Path) -> subprocess.Popen:
-        command = [sys.executable, "-m", "volseg", "train", str(config), "--gpus", "4", "--max-restarts", "2"]
+        command = run_module("volseg", "train", str(config), "--gpus", "4", "--max-restarts", "2")
         with folder.with_suffix(".log").open("wb") as log:
             return subprocess.Popen([*command, "--restart", "-o", str(folder)], stdout=log, stderr=log)
 
@@ -476,7 +483,7 @@ def children_of_group(folder: Path) -> int:
 
 def torchrun(bench: Bench, count: int) -> dict:
     """Start two processes, train in them, and see how they end."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = run_module("torch.distributed.run", "--standalone", "--nproc-per-node=2")
     statuses, seconds, tails = [], [], []
     for number in range(count):
         folder = bench.place / f"torchrun_{number}"
@@ -501,7 +508,38 @@ def torchrun(bench: Bench, count: int) -> dict:
     }
 
 
-PARTS = {"kill": kill, "terminate": terminate, "spot": spot, "worker": worker, "torchrun": torchrun}
+def signals(bench: Bench, count: int) -> dict:
+    """Send signals to processes of their own that are about to begin."""
+    # Under nohup, or in the background of a script, this process ignores these, and so would those that it starts.
+    for ignored in NUMBERS:
+        if signal.getsignal(ignored) is signal.SIG_IGN:
+            signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
+    large = make_task(bench.place / "Task01_Large", num_cases=200)  # which takes more than ten seconds
+    run = bench.place / "predicts"
+    if bench.start(run).end() != 0:
+        raise SystemExit(run.with_suffix(".log").read_text(encoding="utf-8")[-3000:])
+    endless = ["--set", "training.epochs=100000", "--set", "training.checkpoint_minutes=60"]
+    commands = (
+        Command("train", lambda folder: [str(bench.config), "-o", str(folder / "run"), "--no-cache", *endless]),
+        Command("predict", lambda folder: [str(run), str(large / "imagesTr"), "-o", str(folder / "predictions")]),
+        Command("data check", lambda _: [str(large)]),
+    )
+
+    def attempt(number: int, chance: random.Random) -> dict:
+        folder = bench.place / f"signal_{number}"
+        return try_signal(commands[number % 3], NUMBERS[number // 3 % 3], folder, chance)
+
+    return summarise_tries(bench.each(count, attempt))
+
+
+PARTS = {
+    "kill": kill,
+    "terminate": terminate,
+    "spot": spot,
+    "worker": worker,
+    "torchrun": torchrun,
+    "signals": signals,
+}
 
 if __name__ == "__main__":
     main()

@@ -147,7 +147,7 @@ def planning() -> list[str]:
     """Return the command of nnU-Net's planning and preprocessing."""
     cores = str(len(os.sched_getaffinity(0)))
     entry = "nnunetv2.experiment_planning.plan_and_preprocess_entrypoints"
-    return ["-m", entry, "-d", str(NUMBER), "-c", CONFIGURATION, "-np", cores, "-npfp", cores]
+    return ["-P", "-m", entry, "-d", str(NUMBER), "-c", CONFIGURATION, "-np", cores, "-npfp", cores]
 
 
 def training(chosen: argparse.Namespace, dataset: str, marks: Path) -> list[str]:

@@ -10,7 +10,6 @@ import argparse
 import io
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -20,6 +19,7 @@ from urllib.parse import quote
 from headless_browser import Browser, Tab
 from PIL import Image
 
+from volseg.commands import run_module
 from volseg.reporting import write_report
 
 SCALARS = "^train/loss$|^val/dice"
@@ -104,7 +104,7 @@ def take_board(browser: Browser, run: Path, output: Path) -> Iterator[Path]:
 @contextmanager
 def serve_board(folder: Path) -> Iterator[str]:
     """Run TensorBoard on a free port of this machine; yield its address."""
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1", "--port", "0"]
+    command = run_module("tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1", "--port", "0")
     server = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, encoding="utf-8")
     try:
         assert server.stderr is not None

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from volseg.commands import run_module
 from volseg.config.loading import load_config
 from volseg.monitoring.environment import environment
 from volseg.workflow import load_checkpoint
@@ -50,7 +51,7 @@ def main() -> None:
 def train(chosen: argparse.Namespace, run: str, folder: Path) -> dict[str, Any]:
     """Run ``volseg train`` and return its curve."""
     gpus, *own = shlex.split(run)
-    command = [sys.executable, "-m", "volseg", "train", str(chosen.config), "--gpus", gpus, "-o", str(folder)]
+    command = run_module("volseg", "train", str(chosen.config), "--gpus", gpus, "-o", str(folder))
     overrides = [*chosen.overrides, *own, f"data.root={chosen.root}"]
     for override in overrides:
         command += ["--set", override]

@@ -35,6 +35,7 @@ from spatial_peers import Stack, shard_tensor_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from volseg.commands import run_module
 from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 from volseg.parallel import ModelParallel
 from volseg.parallel.batches import from_slab, slab_shape
@@ -339,7 +340,7 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 def launch(batch: list[dict[str, Any]], path: Path, limit: float, number: int) -> list[dict[str, Any]]:
     """Run rows of one number of GPUs in one group of processes; the last result may be an error."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(batch[0]["gpus"])]
+    command = run_module("torch.distributed.run", "--nproc-per-node", str(batch[0]["gpus"]))
     command += ["--master-port", str(29600 + number), __file__, "--worker", json.dumps(batch), str(path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8") as group:
         try:

@@ -24,6 +24,8 @@ from typing import Any
 
 from cores import first_cores
 
+from volseg.commands import run_module
+
 QUICK = ["training.validate_every=null", "evaluation.distances=false", "logging.loggers=[]", "training.ema=0.998"]
 DECAY = "optimizer.weight_decay=0.1"
 
@@ -120,7 +122,7 @@ def run(chosen: argparse.Namespace, name: str, part: str, cache: str | None) -> 
     own = [f"data.root={chosen.root}", f"split.fold={chosen.fold}", f"output={folder}"]
     own += ["data.cache=none"] if part == "cold" else [f"data.cache={chosen.runs / 'cases'}"]
     settings = [item for value in [*RECIPES[name], *own, *chosen.overrides] for item in ("--set", value)]
-    command = [sys.executable, "-m", "volseg", "train", str(chosen.config), *settings, "--quiet"]
+    command = run_module("volseg", "train", str(chosen.config), *settings, "--quiet")
     environment = {**os.environ, **({} if cache is None else {"TRITON_CACHE_DIR": cache})}
     begun = time.perf_counter()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, encoding="utf-8", check=False)

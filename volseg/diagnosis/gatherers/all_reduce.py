@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from volseg.commands import run_module
 from volseg.diagnosis.facts import AllReduceFacts
 
 __all__ = ["gather"]
@@ -44,7 +45,7 @@ def gather() -> AllReduceFacts:
     with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
         processes = [
             subprocess.Popen(  # noqa: S603 - our own command
-                [sys.executable, "-m", __spec__.name, str(rank), str(count), str(Path(folder) / "meeting")],
+                run_module(__spec__.name, str(rank), str(count), str(Path(folder) / "meeting")),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 encoding="utf-8",

@@ -24,8 +24,9 @@ import torch
 from volseg.device.gpus import uses_gpus
 from volseg.device.torch_internals import is_in_bad_fork
 from volseg.errors import ParallelError
-from volseg.lifetime import end_with_parent
+from volseg.lifetime import bind_copy
 from volseg.parallel.devices import has_process_group, is_launched
+from volseg.signals import ENDING
 
 __all__ = ["FollowingCopies", "ask_copy", "holding_signals_back"]
 
@@ -169,8 +170,7 @@ def holding_signals_back() -> Iterator[None]:
         yield
         return
     heard: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # there is one where there are forks
-    raising = [number for number in numbers if callable(signal.getsignal(number))]
+    raising = [number for number in ENDING if callable(signal.getsignal(number))]
     before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in raising}
     try:
         yield
@@ -198,12 +198,7 @@ def _begin_copy(parent: int) -> None:
 def _follow_no_signals(parent: int) -> None:
     # A copy has no threads but its own; torch's workers of data loaders do the same.
     torch.set_num_threads(1)
-    # What this process does about signals is no matter of its copies, which it ends: one that took a signal for its
-    # step's fault went on to wait for the next step, and this process for it.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # One whose parent is killed would wait for the next step for ever, as copies hold the other end of what they read.
-    end_with_parent(parent)
+    bind_copy(parent)
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,245 @@
+"""What signals did to a command while it imported modules, and what its working folder and its streams did to it.
+
+A signal raised in the middle of an import: numpy's C code swallowed it, torch ended in a RecursionError, and a training
+that went on hung in `torch.save`, which waited for a module's lock.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from volseg.commands import run_module
+from volseg.data.synthetic import make_task
+from volseg.errors import ConfigError
+from volseg.experiment.component_record import require_components
+from volseg.workflow import load_checkpoint
+
+CONFIG = {
+    "name": "tiny",
+    "device": "cpu",
+    "split": {"num_folds": 3},
+    "patch": {"size": [16, 16, 16], "batch": 2},
+    "network": {"name": "UNet", "channels": [4, 8], "strides": [2], "num_res_units": 1},
+    "optimizer": {"name": "SGD", "lr": 0.01},
+    "training": {"epochs": 1, "iterations": 2, "validate_every": 1},
+}
+ENDLESS = ["--set", "training.epochs=100000"]
+ESCAPED = "\x1b[2Jliver<img src=x>"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("data") / "Task00_Synthetic", num_cases=3, num_test=0)
+
+
+@pytest.fixture
+def config_file(task, tmp_path):
+    file = tmp_path / "tiny.yaml"
+    content = {**CONFIG, "data": {"root": str(task)}, "output": str(tmp_path / "run")}
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return file
+
+
+SENDING = """
+import os, sys
+name, number = sys.argv.pop(1), int(sys.argv.pop(1))
+
+class Sender:
+    def find_spec(self, wanted, path=None, target=None):
+        if wanted == name:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), number)
+
+sys.meta_path.insert(0, Sender())
+from volseg.__main__ import main
+main()
+"""
+"""Runs the command, to which a signal comes in the middle of an import."""
+
+
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("volseg.cli.options", signal.SIGINT),
+        ("numpy._core.multiarray", signal.SIGTERM),
+        ("torch._C", signal.SIGHUP),
+        ("torch.serialization", signal.SIGTERM),
+    ],
+)
+def test_a_signal_in_an_import_ends_the_command(start, module, number, config_file):
+    job = start(
+        [sys.executable, "-c", SENDING, module, str(int(number)), "train", str(config_file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    told, errors = job.communicate(timeout=300)
+    assert job.returncode == 128 + number, errors
+    assert errors == "volseg: interrupted; a training that had begun is saved, go on with it by --resume\n"
+    assert told == ""
+
+
+def test_a_signal_in_an_import_speaks_json_where_the_logs_do(start, config_file):
+    command = [sys.executable, "-c", SENDING, "torch._C", str(int(signal.SIGTERM)), "train", str(config_file)]
+    job = start([*command, "--json-logs"], stderr=subprocess.PIPE, encoding="utf-8")
+    assert json.loads(job.communicate(timeout=300)[1])["message"].startswith("volseg: interrupted; a training")
+    assert job.returncode == 128 + signal.SIGTERM
+
+
+SENDS = """
+import os, signal, sys
+from pathlib import Path
+os.kill(os.getpid(), signal.SIGTERM)
+Path(os.environ["MARKER"]).write_text("whole")
+"""
+
+
+def test_a_signal_waits_for_the_end_of_an_import_once_work_has_begun(start, config_file, tmp_path):
+    """What is imported while a training works came in halves as well."""
+    (tmp_path / "late_module.py").write_text(SENDS, encoding="utf-8")
+    (tmp_path / "own.py").write_text("import late_module\n", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    job = start(
+        run_module("volseg", "train", str(config_file), "--components", str(tmp_path / "own.py"), *ENDLESS),
+        env={**os.environ, "PYTHONPATH": path, "MARKER": str(tmp_path / "marker")},
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    _, errors = job.communicate(timeout=200)
+    assert job.returncode == 128 + signal.SIGTERM, errors
+    assert (tmp_path / "marker").read_text(encoding="utf-8") == "whole"
+    assert errors.splitlines()[-1].startswith("volseg: interrupted;")
+    assert "Traceback" not in errors
+
+
+def test_an_import_that_hangs_holds_no_signal_up(start, config_file, tmp_path):
+    """The wait for the end of an import is no wait for a dead network disk."""
+    (tmp_path / "late_module.py").write_text(f"{SENDS}\nimport time\ntime.sleep(300)\n", encoding="utf-8")
+    (tmp_path / "own.py").write_text("import late_module\n", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    job = start(
+        run_module("volseg", "train", str(config_file), "--components", str(tmp_path / "own.py")),
+        env={**os.environ, "PYTHONPATH": path, "MARKER": str(tmp_path / "marker")},
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    _, errors = job.communicate(timeout=200)
+    assert job.returncode == 128 + signal.SIGTERM, errors
+    assert "Traceback" not in errors
+
+
+PLANTED = "import os\nopen(os.environ['MARKER'], 'a').write(__name__ + '\\n')\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "verb"),
+    [
+        ([str(Path(sys.executable).with_name("volseg"))], ["train", "CONFIG", "--gpus", "2"]),
+        ([str(Path(sys.executable).with_name("volseg"))], ["doctor", "--quick"]),
+        ([sys.executable, "-m", "volseg"], ["data", "list"]),
+    ],
+    ids=["train --gpus", "doctor", "python -m"],
+)
+def test_no_module_of_the_working_folder_is_run(start, how, verb, config_file, tmp_path):
+    """`volseg` started processes by ``python -m``, which ran a ``torch.py`` of the working folder."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    names = ["torch", "numpy", "json", "yaml", "typer", "monai", "pydantic", "socket", "random"]
+    names += [] if "-m" in how else ["volseg", "runpy", "signal"]  # Python runs those before volseg can do anything
+    for name in names:
+        (folder / f"{name}.py").write_text(PLANTED, encoding="utf-8")
+    arguments = [str(config_file) if part == "CONFIG" else part for part in verb]
+    arguments += ["--set", "parallel.spatial=2"] if "train" in verb else []
+    variables = {**os.environ, "MARKER": str(tmp_path / "marker")}
+    job = start([*how, *arguments], cwd=folder, env=variables, stderr=subprocess.PIPE, encoding="utf-8")
+    _, errors = job.communicate(timeout=400)
+    assert not (tmp_path / "marker").exists(), (tmp_path / "marker").read_text(encoding="utf-8")
+    assert job.returncode == 0 or "doctor" in verb, errors
+    assert "Traceback" not in errors
+
+
+def test_every_python_is_started_by_one_function(request):
+    """Else the next one that is started runs modules of the working folder again."""
+    root = request.config.rootpath
+    files = [file for folder in ("volseg", "workflows") for file in (root / folder).rglob("*.py")]
+    guilty = [file for file in files if 'sys.executable, "-m"' in file.read_text(encoding="utf-8")]
+    assert len(files) > 500
+    assert guilty == []
+
+
+@pytest.mark.parametrize("lost", ["stdout", "stderr", "both"])
+@pytest.mark.usefixtures("ready_python")
+def test_a_training_ends_by_itself_where_nobody_reads_it(start, lost, config_file, tmp_path):
+    """``volseg train CONFIG | head -1`` trained to the end, and ended with status 1."""
+    read, write = os.pipe()
+    os.close(read)
+    kept = subprocess.PIPE
+    streams = {"stdout": kept if lost == "stderr" else write, "stderr": kept if lost == "stdout" else write}
+    job = start(run_module("volseg", "train", str(config_file)), **streams, encoding="utf-8")
+    os.close(write)
+    _, errors = job.communicate(timeout=300)
+    assert job.returncode == 0, errors
+    assert (tmp_path / "run" / "report.md").exists()
+    assert [record.epoch for record in load_checkpoint(tmp_path / "run" / "checkpoints" / "latest.pt").history] == [0]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="asks Linux for a full disk")
+@pytest.mark.parametrize(("config", "status"), [("CONFIG", 0), ("missing.yaml", 1)])
+@pytest.mark.usefixtures("ready_python")
+def test_a_full_disk_under_the_log_changes_no_exit_status(start, config, status, config_file):
+    """A training that had finished ended with 120, so that a loop around it never ended."""
+    config = str(config_file) if config == "CONFIG" else config
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        job = start(run_module("volseg", "train", config), stdout=subprocess.DEVNULL, stderr=full)
+        assert job.wait(300) == status
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_names_reach_the_terminal_and_the_report_as_text(start, tmp_path):
+    """Labels, cases and files are called whatever somebody wrote: an escape sequence cleared the screen."""
+    task = make_task(tmp_path / "Task\x1b[7m", num_cases=3, num_test=0)
+    described = json.loads((task / "dataset.json").read_text(encoding="utf-8"))
+    first = next(value for value in described["labels"] if value != "0")
+    described["labels"][first] = ESCAPED
+    (task / "dataset.json").write_text(json.dumps(described), encoding="utf-8")
+    file = tmp_path / "named.yaml"
+    content = {**CONFIG, "data": {"root": str(task)}, "output": str(tmp_path / "run")}
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    for words in (["train", str(file)], ["data", "check", str(task)], ["data", "info", str(task)], ["report", "run"]):
+        job = start(run_module("volseg", *words), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        told = job.communicate(timeout=300)[0]
+        assert job.returncode in (0, 1), told
+        assert b"\x1b" not in told
+        assert b"Traceback" not in told
+        assert (b"\\u001b" in told) >= (words[0] == "train" or words[1] == "info"), words
+    report = (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
+    assert "liver&lt;img src=x>" in report
+    assert "<img" not in report
+    assert "\x1b" not in report
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ({"package": "good-name", "version": "1.2"}, "pip install good-name==1.2"),
+        ({"package": "a; curl http://x | sh", "version": "1"}, "what the run's components.json holds is no name"),
+        ({"package": "good", "version": "1 && reboot"}, "what the run's components.json holds is no name"),
+        ({"package": "-r", "version": "1"}, "what the run's components.json holds is no name"),
+        ({"file": "$(reboot).py", "sha256": "0" * 64}, "--components '$(reboot).py' as it was then"),
+    ],
+)
+def test_no_command_that_is_proposed_runs_what_a_foreign_run_holds(source, told, tmp_path):
+    """A run of somebody else's put shell characters into the command that its missing component was told by."""
+    recorded = [{"kind": "network", "name": "Absent", "from": source}]
+    (tmp_path / "components.json").write_text(json.dumps(recorded), encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        require_components(tmp_path, resumes=False)
+    assert told in str(raised.value)
+    commands = str(raised.value).partition("Give it by")[2]
+    assert not any(mark in commands for mark in (" | ", ";", "&&")) or "pip install" not in commands

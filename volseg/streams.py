@@ -1,0 +1,105 @@
+r"""The standard streams of a command: what it prints there is text, and what happens to them ends no work.
+
+Names of labels, cases and files are whatever somebody wrote. Control characters in them could move the cursor, hide
+lines or set the title of a terminal; they are printed as ``\u001b`` and alike, which JSON reads as the same character.
+"""
+
+import errno
+import io
+import os
+import re
+import sys
+from typing import Any
+
+__all__ = ["guard_streams", "make_printable", "show"]
+
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but for tab and line feed
+    "\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069"  # other lines, and the order of what is read
+    "\ud800-\udfff]"  # halves of characters, as names of files that are not UTF-8 hold
+)
+
+
+def make_printable(text: str) -> str:
+    r"""Return a text whose control characters are written as escapes.
+
+    Examples
+    --------
+    >>> make_printable("liver\x1b[2J")
+    'liver\\u001b[2J'
+    """
+    return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def show(words: object, *, err: bool = False) -> None:
+    """Print a line or several: on the standard output what a command was asked for, else on the standard error.
+
+    Parameters
+    ----------
+    words
+        Whose text is printed.
+    err
+        Whether it goes to the standard error.
+    """
+    stream = sys.stderr if err else sys.stdout
+    if stream is None:  # the process was started without one
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    text = make_printable(str(words)).encode(encoding, "backslashreplace").decode(encoding)
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
+def guard_streams() -> None:
+    """Let this process go on where nobody reads what it prints any more, or the disk under its log is full.
+
+    Its exit status tells what became of its work. On a full disk under the standard output, a result that was asked
+    for is lost: that stays an error.
+    """
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        stream.reconfigure(errors="backslashreplace")  # a name may hold what the terminal's encoding has not
+        if stream is not getattr(sys, f"__{name}__"):
+            continue  # somebody else takes it
+        is_buffered = isinstance(stream.buffer, io.BufferedIOBase)  # not with python -u
+        if not isinstance(stream.buffer.raw if is_buffered else stream.buffer, io.FileIO):
+            continue  # a console of Windows
+        stream.flush()
+        raw = _Guarded(stream.fileno(), is_log=name == "stderr")
+        guarded = io.TextIOWrapper(
+            io.BufferedWriter(raw) if is_buffered else raw,  # type: ignore[arg-type]  # as Python does itself
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, guarded)
+
+
+class _Guarded(io.FileIO):
+    """A stream whose text is dropped where nobody gets it.
+
+    Parameters
+    ----------
+    descriptor : int
+        Of the open file, which stays open.
+    is_log : bool
+        Whether the text is dropped whatever the reason.
+    """
+
+    def __init__(self, descriptor: int, *, is_log: bool) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._is_log = is_log
+        self._is_terminal = os.isatty(descriptor)
+
+    def write(self, content: Any, /) -> int:
+        """Write; say that all is written where it is dropped."""
+        try:
+            return super().write(content)
+        except OSError as fault:
+            is_gone = fault.errno == errno.EPIPE or (self._is_terminal and fault.errno == errno.EIO)
+            if not is_gone and not self._is_log:
+                raise
+            return memoryview(content).nbytes
