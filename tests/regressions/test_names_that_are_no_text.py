@@ -103,7 +103,7 @@ def test_half_a_letter_in_json_is_refused_and_a_whole_one_is_not(text, tmp_path)
         read_json(file)
     file.write_text('{"labels": ["\\ud83e\\udde0", "\\u00fc"]}', encoding="utf-8")
     assert read_json(file) == {"labels": ["🧠", "ü"]}
-    with pytest.raises(ConfigError, match="half a character|invalid Unicode"):
+    with pytest.raises(ConfigError, match=r"half a character|invalid Unicode"):
         parse_yaml(f'name: ["{text}"]', "config.yaml")
 
 
