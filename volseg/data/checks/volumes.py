@@ -32,6 +32,9 @@ FINEST_SPACING, COARSEST_SPACING = 0.01, 50.0
 LARGEST_EXTENT = 5000.0
 """Along an axis (mm)."""
 
+LARGEST_VALUE = 1e18
+"""Of an image; the square of larger ones is infinite in float32."""
+
 PIECE_VOXELS = 1 << 22
 """Voxels counted at a time: sorting takes several times their memory."""
 
@@ -114,6 +117,8 @@ def find_image_faults(image: MetaTensor, task: Task) -> Iterator[Fault]:
     if fault := _find_not_finite(channels):
         yield fault
         return
+    if (largest := float(channels.abs().max())) > LARGEST_VALUE:
+        yield Fault("huge-values", f"up to {largest:.2g}")
     constant = set()
     for index, channel in enumerate(channels):
         lowest, highest = channel.aminmax()
