@@ -19,7 +19,7 @@ from monai.data import MetaTensor
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
-from volseg.data.content import Content, require_held, require_memory, require_regular
+from volseg.data.content import Content, require_held, require_memory, require_packing, require_regular
 from volseg.data.volume import as_volume, require_numbers
 from volseg.errors import DamagedFileError, ReaderError
 
@@ -75,6 +75,7 @@ def read_nifti_affine(path: Path) -> np.ndarray:
         The header is truncated, damaged or not NIfTI's.
     """
     require_regular(path)
+    require_packing(path, _packing_of(path))
     with path.open("rb") as file:
         head = Content(file, path, _packing_of(path)).peek(LONGEST_HEADER)
     kind = _kind_of(head, path)
@@ -109,6 +110,7 @@ def _parse(path: Path) -> tuple[nibabel.Nifti1Image, np.ndarray]:
     """Return the image without its voxels, and all bytes of the file."""
     size = require_regular(path)
     packing = _packing_of(path)
+    require_packing(path, packing)
     with path.open("rb") as file:
         content = Content(file, path, packing)
         head = content.peek(LONGEST_HEADER)

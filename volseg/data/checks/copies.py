@@ -102,7 +102,7 @@ def _agree(one: np.ndarray, other: np.ndarray) -> bool:
     if np.prod(sides) < OVERLAP * min(block.size for block in blocks):
         return False
     flat = [part[tuple(slice(side) for side in sides)].ravel() for part in parts]
-    return min(part.std() for part in flat) > 0 and float(np.corrcoef(*flat)[0, 1]) > SAME
+    return min(part.std() for part in flat) > 0 and float(np.corrcoef(np.stack(flat))[0, 1]) > SAME
 
 
 def _take_middle(image: np.ndarray) -> np.ndarray:

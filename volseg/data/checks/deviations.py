@@ -1,6 +1,6 @@
 """Cases whose statistics lie far from those of the others: one table of rules.
 
-A value is odd if it is more than six robust standard deviations (1.4826 times the median absolute deviation) from the
+A value is odd if it is more than five robust standard deviations (1.4826 times the median absolute deviation) from the
 median, and by an absolute amount that matters; in ten cases or more, of which at most a tenth are odd.
 """
 
@@ -24,7 +24,7 @@ Facts = TypeVar("Facts")
 FEWEST_CASES = 10
 """Of which one can be odd."""
 
-ODD = 6.0
+ODD = 5.0
 """Robust standard deviations from the median."""
 
 RARE = 0.1
@@ -50,6 +50,8 @@ class Rule(Generic[Facts]):
     says: str
     """With ``value`` and ``usual``."""
 
+
+AXES = ("left-right", "front-back", "head-feet")
 
 LABEL_RULES: Sequence[Rule[LabelShape]] = (
     Rule(
@@ -84,14 +86,24 @@ TEXTURE_RULES: Sequence[Rule[Texture]] = (
             lambda texture, axis=axis: texture.smoothness[axis],  # type: ignore[misc]
             f"neighbours {name} correlate by {{value:.2f}}, elsewhere by {{usual:.2f}}",
         )
-        for axis, name in enumerate(("left-right", "front-back", "head-feet"))
+        for axis, name in enumerate(AXES)
+    ),
+    *(
+        Rule[Texture](
+            "slices-unlike",
+            1,
+            0.4,
+            lambda texture, axis=axis: texture.compare_axis(axis),  # type: ignore[misc]
+            f"{name} {{value:.2f}} by the logarithm, elsewhere {{usual:.2f}}",
+        )
+        for axis, name in enumerate(AXES)
     ),
     Rule(
         "wrapped",
         1,
-        0.005,
+        0.0005,
         lambda texture: texture.jumps,
-        "{value:.1%} of neighbours differ by more than half of the range, elsewhere {usual:.1%}",
+        "{value:.2%} of neighbours differ by more than 70 % of the range, elsewhere {usual:.2%}",
     ),
     Rule(
         "saturated",
@@ -168,7 +180,7 @@ def _count_structures(fact: ComparedCase, task: Task) -> int:
 
 def find_absent_labels(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
     """Remark on cases that lack a label which nearly all others hold; on none whose label is empty, which is told."""
-    labelled = [fact for fact in facts if _count_structures(fact, task)]
+    labelled = [fact for fact in facts if fact.image is not None and _count_structures(fact, task)]
     for value, name in task.foreground.items():
         looked = [fact for fact in labelled if value in (fact.case.get("labelled") or (value,))]
         absent = [fact for fact in looked if value not in fact.label_counts]

@@ -25,6 +25,9 @@ RANGE = (0.005, 0.5, 0.995)
 INCOMPARABLE = {"size", "not-finite", "constant", "image-is-label", "swapped"}
 """Kinds of problems with which a case would stand out by what follows from them."""
 
+UNLIKE_LABELS = {"label-reordered", "label-channels", "label-fractions", "label-undeclared"}
+"""Kinds of problems with which a label would."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelFacts:
@@ -98,10 +101,11 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
     if not isinstance(image, MetaTensor) or any(problem.kind in INCOMPARABLE for problem in checked.problems):
         return known
     is_labelled = isinstance(label, MetaTensor) and bool(checked.label_counts) and label.shape[1:] == image.shape[1:]
+    is_comparable = is_labelled and not any(problem.kind in UNLIKE_LABELS for problem in checked.problems)
     facts = _measure_image(image, label if is_labelled else None, task)
     first, limits = turn_upright(image), (facts.channels[0].low, facts.channels[0].high)
     shape = None
-    if is_labelled and checked.label_counts.keys() - {0, task.ignore}:
+    if is_comparable and checked.label_counts.keys() - {0, task.ignore}:
         # On the image's grid by its voxels, whatever its own header says: that is a finding of its own.
         shape = measure_shape(first, turn_upright(label, image), task.ignore, facts.spacing, limits)
     return replace(known, image=facts, label=shape, thumbnail=draw_thumbnail(first, *limits))

@@ -112,6 +112,12 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "copy the image's affine if the voxels correspond, else resample",
             "the image's affine, if the shapes agree and the label is 0.25 voxel away at most, or has no place at all",
         ),
+        "label-reordered": _bad(
+            "image and label lie in one place, their voxels in another axis order",
+            "the image's order of axes, and its directions",
+            "reorder the label's voxels with its affine; the image's affine for it would mirror it",
+            "reordered, without loss",
+        ),
         "leak": _bad(
             "the same image trains and validates",
             "no training image holds the voxels of one that validates in the same fold",
@@ -177,7 +183,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "label-volume": _look(
             "the labelled volume (mm3) is far from the other cases'",
-            "no less than a quarter, no more than 6 times the median, or within 6 robust deviations of the logarithms",
+            "no less than a quarter, no more than 6 times the median, or within 5 robust deviations of the logarithms",
             "is the label finished, of this structure and of this spacing? a patient may be so",
         ),
         "label-absent": _look(
@@ -187,17 +193,17 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "label-ragged": _look(
             "the label is ragged, as noise is",
-            "neighbours agree at most 12 points less than in the median case, or within 6 robust deviations",
+            "neighbours agree at most 12 points less than in the median case, or within 5 robust deviations",
             "is it the right file, and was it stored as integers? many small structures look alike",
         ),
         "label-scattered": _look(
             "labelled voxels lie far from the largest part",
-            "at most 0.3 radii farther than in the median case, or within 6 robust deviations",
+            "at most 0.3 radii farther than in the median case, or within 5 robust deviations",
             "remove stray voxels; a second structure may be so",
         ),
         "label-cut": _look(
             "the label reaches the faces of the volume",
-            "as little as in the other cases, within 3 % of its surface or 6 robust deviations",
+            "as little as in the other cases, within 3 % of its surface or 5 robust deviations",
             "is the volume cut off, or the label shifted? a smaller field of view may be so",
         ),
         "label-shifted": _look(
@@ -246,23 +252,28 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "export it as the others, or normalise each case by itself (ZScore)",
         ),
         "noise": _look(
-            "the image is noisier, or its slices are less alike, than in the other cases",
-            "neighbours correlate at most 0.15 less than in the median case, or within 6 robust deviations",
-            "noise, swapped bytes and slices that were left out look so; is it another protocol?",
+            "the image is noisier than in the other cases",
+            "neighbours correlate at most 0.15 less than in the median case, or within 5 robust deviations",
+            "noise, swapped bytes and overflows look so; is it another protocol?",
+        ),
+        "slices-unlike": _look(
+            "slices along one axis are less alike than in the other cases",
+            "a roughness against the other axes within a factor 1.5 of the median case's, or 5 robust deviations",
+            "were slices left out, or is the spacing wrong? thicker slices look so too",
         ),
         "wrapped": _look(
             "intensities jump between neighbours as after an overflow",
-            "at most 0.5 points more jumps over half of the range than in the median case, or 6 robust deviations",
+            "at most 0.05 points more jumps over 70 % of the range than in the median case, or 5 robust deviations",
             "export it in a type that holds its values, such as float32",
         ),
         "saturated": _look(
             "many voxels have the highest value",
-            "at most 1 point more of them than in the median case, or within 6 robust deviations",
+            "at most 1 point more of them than in the median case, or within 5 robust deviations",
             "export it with all its values; a padded or masked image may be so",
         ),
         "empty-slices": _look(
             "slices hold a single value",
-            "at most 10 points more of them than in the median case, or within 6 robust deviations",
+            "at most 10 points more of them than in the median case, or within 5 robust deviations",
             "are slices missing? a padded volume may be so",
         ),
         "intensity-mixed": _look(

@@ -43,8 +43,8 @@ USUALLY_BETTER = 3.0
 SUSPICIOUS, MOST_SUSPICIOUS = 1.5, 24
 """Deviation from which a label is tried on other images, and how many of them are read again."""
 
-BETTER_EXCHANGED = 3.0
-"""By how much two deviations together must fall when labels are exchanged."""
+BETTER_EXCHANGED, USUAL = 3.0, 2.0
+"""By how much two deviations together must fall when labels are exchanged, and below what both must lie then."""
 
 TOLERANCES = (0.05, 0.5, 0.015)
 """Added to the robust deviations: of the logarithms of distances, of places (coarse voxels), and of skews."""
@@ -180,13 +180,14 @@ def find_exchanged(
     suspects = [int(place) for place in order if model.deviations[place] > SUSPICIOUS]
     volumes = {place: read(cases[place].case) for place in suspects} if len(suspects) > 1 else {}
     gains = {}
-    for one, other in combinations(volumes, 2):
+    pairs = [pair for pair in combinations(volumes, 2) if volumes[pair[0]][0].shape == volumes[pair[1]][0].shape]
+    for one, other in pairs:
         now = [max(0.0, model.deviations[place]) for place in (one, other)]
         then = [
             max(0.0, float(model.deviate(_profile_on(volumes[image][0], *volumes[label][1:]))))
             for image, label in ((one, other), (other, one))
         ]
-        if all(after < before for after, before in zip(then, now, strict=True)):
+        if max(then) < USUAL and all(after < before for after, before in zip(then, now, strict=True)):
             gains[one, other] = sum(now) - sum(then)
     told: set[int] = set()
     for (one, other), gain in sorted(gains.items(), key=lambda item: -item[1]):
@@ -198,6 +199,6 @@ def find_exchanged(
 
 
 def _profile_on(image: np.ndarray, labelled: np.ndarray, sides: np.ndarray) -> np.ndarray:
-    """Return the profile of a label on an image, the first voxel of which lies on the label's first."""
+    """Return the profile of a label on an image of the same shape."""
     border = describe_border(labelled, sides)
     return np.full(CELLS, np.nan) if border is None else take_profile(image, border)

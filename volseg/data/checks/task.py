@@ -6,7 +6,7 @@ their size: a CT of 512 x 512 x 700 voxels takes 4 GiB while it is read.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from volseg.data.checks.kinds import Finding
 from volseg.data.checks.placing import BorderModel, Placed, find_exchanged, find_misplaced
 from volseg.data.checks.reading import CheckedCase, read_case
 from volseg.data.checks.texture import coarsen
+from volseg.data.names import list_some
 from volseg.data.readers import list_files, read_volume
 from volseg.data.splits import Split, folds
 from volseg.data.threads import Allowance, map_in_threads
@@ -40,6 +41,9 @@ FOLDS = 5
 
 BYTES_PER_STORED = 12
 """What reading and checking take for a byte of voxels: as stored, as float32 in two orders, and masks (uint8: 11.7)."""
+
+UNLIKE_IMAGES = {"noise", "wrapped", "empty-slices", "single-slice"}
+"""Kinds of findings that explain why no label fits the image."""
 
 JSON_FORMAT = "volseg data check, 1"
 
@@ -79,8 +83,8 @@ class TaskCheck:
         return {"ok": counts["ok"], "look": counts["look"], "bad": counts["bad"]}
 
     def lines(self) -> list[str]:
-        """Return the table: every bad finding, a row per kind of the others, and what it comes to."""
-        rows = [("bad", finding.case, finding.kind, finding.message) for finding in self.problems]
+        """Return the table: bad findings, a row for all that say the same, a row per kind of the others, and counts."""
+        rows = [*_list_problems(self.problems)]
         by_kind: dict[str, list[Finding]] = defaultdict(list)
         for remark in self.remarks:
             by_kind[remark.kind].append(remark)
@@ -120,6 +124,19 @@ class TaskCheck:
         """Write `as_dict` to a JSON file."""
         with replacing(path) as partial:
             partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+def _list_problems(problems: Sequence[Finding]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield a row for each message, whatever file it is about; of several cases it lists the first ones."""
+    alike: dict[tuple[str, str], list[Finding]] = defaultdict(list)
+    for finding in problems:
+        alike[finding.kind, finding.message.replace(str(finding.file), "").strip()].append(finding)
+    for (kind, said), same in alike.items():
+        cases = list(dict.fromkeys(finding.case for finding in same))
+        if len(cases) == 1:
+            yield from (("bad", finding.case, kind, finding.message) for finding in same)
+        else:
+            yield "bad", f"{len(cases)} cases", kind, f"each {said}: {list_some(cases)}"
 
 
 def _judge(severities: set[str]) -> Verdict:

@@ -3,6 +3,7 @@
 Of a large image a block around the middle is looked at, and every so many voxels of a slice.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,9 @@ BLOCK_SIDE = 128
 COARSE_SIDE = 96
 """Voxels along each axis to which a volume is thinned out at most."""
 
+WIDE_JUMP = 0.7
+"""Part of the range. Half of it lies between a vessel and air; nearly all of it between the ends of an integer type."""
+
 THUMBNAIL_SIDE = 16
 """Voxels along each axis of the small copy by which images are compared with each other."""
 
@@ -29,11 +33,16 @@ class Texture:
     smoothness: tuple[float, float, float]
     """Correlation of neighbours along each axis, between the 0.5th and the 99.5th percentile: 0 for noise."""
     jumps: float
-    """Share of the neighbours that differ by more than half of all that the values span, as after an overflow."""
+    """Share of the neighbours that differ by more than `WIDE_JUMP` of the range of values, as after an overflow."""
     share_highest: float
     """Share of the voxels at the highest value."""
     empty_slices: float
     """Share of the slices that hold a single value, along the axis that has most of them."""
+
+    def compare_axis(self, axis: int) -> float:
+        """Return how much rougher the image is along an axis than along the others, as a logarithm."""
+        rough = [math.log(max(1 - smooth, 1e-6)) for smooth in self.smoothness]
+        return rough[axis] - (sum(rough) - rough[axis]) / 2
 
 
 def measure_texture(channel: Tensor, low: float, high: float) -> Texture:
@@ -45,7 +54,7 @@ def measure_texture(channel: Tensor, low: float, high: float) -> Texture:
     variance = max(float(clipped.var(correction=0)), np.finfo(np.float64).tiny)
     apart = [clipped.diff(dim=dim).square().mean() for dim in range(3)]
     smooth = [1.0 if steps.isnan() else 1 - float(steps) / (2 * variance) for steps in apart]
-    wide = [block.diff(dim=dim).abs() > (highest - lowest) / 2 for dim in range(3)]
+    wide = [block.diff(dim=dim).abs() > (highest - lowest) * WIDE_JUMP for dim in range(3)]
     return Texture(
         smoothness=(smooth[0], smooth[1], smooth[2]),
         jumps=sum(int(jump.sum()) for jump in wide) / max(1, sum(jump.numel() for jump in wide)),

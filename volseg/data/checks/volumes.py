@@ -16,6 +16,7 @@ from volseg.data.cases import Case, Task
 from volseg.transforms.grid import MISPLACED_VOXELS, Grid
 
 __all__ = [
+    "ROUNDED_VALUE",
     "Fault",
     "LabelValues",
     "count_values",
@@ -43,6 +44,9 @@ MOST_COUNTED = 1 << 15
 
 MOST_FRACTIONS = 5
 """Values that are no integers, of which a message shows so many."""
+
+ROUNDED_VALUE = 1e-3
+"""How far from an integer the values of a label may lie by a rounding."""
 
 SAME_SPACING = 0.01
 """Part by which two spacings differ and are one spacing, rounded."""
@@ -144,12 +148,7 @@ def find_label_faults(label: MetaTensor, values: LabelValues | None, task: Task,
         yield fault
         return
     if values.fractions:
-        probabilities = " of a probability map" if voxels.min() >= 0 and voxels.max() <= 1 else ""
-        yield Fault(
-            "label-fractions",
-            f"holds values{probabilities} that are no integers ({_list_values(values.fractions, values.num_fractions)})"
-            "; it was probably resampled linearly, so export it again with nearest neighbours",
-        )
+        yield Fault("label-fractions", _describe_fractions(voxels, values))
         return
     declared = _declare(task)
     if unknown := sorted(value for value in values.counts if value not in declared):
@@ -165,6 +164,20 @@ def find_label_faults(label: MetaTensor, values: LabelValues | None, task: Task,
     labelled = task.labelled(case)
     if labelled is not None and (extra := sorted((structures & declared) - {*labelled})):
         yield Fault("label-not-looked-for", _list_values(extra, len(extra)))
+
+
+def _describe_fractions(voxels: Tensor, values: LabelValues) -> str:
+    found = _list_values(values.fractions, values.num_fractions)
+    if values.farthest <= ROUNDED_VALUE:
+        return (
+            f"holds values that are no integers ({found}), by {values.farthest:.1g} at most, as a scale factor leaves "
+            "them; round them, for instance by `volseg data check --fix`"
+        )
+    probabilities = " of a probability map" if voxels.min() >= 0 and voxels.max() <= 1 else ""
+    return (
+        f"holds values{probabilities} that are no integers ({found}); it was probably resampled linearly, so export it "
+        "again with nearest neighbours"
+    )
 
 
 def _declare(task: Task) -> set[int]:
@@ -214,6 +227,8 @@ def find_place_fault(image: MetaTensor, label: MetaTensor) -> Fault | None:
     misplaced = grid.fault_of(other, "image")
     if misplaced is None:
         return None
+    if grid.find_axis_order(other) is not None:
+        return Fault("label-reordered", misplaced)
     if grid.shape == other.shape:
         return Fault("affine", misplaced)
     return Fault("label-coarser" if _is_resampled(grid, other) else "shape", misplaced)
@@ -247,6 +262,9 @@ def _find_not_finite(voxels: Tensor) -> Fault | None:
 
 
 def _list_values(values: Sequence[float], count: int) -> str:
-    shown = ", ".join(f"{value:g}" for value in values[:MOST_FRACTIONS])
+    # All digits that float32 has: 1.0000001 is no integer.
+    shown = ", ".join(
+        f"{value:g}" if float(f"{value:g}") == value else str(np.float32(value)) for value in values[:MOST_FRACTIONS]
+    )
     rest = count - min(count, MOST_FRACTIONS)
     return shown + (f" and {rest} more" if rest else "")
