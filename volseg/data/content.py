@@ -82,7 +82,7 @@ def require_packing(path: Path, packing: Packing | None = None) -> None:
     if packing == "gzip" and begin and not begin.startswith(GZIP[: len(begin)]):
         name = path.name.removesuffix(path.suffix)
         raise ReaderError(
-            f"{path} is not compressed by gzip, as its name says it is; rename it to {name} if it is a plain file, else "
+            f"{path} is not compressed by gzip, as its name says; rename it to {name} if it is a plain file, or "
             "fetch it again"
         )
 

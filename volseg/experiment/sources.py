@@ -147,7 +147,7 @@ def _describe(path: Path) -> str:
         return f"is a folder above nnU-Net 2's model folders; name one of them, such as {models[0]}"
     if (path / "plans.pkl").is_file() or any(path.glob("fold_*/*.model")):
         return (
-            "is a model folder of nnU-Net 1 (plans.pkl, fold_0/*.model), which is not read, as unpickling it runs code; "
+            "is a model folder of nnU-Net 1 (plans.pkl, fold_0/*.model), which is not read: unpickling it runs code; "
             f"predict with nnU-Net 1 itself, or train it again by nnU-Net 2; {needed}"
         )
     held = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))

@@ -1,7 +1,8 @@
 """Images that are another case's but for a crop, a mirroring, or another scale of intensities.
 
 Small copies of all images are compared with each other, in the eight mirrorings. The pairs that are most alike are read
-again, and compared voxel by voxel where they overlap: two patients, or two scans of one, never agree to a thousandth.
+again, and compared voxel by voxel where they overlap: two patients, or two scans of one, differ by as much as
+neighbours do, and a copy by its rounding only.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +16,18 @@ from volseg.data.readers import list_files
 
 __all__ = ["find_copies"]
 
-ALIKE = 0.85
-"""Correlation of two small copies from which a pair is compared voxel by voxel. Of a crop by three voxels of 35 it is
-0.9; of two hippocampi 0.8 at most."""
+ALIKE = 0.6
+"""Correlation of two small copies, without what all images have in common, from which a pair may be compared."""
 
-SAME = 0.999
-"""Correlation of the voxels of a copy. Rounding to 8 bits leaves more than 0.9999."""
+FEWEST_USUAL = 10
+"""Images of which a mean is what they have in common."""
+
+SAME = 0.25
+"""Median difference of two images, up to a scale, per median difference of neighbours. Rounding to 8 bits leaves 0.1;
+two noisy images of one object have 1."""
+
+FEWEST_COMPARED = 1000
+"""Voxels that differ from their neighbour, of which a median is taken."""
 
 FEWEST_PAIRS, PAIRS_PER_CASE = 8, 0.125
 """How many pairs are read again at most: those that are most alike."""
@@ -70,9 +77,10 @@ def find_copies(
 def _list_alike(thumbnails: np.ndarray, known: Callable[[int, int], bool]) -> list[tuple[int, int, tuple[int, ...]]]:
     """Return the pairs that are most alike, the best first, each with the axes along which one is mirrored."""
     found: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
-    flat = thumbnails.reshape(len(thumbnails), -1)
+    usual = thumbnails.mean(0) if len(thumbnails) >= FEWEST_USUAL else 0
+    flat = _standardise(thumbnails - usual)
     for axes in MIRRORINGS:
-        mirrored = np.flip(thumbnails, [axis + 1 for axis in axes]).reshape(len(flat), -1)
+        mirrored = _standardise(np.flip(thumbnails, tuple(axis + 1 for axis in axes)) - usual)
         for start in range(0, len(flat), ROWS):
             likeness = flat[start : start + ROWS] @ mirrored.T
             for row, other in np.argwhere(likeness > ALIKE).tolist():
@@ -83,12 +91,18 @@ def _list_alike(thumbnails: np.ndarray, known: Callable[[int, int], bool]) -> li
     return [(*pair, axes) for pair, (_, axes) in best[: max(FEWEST_PAIRS, round(PAIRS_PER_CASE * len(flat)))]]
 
 
+def _standardise(thumbnails: np.ndarray) -> np.ndarray:
+    flat = thumbnails.reshape(len(thumbnails), -1)
+    standardised: np.ndarray = flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-9)
+    return standardised
+
+
 def _agree(one: np.ndarray, other: np.ndarray) -> bool:
     """Whether two images, shifted by whole voxels, are one up to the scale of their intensities."""
     blocks = [_take_middle(image) for image in (one, other)]
     room = [side + other_side for side, other_side in zip(blocks[0].shape, blocks[1].shape, strict=True)]
-    spectra = [np.fft.rfftn(block - block.mean(), room) for block in blocks]
-    match = np.fft.irfftn(spectra[0] * spectra[1].conj(), room)
+    spectra = [np.fft.rfftn(block - block.mean(), room, axes=(0, 1, 2)) for block in blocks]
+    match = np.fft.irfftn(spectra[0] * spectra[1].conj(), room, axes=(0, 1, 2))
     shift = [int(at) for at in np.unravel_index(int(match.argmax()), match.shape)]
     shift = [
         at - side if at >= blocks[0].shape[axis] else at
@@ -101,8 +115,15 @@ def _agree(one: np.ndarray, other: np.ndarray) -> bool:
     sides = [min(side, other_side) for side, other_side in zip(parts[0].shape, parts[1].shape, strict=True)]
     if np.prod(sides) < OVERLAP * min(block.size for block in blocks):
         return False
-    flat = [part[tuple(slice(side) for side in sides)].ravel() for part in parts]
-    return min(part.std() for part in flat) > 0 and float(np.corrcoef(np.stack(flat))[0, 1]) > SAME
+    given, copied = (part[tuple(slice(side) for side in sides)] for part in parts)
+    variance = given.var()
+    if variance == 0:
+        return False
+    scale = ((given - given.mean()) * (copied - copied.mean())).mean() / variance
+    apart = np.abs(copied - copied.mean() - scale * (given - given.mean()))[1:]
+    steps = np.abs(np.diff(copied, axis=0))
+    varies = steps > 0
+    return int(varies.sum()) >= FEWEST_COMPARED and float(np.median(apart[varies])) < SAME * np.median(steps[varies])
 
 
 def _take_middle(image: np.ndarray) -> np.ndarray:

@@ -101,7 +101,7 @@ TEXTURE_RULES: Sequence[Rule[Texture]] = (
     Rule(
         "wrapped",
         1,
-        0.0005,
+        0.005,
         lambda texture: texture.jumps,
         "{value:.2%} of neighbours differ by more than 70 % of the range, elsewhere {usual:.2%}",
     ),

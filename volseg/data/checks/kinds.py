@@ -173,7 +173,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "image-copy": _look(
             "the image is a copy of another case's, cropped, mirrored or of another scale of intensities",
-            "voxels that correlate by 0.999 at most where two images overlap, in any mirroring",
+            "voxels that differ by a quarter of what neighbours do or more, in any mirroring, shift and scale",
             "keep one, or it counts more than others and may be tested on",
         ),
         "label-full": _look(
@@ -263,7 +263,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "wrapped": _look(
             "intensities jump between neighbours as after an overflow",
-            "at most 0.05 points more jumps over 70 % of the range than in the median case, or 5 robust deviations",
+            "at most 0.5 points more jumps over 70 % of the range than in the median case, or 5 robust deviations",
             "export it in a type that holds its values, such as float32",
         ),
         "saturated": _look(

@@ -220,10 +220,16 @@ def _find_copies(facts: Sequence[ComparedCase], digests: Mapping[str, str]) -> l
     )
 
 
-def _find_displaced(facts: Sequence[ComparedCase], task: Task) -> list[Finding]:
+def _find_displaced(facts: Sequence[ComparedCase], task: Task, found: Sequence[Finding]) -> list[Finding]:
     """Remark on labels that fit another place, or another image, much better."""
-    placed = [Placed(fact.case, fact.label) for fact in facts if fact.label is not None and len(fact.label.profiles)]
-    model = BorderModel.of([one.label for one in placed])
+    odd = {finding.case for finding in found}
+    explained = {finding.case for finding in found if finding.kind in UNLIKE_IMAGES}
+    placed = [
+        Placed(fact.case, fact.label)
+        for fact in facts
+        if fact.label is not None and len(fact.label.profiles) and fact.case["case"] not in explained
+    ]
+    model = BorderModel.of([one.label for one in placed if one.case["case"] not in odd])
     if model is None:
         return []
 
@@ -234,10 +240,10 @@ def _find_displaced(facts: Sequence[ComparedCase], task: Task) -> list[Finding]:
         sides = image.affine[:3, :3].norm(dim=0).numpy()[order] * steps
         return coarsen(turn_upright(image)), coarse, sides
 
-    found = list(find_exchanged(placed, model, read))
-    exchanged = {finding.case for finding in found}
+    swaps = list(find_exchanged(placed, model, read))
+    exchanged = {finding.case for finding in swaps}
     misplaced = find_misplaced(placed, model, max(1, round(RARE * len(placed))))
-    return [*found, *(finding for finding in misplaced if finding.case not in exchanged)]
+    return [*swaps, *(finding for finding in misplaced if finding.case not in exchanged)]
 
 
 def _default_splits(task: Task) -> list[Split]:
