@@ -136,7 +136,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "image-like-label": _look(
             "the image holds nothing but values of labels",
-            "more than the declared values",
+            "more than the declared values; or more than 256 integers, or unlike neighbours, as images have",
             "is it a label map?",
         ),
         "same-channels": _look("two channels hold the same voxels", "channels differ", "was one file taken for both?"),

@@ -196,7 +196,7 @@ def check_task(
     findings += [*leaks, *doubles, *compare_cases(facts, task)]
     findings += [
         *_find_copies(facts, {case["case"]: digest for case, digest in digests}),
-        *_find_displaced(facts, task),
+        *_find_displaced(facts, task, findings),
     ]
     same = [[case["case"] for case in several] for several in find_same_images(trained)]
     return TaskCheck(

@@ -25,6 +25,7 @@ __all__ = [
     "find_label_faults",
     "find_place_fault",
     "holds_labels_only",
+    "resembles_labels",
 ]
 
 FINEST_SPACING, COARSEST_SPACING = 0.01, 50.0
@@ -47,6 +48,10 @@ MOST_FRACTIONS = 5
 
 ROUNDED_VALUE = 1e-3
 """How far from an integer the values of a label may lie by a rounding."""
+
+MOST_LABELS, BESIDE_THEMSELVES = 256, 0.4
+"""Values of a label map at most, and the share of neighbours (one of them not 0) that are equal at least. Of thin
+structures half are, of images in 8 bits a tenth."""
 
 SAME_SPACING = 0.01
 """Part by which two spacings differ and are one spacing, rounded."""
@@ -219,6 +224,25 @@ def holds_labels_only(image: Tensor, task: Task) -> bool:
             return False
     lowest, highest = image.aminmax()
     return bool(lowest != highest)
+
+
+def resembles_labels(image: Tensor) -> bool:
+    """Whether a volume holds few integers, mostly beside themselves, as label maps do: of whatever task."""
+    channel = image[0]
+    middle = channel[channel.shape[0] // 2]
+    lowest, highest = (float(bound) for bound in channel.aminmax())
+    if not (lowest >= 0 and 0 < highest < MOST_COUNTED) or not middle.equal(middle.round()):
+        return False
+    values = count_values(channel)
+    if values is None or values.fractions or len(values.counts) > MOST_LABELS:
+        return False
+    pairs = same = 0
+    for dim in range(3):
+        one, other = (channel.narrow(dim, start, channel.shape[dim] - 1) for start in (0, 1))
+        counts = (one > 0) | (other > 0)
+        pairs += int(counts.sum())
+        same += int((counts & (one == other)).sum())
+    return pairs > 0 and same / pairs > BESIDE_THEMSELVES
 
 
 def find_place_fault(image: MetaTensor, label: MetaTensor) -> Fault | None:
