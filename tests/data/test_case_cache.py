@@ -567,7 +567,8 @@ def test_an_epoch_does_not_begin_on_a_mapped_file_that_was_cut_off(task, folder,
         assert len(list(batches.epoch(1))) == before
     else:
         with pytest.raises(
-            DataError, match=rf"{mapped.name} was cut off while it was used: it had {size} bytes and has"
+            DataError,
+            match=rf"{mapped.name}, the prepared case of \S+, was cut off while it was used: it had {size} bytes",
         ):
             list(batches.epoch(1))
 
