@@ -48,6 +48,9 @@ KEYS = (
 )
 """Keys of a manifest that are read. Others may be there; one that is nearly one of these is a slip."""
 
+COUNTS = ("numTraining", "numTest")
+"""Keys that are read where they matter, and nearly others."""
+
 NEAR = 0.8
 """Likeness (difflib's ratio) from which a key is a slip: 'lables' has 0.83, 'numTest' for 'test' 0.73."""
 
@@ -96,7 +99,9 @@ def _refuse_slips(declared: Mapping[Any, Any], path: Path) -> None:
     """Raise where a key is nearly one that is read and absent: what it says would have no effect."""
     absent = {key.lower(): key for key in KEYS if key not in declared}
     for key in declared:
-        if key not in KEYS and (near := get_close_matches(str(key).strip().lower(), absent, n=1, cutoff=NEAR)):
+        if key not in (*KEYS, *COUNTS) and (
+            near := get_close_matches(str(key).strip().lower(), absent, n=1, cutoff=NEAR)
+        ):
             raise DataError(f"{path}: the key {key!r} is not known; did you mean {absent[near[0]]!r}?")
 
 
