@@ -40,6 +40,9 @@ GZIP = b"\x1f\x8b"
 LFS_POINTER = b"version https://git-lfs"
 """What files of gzip and pointers of Git LFS begin with."""
 
+NIFTI = tuple(size.to_bytes(4, order) for size in (348, 540) for order in ("little", "big"))
+"""What NIfTI-1 and NIfTI-2 begin with: the size of the header."""
+
 GZIP_FLAGS, RESERVED_FLAGS = 3, 0xE0
 """Which byte of a gzip member holds its flags, and which of them nobody may set: ISA-L does not look at these."""
 
@@ -61,29 +64,29 @@ def require_regular(path: Path) -> int:
     return found.st_size
 
 
-def require_packing(path: Path, packing: Packing | None = None) -> None:
+def require_packing(file: BinaryIO, path: Path, packing: Packing | None = None) -> None:
     """Raise where a file is a pointer of Git LFS, or is packed in another way than its name says.
 
     Parameters
     ----------
+    file : binary file
+        Open at its begin, where it is left.
     path : Path
-        Of a regular file.
+        Its name.
     packing : {"plain", "gzip"}, optional
-        What the name says; None where both are read.
+        What the name of a NIfTI file says; None for other formats.
     """
-    with path.open("rb") as file:
-        begin = file.read(len(LFS_POINTER))
+    begin = file.read(len(LFS_POINTER))
+    file.seek(0)
     if begin == LFS_POINTER:
         raise ReaderError(
             f"{path} is a pointer of Git LFS, a text that stands for the image; fetch the image by `git lfs pull`"
         )
     if packing == "plain" and begin.startswith(GZIP):
         raise ReaderError(f"{path} is compressed by gzip, which its name does not say; rename it to {path.name}.gz")
-    if packing == "gzip" and begin and not begin.startswith(GZIP[: len(begin)]):
-        name = path.name.removesuffix(path.suffix)
+    if packing == "gzip" and begin.startswith(NIFTI):
         raise ReaderError(
-            f"{path} is not compressed by gzip, as its name says; rename it to {name} if it is a plain file, or "
-            "fetch it again"
+            f"{path} is not compressed by gzip, as its name says; rename it to {path.name.removesuffix(path.suffix)}"
         )
 
 

@@ -190,8 +190,8 @@ def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:
     if len(str(path)) > LONGEST_LINE:
         raise ReaderError(f"{path} has a path of over {LONGEST_LINE} characters; move it to a shorter one")
     require_regular(path)
-    require_packing(path)
     with path.open("rb") as file:
+        require_packing(file, path)
         head = file.read(LONGEST_HEADER)
     lines, begin = [], 0
     while begin < len(head):
@@ -250,7 +250,8 @@ def _find_data(path: Path, name: str) -> Path:
 def _require_room(claim: _Claim, path: Path) -> None:
     """Raise unless the data are there to their end, counted without keeping them, and fit into memory."""
     size = require_regular(claim.file)
-    require_packing(claim.file)
+    with claim.file.open("rb") as file:
+        require_packing(file, claim.file)
     needed = claim.voxels * claim.bytes_each + claim.skips
     held = size - claim.begins
     require_held(needed, held, claim.file, claim.packing)

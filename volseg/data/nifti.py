@@ -75,8 +75,8 @@ def read_nifti_affine(path: Path) -> np.ndarray:
         The header is truncated, damaged or not NIfTI's.
     """
     require_regular(path)
-    require_packing(path, _packing_of(path))
     with path.open("rb") as file:
+        require_packing(file, path, _packing_of(path))
         head = Content(file, path, _packing_of(path)).peek(LONGEST_HEADER)
     kind = _kind_of(head, path)
     _measure(kind, head, path)
@@ -110,8 +110,8 @@ def _parse(path: Path) -> tuple[nibabel.Nifti1Image, np.ndarray]:
     """Return the image without its voxels, and all bytes of the file."""
     size = require_regular(path)
     packing = _packing_of(path)
-    require_packing(path, packing)
     with path.open("rb") as file:
+        require_packing(file, path, packing)
         content = Content(file, path, packing)
         head = content.peek(LONGEST_HEADER)
         kind = _kind_of(head, path)
