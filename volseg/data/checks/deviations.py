@@ -38,7 +38,7 @@ FULL, NOT_FULL = 0.98, 0.9
 
 
 @dataclass(frozen=True)  # slots and generics do not go together
-class Rule(Generic[Facts]):
+class Oddity(Generic[Facts]):
     """A statistic, and how far from the median it is odd."""
 
     kind: str
@@ -53,22 +53,22 @@ class Rule(Generic[Facts]):
 
 AXES = ("left-right", "front-back", "head-feet")
 
-LABEL_RULES: Sequence[Rule[LabelShape]] = (
-    Rule(
+LABEL_RULES: Sequence[Oddity[LabelShape]] = (
+    Oddity(
         "label-ragged",
         -1,
         0.12,
         lambda label: label.agreement,
         "{value:.0%} of neighbours agree, elsewhere {usual:.0%}",
     ),
-    Rule(
+    Oddity(
         "label-scattered",
         1,
         0.3,
         lambda label: label.stray,
         "a voxel {value:.2g} radii from the largest part, elsewhere {usual:.2g}",
     ),
-    Rule(
+    Oddity(
         "label-cut",
         1,
         0.03,
@@ -77,9 +77,9 @@ LABEL_RULES: Sequence[Rule[LabelShape]] = (
     ),
 )
 
-TEXTURE_RULES: Sequence[Rule[Texture]] = (
+TEXTURE_RULES: Sequence[Oddity[Texture]] = (
     *(
-        Rule[Texture](
+        Oddity[Texture](
             "noise",
             -1,
             0.15,
@@ -89,7 +89,7 @@ TEXTURE_RULES: Sequence[Rule[Texture]] = (
         for axis, name in enumerate(AXES)
     ),
     *(
-        Rule[Texture](
+        Oddity[Texture](
             "slices-unlike",
             1,
             0.4,
@@ -98,21 +98,21 @@ TEXTURE_RULES: Sequence[Rule[Texture]] = (
         )
         for axis, name in enumerate(AXES)
     ),
-    Rule(
+    Oddity(
         "wrapped",
         1,
         0.005,
         lambda texture: texture.jumps,
         "{value:.2%} of neighbours differ by more than 70 % of the range, elsewhere {usual:.2%}",
     ),
-    Rule(
+    Oddity(
         "saturated",
         1,
         0.01,
         lambda texture: texture.share_highest,
         "{value:.1%} of the voxels at the highest value, elsewhere {usual:.1%}",
     ),
-    Rule("empty-slices", 1, 0.1, lambda texture: texture.empty_slices, "{value:.0%} of them, elsewhere {usual:.0%}"),
+    Oddity("empty-slices", 1, 0.1, lambda texture: texture.empty_slices, "{value:.0%} of them, elsewhere {usual:.0%}"),
 )
 
 SMALL, LARGE = 4.0, 6.0
