@@ -1,8 +1,15 @@
-"""A clean data set, and faults to plant into copies of its cases."""
+"""A clean data set, and faults to plant into copies of its cases.
+
+``python tests/planted_faults.py DATA_SET [ROUNDS]`` plants every kind of fault into a case of its own, in a copy of a
+data set in MSD's layout, checks the copy, and prints how often each kind was named and as what.
+"""
 
 import gzip
 import json
 import shutil
+import sys
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import combinations
 from pathlib import Path
@@ -10,6 +17,7 @@ from pathlib import Path
 import nibabel
 import numpy as np
 
+from volseg.data import check_task, load_task
 from volseg.data.splits import folds
 
 SHAPE = (26, 30, 22)
@@ -158,6 +166,125 @@ def _coarsen(case: Planter) -> None:
     case.change("label", lambda voxels: voxels[::2, ::2, ::2], place)
 
 
+def _rng(case: Planter) -> np.random.Generator:
+    """Return numbers that differ from case to case."""
+    return np.random.default_rng(sum(case.name.encode()))
+
+
+def _keep_three_voxels(case: Planter) -> None:
+    def edit(voxels: np.ndarray) -> np.ndarray:
+        kept = np.zeros_like(voxels)
+        middle = np.argwhere(voxels)[len(np.argwhere(voxels)) // 2]
+        kept[middle[0], middle[1], middle[2] : middle[2] + 3] = 1
+        return kept
+
+    case.change("label", edit)
+
+
+def _draw_label(case: Planter) -> None:
+    case.change("label", lambda voxels: _rng(case).integers(0, 3, voxels.shape).astype(np.uint8))
+
+
+def _salt_label(case: Planter) -> None:
+    def edit(voxels: np.ndarray) -> np.ndarray:
+        drawn = _rng(case).random(voxels.shape)
+        return np.where(drawn < 0.03, 1, voxels).astype(np.uint8)
+
+    case.change("label", edit)
+
+
+def _add_stray(case: Planter) -> None:
+    """Label eight voxels in the corner that is farthest from the label."""
+
+    def edit(voxels: np.ndarray) -> np.ndarray:
+        changed, centre = voxels.copy(), np.argwhere(voxels).mean(0)
+        corner = [
+            slice(-4, -2) if at < side / 2 else slice(2, 4) for at, side in zip(centre, voxels.shape, strict=True)
+        ]
+        changed[tuple(corner)] = 1
+        return changed
+
+    case.change("label", edit)
+
+
+def shift_label(step: int, axis: int) -> Callable[[Planter], None]:
+    """Return what moves the label by some voxels; what leaves the volume is lost."""
+
+    def put(case: Planter) -> None:
+        def edit(voxels: np.ndarray) -> np.ndarray:
+            moved = np.zeros_like(voxels)
+            there, here = [slice(None)] * 3, [slice(None)] * 3
+            there[axis], here[axis] = (slice(step, None), slice(None, -step))[:: 1 if step > 0 else -1]
+            if step < 0:
+                there[axis], here[axis] = slice(None, step), slice(-step, None)
+            moved[tuple(there)] = voxels[tuple(here)]
+            return moved
+
+        case.change("label", edit)
+
+    return put
+
+
+def flip_label(axis: int) -> Callable[[Planter], None]:
+    """Return what mirrors the label's voxels and leaves its header as it is."""
+    return lambda case: case.change("label", lambda voxels: np.flip(voxels, axis).copy())
+
+
+def _draw_image(case: Planter) -> None:
+    case.change("image", lambda voxels: _rng(case).normal(voxels.mean(), voxels.std(), voxels.shape).astype(np.float32))
+
+
+def _add_noise(case: Planter) -> None:
+    def edit(voxels: np.ndarray) -> np.ndarray:
+        return (voxels + _rng(case).normal(0, voxels.std(), voxels.shape)).astype(np.float32)
+
+    case.change("image", edit)
+
+
+def _clip_to_bytes(voxels: np.ndarray) -> np.ndarray:
+    """Clip at 255; an image that lies below it, at the value that 30 % of the voxels reach, as if it were larger."""
+    return voxels.clip(None, np.percentile(voxels, 70)) if voxels.max() <= 255 else voxels.clip(0, 255)
+
+
+def _overflow(voxels: np.ndarray) -> np.ndarray:
+    """Store values in int16 of which a few per cent are larger than 32767."""
+    scaled = voxels.astype(np.float64) * (1.5 * 32767 / np.percentile(voxels, 99))
+    return scaled.astype(np.int64).astype(np.int16)
+
+
+def _swap_bytes(voxels: np.ndarray) -> np.ndarray:
+    return (voxels.astype(np.float64) * (1000 / voxels.max())).astype(np.int16).byteswap()
+
+
+def keep_slices(part: Callable[[int], slice]) -> Callable[[Planter], None]:
+    """Return what keeps some of the slices of image and label, and the header's spacing."""
+
+    def put(case: Planter) -> None:
+        for field in ("image", "label"):
+            case.change(field, lambda voxels: voxels[:, :, part(voxels.shape[2])])
+
+    return put
+
+
+def _blank_half(voxels: np.ndarray) -> np.ndarray:
+    changed = voxels.copy()
+    changed[:, :, voxels.shape[2] // 2 :] = 0
+    return changed
+
+
+def _reorder_label(case: Planter) -> None:
+    """Store the label's first axis the other way round, by voxels and header: nothing moves in the patient."""
+    flip = scaled(-1, 1, 1)
+    flip[0, 3] = nibabel.load(case.label).shape[0] - 1
+    case.change("label", lambda voxels: voxels[::-1].copy(), flip)
+
+
+def _unpack(case: Planter) -> None:
+    case.image.write_bytes(gzip.decompress(case.image.read_bytes()))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4" * 64 + b"\nsize 75632\n"
+
 FAULTS: Mapping[str, tuple[set[str], Callable[[Planter], object]]] = {
     "label deleted": ({"missing-file"}, lambda case: case.label.unlink()),
     "image cut short": ({"truncated"}, lambda case: case.image.write_bytes(case.image.read_bytes()[:-200])),
@@ -193,37 +320,179 @@ FAULTS: Mapping[str, tuple[set[str], Callable[[Planter], object]]] = {
         lambda case: case.change("image", lambda voxels: voxels.astype(np.float32) * 1000),
     ),
     "inverted": ({"contrast"}, lambda case: case.change("image", _invert)),
+    "image deleted": ({"missing-file"}, lambda case: case.image.unlink()),
+    "empty file": ({"truncated", "unreadable"}, lambda case: case.label.write_bytes(b"")),
+    "pointer of Git LFS": ({"unreadable"}, lambda case: case.image.write_bytes(POINTER)),
+    "plain as .nii.gz": ({"unreadable"}, _unpack),
+    "infinite": ({"not-finite"}, lambda case: case.change("image", set_voxel(-np.inf))),
+    "NaN in the label": ({"not-finite"}, lambda case: case.change("label", set_voxel(np.nan))),
+    "1e38": ({"huge-values"}, lambda case: case.change("image", set_voxel(1e38))),
+    "negative label": ({"label-undeclared"}, lambda case: case.change("label", set_voxel(-1))),
+    "rounded label": (
+        {"label-fractions"},
+        lambda case: case.change("label", lambda voxels: voxels * np.float32(1.0000001)),
+    ),
+    "other axis order": ({"label-reordered"}, _reorder_label),
+    "label everywhere": ({"label-full"}, lambda case: case.change("label", np.ones_like)),
+    "three voxels": ({"label-volume"}, _keep_three_voxels),
+    "drawn label": ({"label-ragged"}, _draw_label),
+    "salted label": ({"label-ragged", "label-scattered"}, _salt_label),
+    "merged labels": (
+        {"label-absent"},
+        lambda case: case.change("label", lambda voxels: (voxels > 0).astype(np.uint8)),
+    ),
+    "stray voxels": ({"label-scattered"}, _add_stray),
+    "label 4 to the right": ({"label-shifted"}, shift_label(4, 0)),
+    "label 4 to the left": ({"label-shifted"}, shift_label(-4, 0)),
+    "label 4 to the back": ({"label-shifted"}, shift_label(-4, 1)),
+    "label 4 to the head": ({"label-shifted"}, shift_label(4, 2)),
+    "label 12 to the left": ({"label-shifted", "label-cut"}, shift_label(-12, 0)),
+    "label 12 to the front": ({"label-shifted", "label-cut"}, shift_label(12, 1)),
+    "label mirrored left-right": ({"label-mirrored"}, flip_label(0)),
+    "label mirrored front-back": ({"label-mirrored"}, flip_label(1)),
+    "label mirrored head-feet": ({"label-mirrored"}, flip_label(2)),
+    "drawn image": ({"noise"}, _draw_image),
+    "noise": ({"noise"}, _add_noise),
+    "clipped to 8 bits": ({"saturated"}, lambda case: case.change("image", _clip_to_bytes)),
+    "overflow of 16 bits": ({"wrapped", "noise"}, lambda case: case.change("image", _overflow)),
+    "bytes swapped": ({"noise", "wrapped"}, lambda case: case.change("image", _swap_bytes)),
+    "first half of the slices": ({"extent", "label-cut"}, keep_slices(lambda count: slice(None, count // 2))),
+    "every second slice": ({"extent", "slices-unlike"}, keep_slices(lambda count: slice(None, None, 2))),
+    "half of the slices blank": ({"empty-slices"}, lambda case: case.change("image", _blank_half)),
+    "doubled spacing": ({"spacing"}, lambda case: case.place(scaled(1, 1, 2))),
+    "all spacings doubled": ({"spacing"}, lambda case: case.place(scaled(2, 2, 2))),
+    "a ten thousandth": (
+        {"intensity-scale"},
+        lambda case: case.change("image", lambda voxels: voxels.astype(np.float32) * np.float32(1e-4)),
+    ),
 }
-"""What is planted, the kinds of finding by which it must be named, and how."""
+"""What is planted, the kinds of finding by one of which it must be named at least, and how."""
 
 
-def plant(root: Path, names: list[str], tests: list[str]) -> dict[str, set[str]]:
-    """Plant every fault into a case of its own, and faults of pairs of cases; return each case's kinds."""
-    expected = {}
+COPIES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "copy without a slice": lambda voxels: voxels[:, :, 1:],
+    "copy without three rows": lambda voxels: voxels[1:-1, :-1],
+    "copy stored reversed": lambda voxels: voxels[::-1].copy(),
+    "copy of another scale": lambda voxels: voxels.astype(np.float32) * 3 + 7,
+}
+"""What is done to a copy of another case: to its image, and but for the scale to its label."""
+
+
+def plant(root: Path, names: list[str], tests: list[str]) -> dict[str, dict[str, set[str]]]:
+    """Plant every fault into a case of its own, and faults of pairs of cases.
+
+    Returns
+    -------
+    dict
+        For each fault the cases and the kinds by one of which each must be named.
+    """
     free = iter(names)
-    for kinds, put in FAULTS.values():
+    expected: dict[str, dict[str, set[str]]] = {}
+    for fault, (kinds, put) in FAULTS.items():
         case = Planter(root, next(free))
         put(case)
-        expected[case.name] = kinds
+        expected[fault] = {case.name: kinds}
     left = list(free)
+
+    def take(name: str) -> str:
+        left.remove(name)
+        return name
+
     validates = set(folds(names)[0].validation)
-    held_out = next(name for name in left if name in validates)
-    learnt = next(name for name in left if name not in validates)
-    left = [name for name in left if name not in (held_out, learnt)]
+    held_out = take(next(name for name in left if name in validates))
+    learnt = take(next(name for name in left if name not in validates))
     for folder in ("imagesTr", "labelsTr"):
         shutil.copyfile(root / folder / f"{held_out}.nii.gz", root / folder / f"{learnt}.nii.gz")
-    one, other = _find_alike(root, left)
+    expected["leak"] = {held_out: {"leak"}, learnt: {"leak"}}
+    expected["labels exchanged"] = dict.fromkeys(_exchange_labels(root, *map(take, _find_alike(root, left))), EXCHANGED)
+    one, other = map(take, _find_alike(root, left))
     copied = np.asarray(nibabel.load(root / "labelsTr" / f"{one}.nii.gz").dataobj)
     Planter(root, other).change("label", lambda voxels: copied)
-    expected |= {held_out: {"leak"}, learnt: {"leak"}, one: {"same-label"}}
+    expected["same label"] = {min(one, other): {"same-label"}}
+    for fault, edit in COPIES.items():
+        one, other = take(left[0]), take(left[1])
+        _copy_changed(root, one, other, edit, scales="scale" in fault)
+        expected[fault] = {other: {"image-copy"}}
     if tests:
-        trains = next(name for name in left if name not in (one, other))
+        trains = take(left[0])
         shutil.copyfile(root / "imagesTr" / f"{trains}.nii.gz", root / "imagesTs" / f"{tests[0]}.nii.gz")
-        expected[trains] = {"trains-and-tests"}
+        expected["trains and tests"] = {trains: {"trains-and-tests"}}
     return expected
+
+
+EXCHANGED = {"labels-exchanged", "label-shifted"}
+
+
+def _exchange_labels(root: Path, one: str, other: str) -> tuple[str, str]:
+    voxels = [np.asarray(nibabel.load(root / "labelsTr" / f"{name}.nii.gz").dataobj) for name in (one, other)]
+    Planter(root, one).change("label", lambda _: voxels[1])
+    Planter(root, other).change("label", lambda _: voxels[0])
+    return one, other
+
+
+def _copy_changed(root: Path, one: str, other: str, edit: Callable[[np.ndarray], np.ndarray], *, scales: bool) -> None:
+    for folder in ("imagesTr", "labelsTr"):
+        stored = nibabel.load(root / folder / f"{one}.nii.gz")
+        voxels = np.asarray(stored.dataobj)
+        save(
+            root / folder / f"{other}.nii.gz",
+            voxels if scales and folder == "labelsTr" else edit(voxels),
+            stored.affine,
+        )
 
 
 def _find_alike(root: Path, names: list[str]) -> tuple[str, str]:
     """Return the first two cases of one shape."""
     shapes = {name: nibabel.load(root / "labelsTr" / f"{name}.nii.gz").shape for name in names}
     return next((one, other) for one, other in combinations(names, 2) if shapes[one] == shapes[other])
+
+
+def found_in(root: Path) -> dict[str, set[str]]:
+    """Check a data set; return the kinds of finding of each case that has any."""
+    found: dict[str, set[str]] = {}
+    for finding in check_task(load_task(root, require_files=False)).findings:
+        found.setdefault(finding.case, set()).add(finding.kind)
+    return found
+
+
+def plant_copy(source: Path, root: Path, seed: int) -> dict[str, dict[str, set[str]]]:
+    """Copy a data set in MSD's layout and plant faults into its cases, in a drawn order; see `plant`."""
+    task = load_task(source)
+    for case in task.training:
+        for folder, field in (("imagesTr", "image"), ("labelsTr", "label")):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(case[field], root / folder / case[field].name)
+    names = [case["case"] for case in task.training]
+    labels = {str(value): name for value, name in task.labels.items()}
+    write_manifest(root, names, [], labels=labels, modality={"0": task.modalities[0]})
+    return plant(root, np.random.default_rng(seed).permutation(names).tolist(), [])
+
+
+def main(source: Path, rounds: int) -> None:
+    """Print a row for each kind of fault, and which other cases were remarked on."""
+    named: dict[str, list[bool]] = {}
+    kinds: dict[str, Counter[str]] = {}
+    others: Counter[str] = Counter()
+    for seed in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            expected = plant_copy(source, Path(folder) / "Task00_Planted", seed)
+            found = found_in(Path(folder) / "Task00_Planted")
+        for fault, cases in expected.items():
+            seen = set().union(*(found.get(name, set()) for name in cases))
+            wanted = set().union(*cases.values())
+            named.setdefault(fault, []).append(bool(seen & wanted))
+            kinds.setdefault(fault, Counter()).update(seen)
+        planted = {name for cases in expected.values() for name in cases}
+        others.update(f"{name}: {', '.join(sorted(kinds))}" for name, kinds in found.items() if name not in planted)
+    for fault, hits in named.items():
+        told = ", ".join(kinds[fault])
+        sys.stdout.write(f"{sum(hits)}/{rounds}  {fault:28}{told}\n")
+    often = sum(sum(hits) >= 0.8 * rounds for hits in named.values())
+    sys.stdout.write(
+        f"{often} of {len(named)} kinds are named in four of five rounds or more; "
+        f"other cases remarked on: {dict(others)}\n"
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 5)

@@ -10,6 +10,7 @@ what `volseg.models.FitGrid` pads with, so a network sees one kind of outside in
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from volseg.data.residency import choose_budget, choose_resident
+from volseg.data.stored_case import StoredCase
 from volseg.errors import DataError
 from volseg.transforms.augmentation.sources import PatchSources
 
@@ -176,8 +178,12 @@ class CaseBank:
         self.foreground = ForegroundVoxels.join([of["foreground"] for of in found])
         self.annotated = ForegroundVoxels.join([of["annotated"] for of in found]) if is_sparse else None
         self._place(images, labels, keep, budget_bytes)
-        away = [case for case, lies_there in zip(cases, self.is_resident, strict=True) if not lies_there]
-        self._mapped = [case["mapped"] for case in away if "mapped" in case]
+        mapped: list[StoredCase | None] = [case.get("mapped") for case in cases]
+        for stored in filter(None, mapped):  # once for those that were copied to the device
+            stored.require_unchanged()
+        self._mapped = [
+            None if lies_there else stored for stored, lies_there in zip(mapped, self.is_resident, strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -188,15 +194,15 @@ class CaseBank:
         return self.num_on_device == len(self)
 
     def require_files(self) -> None:
-        """Look whether the files that cases are mapped from are as long as they were.
+        """Look whether the files that cases are mapped from are what they were.
 
         Raises
         ------
         DataError
-            If one was cut off: reading behind its end would end the process without a word (SIGBUS).
+            If one was overwritten or cut off: reading behind its end would end the process with no message (SIGBUS).
         """
-        for stored in self._mapped:
-            stored.require_size()
+        for stored in filter(None, self._mapped):
+            stored.require_unchanged()
 
     def locate(self, cases: Tensor, corners: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return where patches of ``size`` voxels are read: begins, shapes and corners, as `PatchSources` has them.
@@ -235,6 +241,11 @@ class CaseBank:
         -------
         tuple of Tensor
             Images (S, C, *size) in the type in which they are stored and labels (S, 1, *size) in uint8.
+
+        Raises
+        ------
+        DataError
+            If the file that a case is mapped from was overwritten or cut off: no step is made of its voxels.
         """
         away = ~self.is_resident[cases]
         images, labels = self.make_boxes(int(away.sum()), size, pin=pin)
@@ -243,6 +254,8 @@ class CaseBank:
                 volume = volumes[case]
                 assert volume is not None
                 _copy_overlap(volume, corner, boxes[row])
+            if (stored := self._mapped[case]) is not None:
+                stored.require_unchanged()
         return images, labels
 
     def make_boxes(
@@ -345,6 +358,11 @@ def require_fit(name: str, image: Tensor, label: Tensor, num_channels: int, *, v
         raise DataError(f"case {name}: has {image.shape[0]} channels, the first case has {num_channels}")
     if not values:
         return
+    if not all(math.isfinite(end) for end in map(float, image.aminmax())):
+        raise DataError(
+            f"case {name}: its preprocessed image holds NaN or infinite values ({image.dtype}); look at its file by "
+            "`volseg data check` (values beyond 1e18 overflow when they are normalised), or at the preprocessing"
+        )
     low, high = label.min(), label.max()
     if low < 0 or high > 255:
         raise DataError(f"case {name}: labels must lie in 0..255, got {low.item():g}..{high.item():g}")

@@ -189,8 +189,7 @@ class CaseCache:
         except OSError as fault:  # no right to read it, or no address space
             logger.warning("%s cannot be opened (%s); the case is prepared anew", path, fault.strerror or fault)
             return None
-        with suppress(OSError):
-            os.utime(path)
+        stored.mark_used()
         with self._lock:
             self.num_found += 1
         return stored
@@ -275,8 +274,8 @@ class CaseCache:
 def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
     """Return a stored case as preparing returns it; see `volseg.data.preparing.prepare`.
 
-    One that trains has ``image`` and ``label`` without metadata, ``voxels``, what `list_voxels` gives, and ``mapped``,
-    the file.
+    It has ``mapped``, the file, besides. One that trains has ``image`` and ``label`` without metadata, and ``voxels``,
+    what `list_voxels` gives.
     """
     volumes = stored.volumes()
     names = [name.removesuffix(VOXEL_PARTS[0]) for name in volumes if name.endswith(VOXEL_PARTS[0])]
@@ -286,7 +285,7 @@ def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
             source = case["image" if name == "image" else "label"]
             if isinstance(source, str | Path):
                 volume.meta["filename_or_obj"] = str(source)  # where it lies now
-        return {**case, **volumes, "reference_file": Path(case["label"])}
+        return {**case, **volumes, "reference_file": Path(case["label"]), "mapped": stored}
     plain = {name: volume.as_subclass(Tensor) for name, volume in volumes.items() if name != "reference"}
     return {**case, **plain, "voxels": voxels, "mapped": stored}
 

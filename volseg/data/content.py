@@ -15,7 +15,7 @@ from isal import igzip_lib, isal_zlib
 from volseg.errors import DamagedFileError, LargeVolumeError, ReaderError
 from volseg.memory import available_bytes
 
-__all__ = ["Content", "require_held", "require_memory", "require_regular"]
+__all__ = ["Content", "require_held", "require_memory", "require_packing", "require_regular"]
 
 SURPLUS_BYTES = 4096
 """What may follow the voxels: padding to a block. More of it means that the header is wrong, or a bomb."""
@@ -36,6 +36,13 @@ Packing = Literal["plain", "gzip", "zlib"]
 WINDOW_BITS = {"gzip": 31, "zlib": 15}
 """How the two containers of deflate are told apart; the container's checksum is checked then."""
 
+GZIP = b"\x1f\x8b"
+LFS_POINTER = b"version https://git-lfs"
+"""What files of gzip and pointers of Git LFS begin with."""
+
+NIFTI = tuple(size.to_bytes(4, order) for size in (348, 540) for order in ("little", "big"))
+"""What NIfTI-1 and NIfTI-2 begin with: the size of the header."""
+
 GZIP_FLAGS, RESERVED_FLAGS = 3, 0xE0
 """Which byte of a gzip member holds its flags, and which of them nobody may set: ISA-L does not look at these."""
 
@@ -55,6 +62,32 @@ def require_regular(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise ReaderError(f"{path} is no regular file (or a link to something else); name a file that holds an image")
     return found.st_size
+
+
+def require_packing(file: BinaryIO, path: Path, packing: Packing | None = None) -> None:
+    """Raise where a file is a pointer of Git LFS, or is packed in another way than its name says.
+
+    Parameters
+    ----------
+    file : binary file
+        Open at its begin, where it is left.
+    path : Path
+        Its name.
+    packing : {"plain", "gzip"}, optional
+        What the name of a NIfTI file says; None for other formats.
+    """
+    begin = file.read(len(LFS_POINTER))
+    file.seek(0)
+    if begin == LFS_POINTER:
+        raise ReaderError(
+            f"{path} is a pointer of Git LFS, a text that stands for the image; fetch the image by `git lfs pull`"
+        )
+    if packing == "plain" and begin.startswith(GZIP):
+        raise ReaderError(f"{path} is compressed by gzip, which its name does not say; rename it to {path.name}.gz")
+    if packing == "gzip" and begin.startswith(NIFTI):
+        raise ReaderError(
+            f"{path} is not compressed by gzip, as its name says; rename it to {path.name.removesuffix(path.suffix)}"
+        )
 
 
 def require_held(claimed: int, held: int, path: Path, packing: Packing = "plain") -> None:

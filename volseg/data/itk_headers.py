@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from volseg.data.content import Content, Packing, require_held, require_memory, require_regular
+from volseg.data.content import Content, Packing, require_held, require_memory, require_packing, require_regular
 from volseg.errors import DamagedFileError, ReaderError
 
 __all__ = ["find_voxels", "require_sound_meta", "require_sound_nrrd"]
@@ -191,6 +191,7 @@ def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:
         raise ReaderError(f"{path} has a path of over {LONGEST_LINE} characters; move it to a shorter one")
     require_regular(path)
     with path.open("rb") as file:
+        require_packing(file, path)
         head = file.read(LONGEST_HEADER)
     lines, begin = [], 0
     while begin < len(head):
@@ -249,6 +250,8 @@ def _find_data(path: Path, name: str) -> Path:
 def _require_room(claim: _Claim, path: Path) -> None:
     """Raise unless the data are there to their end, counted without keeping them, and fit into memory."""
     size = require_regular(claim.file)
+    with claim.file.open("rb") as file:
+        require_packing(file, claim.file)
     needed = claim.voxels * claim.bytes_each + claim.skips
     held = size - claim.begins
     require_held(needed, held, claim.file, claim.packing)

@@ -19,7 +19,7 @@ from monai.data import MetaTensor
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
-from volseg.data.content import Content, require_held, require_memory, require_regular
+from volseg.data.content import Content, require_held, require_memory, require_packing, require_regular
 from volseg.data.volume import as_volume, require_numbers
 from volseg.errors import DamagedFileError, ReaderError
 
@@ -76,6 +76,7 @@ def read_nifti_affine(path: Path) -> np.ndarray:
     """
     require_regular(path)
     with path.open("rb") as file:
+        require_packing(file, path, _packing_of(path))
         head = Content(file, path, _packing_of(path)).peek(LONGEST_HEADER)
     kind = _kind_of(head, path)
     _measure(kind, head, path)
@@ -110,6 +111,7 @@ def _parse(path: Path) -> tuple[nibabel.Nifti1Image, np.ndarray]:
     size = require_regular(path)
     packing = _packing_of(path)
     with path.open("rb") as file:
+        require_packing(file, path, packing)
         content = Content(file, path, packing)
         head = content.peek(LONGEST_HEADER)
         kind = _kind_of(head, path)

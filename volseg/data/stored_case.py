@@ -15,6 +15,7 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -91,6 +92,8 @@ class StoredCase:
     about: Mapping[str, Any]
     _volumes: Mapping[str, Mapping[str, Any]]
     _mapped: torch.UntypedStorage = field(repr=False)
+    _changed: dict[str, int] = field(repr=False)
+    """``at``: when the file was last changed (``ctime``, ns), as far as that is known to have kept its content."""
 
     @classmethod
     def open(cls, path: Path) -> "StoredCase":
@@ -98,6 +101,7 @@ class StoredCase:
         with path.open("rb") as file:
             told_of_file = os.fstat(file.fileno())
             size, identity = told_of_file.st_size, (told_of_file.st_dev, told_of_file.st_ino)
+            changed = {"at": told_of_file.st_ctime_ns}
             begin, length, digest, mark = END.unpack(_read_at(file, size - END.size, END.size))
             if mark != MARK or begin + length + END.size != size:  # a page behind the file's end cannot be touched
                 raise DamagedCaseError(f"{path} is cut off or of another layout")
@@ -111,26 +115,53 @@ class StoredCase:
             raise OSError(errno.ENOMEM, str(fault).partition("\n")[0]) from fault
         told = json.loads(description)
         return cls(
-            path=path, size=size, identity=identity, about=told["about"], _volumes=told["volumes"], _mapped=mapped
+            path=path,
+            size=size,
+            identity=identity,
+            about=told["about"],
+            _volumes=told["volumes"],
+            _mapped=mapped,
+            _changed=changed,
         )
 
-    def require_size(self) -> None:
-        """Look whether the mapped file still has its size, as touching a page behind its end would end the process.
+    def mark_used(self) -> None:
+        """Set the file's dates, by which the cases that were used longest ago are removed first."""
+        with suppress(OSError):  # where only reading is allowed
+            os.utime(self.path)
+            self._changed["at"] = self.path.stat().st_ctime_ns
+
+    def require_unchanged(self) -> None:
+        """Look whether the mapped file was changed; if so, compare its volumes with their checksums.
+
+        Nobody can set ``ctime``, so a file that was overwritten and got its old date back is noticed too. Another
+        training that takes the case changes the date and nothing else.
 
         Raises
         ------
         DataError
-            If somebody cut it off.
+            If the file was cut off or overwritten.
         """
         try:
             told = self.path.stat()
         except OSError:  # removed, or not to be seen now: what is mapped lives on
             return
-        if (told.st_dev, told.st_ino) == self.identity and told.st_size < self.size:
+        if (told.st_dev, told.st_ino) != self.identity:  # another file of that name
+            return
+        named = f"{self.path}, the prepared case of {self.about.get('case')},"
+        if told.st_size < self.size:  # touching a page behind its end would end the process
             raise DataError(
-                f"{self.path} was cut off while it was used: it had {self.size} bytes and has {told.st_size}; go on "
-                "with --resume, which prepares the case anew"
+                f"{named} was cut off while it was used: it had {self.size} bytes and has {told.st_size}; go on with "
+                "--resume, which prepares the case anew"
             )
+        if told.st_ctime_ns == self._changed["at"]:
+            return
+        try:
+            self.require_whole()
+        except DamagedCaseError as fault:
+            raise DataError(
+                f"{named} was overwritten while it was used: {fault}; go on with --resume, which prepares the case anew"
+            ) from None
+        self._changed["at"] = told.st_ctime_ns
 
     def require_whole(self) -> None:
         """Compare every byte with its checksum."""

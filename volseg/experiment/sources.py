@@ -145,9 +145,15 @@ def _describe(path: Path) -> str:
         return f"is one fold of nnU-Net 2's model folder; name that one: {path.parent}"
     if models := sorted(plans.parent for plans in path.glob("*/plans.json") if is_nnunet_model(plans.parent)):
         return f"is a folder above nnU-Net 2's model folders; name one of them, such as {models[0]}"
+    if (path / "plans.pkl").is_file() or any(path.glob("fold_*/*.model")):
+        return (
+            "is a model folder of nnU-Net 1 (plans.pkl, fold_0/*.model), which is not read: unpickling it runs code; "
+            f"predict with nnU-Net 1 itself, or train it again by nnU-Net 2; {needed}"
+        )
     held = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
     holds = f"it holds {list_some(held, 4)}" if held else "it is empty"
-    return f"is no run folder: it has no config.yaml; and no cross-validation: it has no fold_0; {holds}; {needed}"
+    folds = "its folds hold no config.yaml" if (path / "fold_0").is_dir() else "it has no fold_0"
+    return f"is no run folder: it has no config.yaml; and no cross-validation: {folds}; {holds}; {needed}"
 
 
 def _join(members: Sequence[Trained], source: Path) -> Trained:

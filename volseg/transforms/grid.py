@@ -8,6 +8,7 @@ compared), so it fails for a case that comes from a cache or another process, an
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import nibabel
 import numpy as np
 import torch
 from monai.data import MetaTensor
@@ -97,6 +98,12 @@ class Grid:
 
         ``name`` is what lies on this grid, such as ``image``; the sentence needs a subject, which lies on ``other``.
         """
+        if self.find_axis_order(other) is not None:
+            return (
+                f"lies in the same place as its {name}, and stores its voxels in another axis order ({other.axes}, the "
+                f"{name} {self.axes}); reorder its voxels, for instance by `volseg data check --fix`, and never by "
+                "copying the affine"
+            )
         if self.shape != other.shape:
             return f"has the shape {other.shape}, but its {name} has {self.shape}; resample it onto the {name}'s grid"
         allowed = MISPLACED_VOXELS * float(self.affine[:3, :3].norm(dim=0).min())
@@ -106,6 +113,40 @@ class Grid:
             f"lies up to {apart:.3g} mm away from its {name} (at most {allowed:.3g} mm, {MISPLACED_VOXELS:g} voxel); "
             f"copy the {name}'s affine if the voxels correspond, else resample"
         )
+
+    @property
+    def axes(self) -> str:
+        """Where the voxel axes point, such as ``RAS``."""
+        return "".join(nibabel.orientations.aff2axcodes(self.affine.numpy()))
+
+    def find_axis_order(self, other: "Grid") -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return how the voxels of ``other`` become those of this grid where both are the same voxels in another order.
+
+        Returns
+        -------
+        tuple, optional
+            The dims of ``other`` in this grid's order, and the dims to flip after that. None for the same order, and
+            for grids that are other places, within `MISPLACED_VOXELS`.
+        """
+        turn = self.index_map(other)[:3, :3].round()
+        if not torch.equal(turn.abs().sum(0), torch.ones(3)) or not torch.equal(turn.abs().sum(1), torch.ones(3)):
+            return None
+        dims = tuple(int(dim) for dim in turn.abs().argmax(0))
+        flipped = tuple(axis for axis, dim in enumerate(dims) if turn[dim, axis] < 0)
+        reordered = other.reorder(dims, flipped)
+        allowed = MISPLACED_VOXELS * float(self.affine[:3, :3].norm(dim=0).min())
+        is_same = (dims, flipped) == ((0, 1, 2), ())
+        return None if is_same or self.distance(reordered) > allowed else (dims, flipped)
+
+    def reorder(self, dims: Sequence[int], flipped: Sequence[int]) -> "Grid":
+        """Return the grid of the same voxels with its dims in another order, and some of them flipped after that."""
+        shape = [self.shape[dim] for dim in dims]
+        turn = torch.zeros(4, 4, dtype=torch.float64)
+        turn[3, 3] = 1
+        for axis, dim in enumerate(dims):
+            turn[dim, axis] = -1 if axis in flipped else 1
+            turn[dim, 3] = shape[axis] - 1 if axis in flipped else 0
+        return self._from(shape, self.affine @ turn)
 
     def corners(self) -> Tensor:
         """Return the indices of the eight corner voxels as homogeneous columns ``(4, 8)``."""

@@ -108,5 +108,6 @@ class EpochLosses:
             cases = ", ".join(self._gather(self.cases[number])) or "(the batch has no field `case`)"
             raise NonFiniteLossError(
                 f"the loss is not finite in epoch {self.epoch + 1}, batch {number + 1}: {values}; cases: {cases}. "
-                "Lower the learning rate, set training.clip, or look at these cases; the checkpoints are untouched"
+                "Look at the images of these cases first (`volseg data check` names NaN and huge values), then lower "
+                "the learning rate or set training.clip; the checkpoints are untouched"
             )

@@ -180,6 +180,8 @@ class Validation:
                 for name, value in metric(fields).items()
                 for key, number in self._part(name, torch.as_tensor(value).float(), case).items()
             }
+            if (mapped := case.get("mapped")) is not None:  # a file of the cache
+                mapped.require_unchanged()
             if len(self.examples) < num_examples:
                 self.examples.append(self._example(case, prediction))
             yield case["case"], JudgedCase(evaluated=evaluated, further=further)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from volseg.data.cases import Case, Task
+from volseg.data.checks.deviations import RARE, find_absent_labels, find_odd_images, find_odd_labels
 from volseg.data.checks.facts import ChannelFacts, ComparedCase, ImageFacts
 from volseg.data.checks.kinds import Finding
 from volseg.data.names import list_some
@@ -25,7 +26,7 @@ __all__ = ["compare_cases", "describe_data"]
 FEWEST_CASES = 5
 """Of which one can stand out."""
 
-FAR_GRID, FAR_SCALE = 3.0, 10.0
+FAR_GRID, FAR_SCALE = 1.5, 10.0
 """Factors from the median beyond which a spacing or size, and a range of intensities, may stand out."""
 
 FENCE = 3.0
@@ -34,8 +35,11 @@ FENCE = 3.0
 MIXED_SCALE = 100.0
 """Factor between ranges of intensities from which on a data set is mixed."""
 
-COMMON, RARE = 0.8, 0.1
-"""Shares of the cases that make a rule, and that can be exceptions."""
+COMMON = 0.8
+"""Share of the cases that makes a rule."""
+
+ALONE = 0.05
+"""Share of the cases that can lie apart from all others by their range of intensities."""
 
 FOLDS = 5
 """Of nnU-Net's cross-validation, which is ours too."""
@@ -67,6 +71,9 @@ def compare_cases(facts: Sequence[ComparedCase], task: Task) -> list[Finding]:
         *_find_same_labels(labelled, task),
         *_find_orientations(images),
         *_find_grids(images),
+        *find_absent_labels(labelled, task),
+        *find_odd_labels(labelled, task),
+        *find_odd_images(facts, task),
     ]
     for index, modality in enumerate(task.modalities):
         where = f"{modality}, " if task.num_channels > 1 else ""
@@ -141,6 +148,17 @@ def _find_far(values: Sequence[float], factor: float) -> list[int]:
     return far.nonzero()[0].tolist() if far.sum() <= max(1, RARE * len(values)) else []
 
 
+def _find_apart(values: Sequence[float], factor: float) -> list[int]:
+    """Return which values are smaller or larger than all others by a factor, however much these differ."""
+    order = np.argsort(values)
+    logs = np.log(np.maximum(np.array(values)[order], np.finfo(np.float64).tiny))
+    most = max(1, int(ALONE * len(values)))
+    wide = (np.diff(logs) > np.log(factor)).nonzero()[0]
+    low = max((at + 1 for at in wide if at < most), default=0)
+    high = min((at + 1 for at in wide if at + 1 >= len(values) - most), default=len(values))
+    return [*order[:low].tolist(), *order[high:].tolist()]
+
+
 def _find_scales(channels: Channels, where: str) -> Iterator[Finding]:
     ranges = [channel.high - channel.low for _, channel in channels]
     if len(ranges) < FEWEST_CASES:
@@ -148,7 +166,7 @@ def _find_scales(channels: Channels, where: str) -> Iterator[Finding]:
     low, high = np.percentile(ranges, [100 * RARE / 2, 100 - 100 * RARE / 2])
     if low > 0 and high / low > MIXED_SCALE:
         yield Finding("", None, f"{where}ranges of {min(ranges):.3g} to {max(ranges):.3g}", "intensity-mixed")
-    for place in _find_far(ranges, FAR_SCALE):
+    for place in sorted({*_find_far(ranges, FAR_SCALE), *_find_apart(ranges, FAR_SCALE)}):
         detail = f"{where}a range of {ranges[place]:.3g}, elsewhere about {np.median(ranges):.3g}"
         yield _about(channels[place][0], "intensity-scale", detail)
 

@@ -1,17 +1,20 @@
 """What is kept of a case that was read, so that it can be compared with the others: a few numbers, no voxels."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import gcd
 
 import nibabel
+import numpy as np
 from monai.data import MetaTensor
 from torch import Tensor
 
 from volseg.data.cases import Case, Task
+from volseg.data.checks.borders import LabelShape, measure_shape
 from volseg.data.checks.reading import CheckedCase
+from volseg.data.checks.texture import Texture, draw_thumbnail, measure_texture
 
-__all__ = ["ChannelFacts", "ComparedCase", "ImageFacts", "measure"]
+__all__ = ["ChannelFacts", "ComparedCase", "ImageFacts", "find_axes", "measure", "turn_upright"]
 
 SAMPLES = 1 << 20
 """Voxels that percentiles are taken of."""
@@ -21,6 +24,9 @@ RANGE = (0.005, 0.5, 0.995)
 
 INCOMPARABLE = {"size", "not-finite", "constant", "image-is-label", "swapped"}
 """Kinds of problems with which a case would stand out by what follows from them."""
+
+UNLIKE_LABELS = {"label-reordered", "label-channels", "label-fractions", "label-undeclared"}
+"""Kinds of problems with which a label would."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +42,7 @@ class ChannelFacts:
     """The 99.5th percentile."""
     share_lowest: float
     """Share of the voxels that have the lowest value."""
+    texture: Texture
     foreground: float | None = None
     """Median of the labelled voxels; None without any."""
     background: float | None = None
@@ -73,6 +80,10 @@ class ComparedCase:
     label_counts: Mapping[int, int]
     """Voxels of each value; empty without a label that can be read."""
     label_digest: str | None = None
+    label: LabelShape | None = None
+    """None without structures on the image's grid."""
+    thumbnail: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """The image's first channel, small and upright; None where ``image`` is."""
 
 
 def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
@@ -85,36 +96,53 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
     case
         The same with paths.
     """
-    image = checked.case.get("image")
-    is_comparable = not any(problem.kind in INCOMPARABLE for problem in checked.problems)
-    return ComparedCase(
-        case=case,
-        image=_measure_image(image, checked, task) if isinstance(image, MetaTensor) and is_comparable else None,
-        label_counts=checked.label_counts,
-        label_digest=checked.label_digest,
-    )
+    image, label = checked.case.get("image"), checked.case.get("label")
+    known = ComparedCase(case=case, image=None, label_counts=checked.label_counts, label_digest=checked.label_digest)
+    if not isinstance(image, MetaTensor) or any(problem.kind in INCOMPARABLE for problem in checked.problems):
+        return known
+    is_labelled = isinstance(label, MetaTensor) and bool(checked.label_counts) and label.shape[1:] == image.shape[1:]
+    is_comparable = is_labelled and not any(problem.kind in UNLIKE_LABELS for problem in checked.problems)
+    facts = _measure_image(image, label if is_labelled else None, task)
+    first, limits = turn_upright(image), (facts.channels[0].low, facts.channels[0].high)
+    shape = None
+    if is_comparable and checked.label_counts.keys() - {0, task.ignore}:
+        # On the image's grid by its voxels, whatever its own header says: that is a finding of its own.
+        shape = measure_shape(first, turn_upright(label, image), task.ignore, facts.spacing, limits)
+    return replace(known, image=facts, label=shape, thumbnail=draw_thumbnail(first, *limits))
 
 
-def _measure_image(image: MetaTensor, checked: CheckedCase, task: Task) -> ImageFacts:
-    affine = image.affine.numpy()
-    codes = nibabel.orientations.io_orientation(affine)
-    order = [int(axis) for axis in codes[:, 0].argsort()]  # the file's axis that lies along each of the patient's
+def find_axes(volume: MetaTensor) -> tuple[list[int], list[bool]]:
+    """Return the file's axis along right-left, front-back and head-feet, and whether each points to the latter."""
+    codes = nibabel.orientations.io_orientation(volume.affine.numpy())
+    order = [int(axis) for axis in codes[:, 0].argsort()]
+    return order, [bool(codes[axis, 1] < 0) for axis in order]
+
+
+def turn_upright(volume: MetaTensor, place: MetaTensor | None = None) -> np.ndarray:
+    """Return the first channel with its axes towards right, front and head, by the affine of ``place``; a view."""
+    order, turned = find_axes(volume if place is None else place)
+    channel: np.ndarray = volume.as_tensor()[0].permute(order).numpy()
+    return channel[tuple(slice(None, None, -1 if is_turned else 1) for is_turned in turned)]
+
+
+def _measure_image(image: MetaTensor, label: MetaTensor | None, task: Task) -> ImageFacts:
+    order, _ = find_axes(image)
     steps = image.affine[:3, :3].norm(dim=0).tolist()
-    label = checked.case.get("label")
     foreground = None
-    if isinstance(label, MetaTensor) and checked.label_counts and label.shape[1:] == image.shape[1:]:
+    if label is not None:
         structures = label.as_tensor()[0]
         foreground = structures > 0 if task.ignore is None else (structures > 0) & (structures != task.ignore)
     shape, spacing = ([values[axis] for axis in order] for values in (image.shape[1:], steps))
+    codes = nibabel.orientations.io_orientation(image.affine.numpy())
     return ImageFacts(
         shape=(int(shape[0]), int(shape[1]), int(shape[2])),
         spacing=(spacing[0], spacing[1], spacing[2]),
         orientation="".join(nibabel.orientations.ornt2axcodes(codes)),
-        channels=tuple(_measure_channel(channel, foreground) for channel in image.as_tensor()),
+        channels=tuple(_measure_channel(channel, foreground, order) for channel in image.as_tensor()),
     )
 
 
-def _measure_channel(channel: Tensor, foreground: Tensor | None) -> ChannelFacts:
+def _measure_channel(channel: Tensor, foreground: Tensor | None, order: list[int]) -> ChannelFacts:
     lowest, highest = channel.aminmax()
     taken = _choose_samples(channel.numel())
     samples = channel.flatten()[taken]
@@ -135,6 +163,7 @@ def _measure_channel(channel: Tensor, foreground: Tensor | None) -> ChannelFacts
         median=median,
         high=high,
         share_lowest=(samples == lowest).float().mean().item(),
+        texture=measure_texture(channel.permute(order), low, high),
         foreground=inside,
         background=outside,
         foreground_lowest=on_lowest,

@@ -70,6 +70,11 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         "not-finite": _bad(
             "NaN or infinite voxels", "none, in image and label", "replace them, for instance by the value of air"
         ),
+        "huge-values": _look(
+            "values beyond any scanner's",
+            "no value beyond 1e18, the square of which float32 cannot hold: means and losses become NaN",
+            "replace them, for instance by the value of air",
+        ),
         "constant": _bad("an image without content", "two values at least in every channel", "export the image again"),
         "label-channels": _bad(
             "a label map of several channels", "one channel", "write one number per structure into one channel"
@@ -107,6 +112,12 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "copy the image's affine if the voxels correspond, else resample",
             "the image's affine, if the shapes agree and the label is 0.25 voxel away at most, or has no place at all",
         ),
+        "label-reordered": _bad(
+            "image and label lie in one place, their voxels in another axis order",
+            "the image's order of axes, and its directions",
+            "reorder the label's voxels with its affine; the image's affine for it would mirror it",
+            "reordered, without loss",
+        ),
         "leak": _bad(
             "the same image trains and validates",
             "no training image holds the voxels of one that validates in the same fold",
@@ -140,7 +151,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "image-like-label": _look(
             "the image holds nothing but values of labels",
-            "more than the declared values",
+            "more than the declared values; or more than 256 integers, or unlike neighbours, as images have",
             "is it a label map?",
         ),
         "same-channels": _look("two channels hold the same voxels", "channels differ", "was one file taken for both?"),
@@ -175,6 +186,56 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "every label map with 64 voxels or more of foreground once",
             "one of them belongs to another case",
         ),
+        "image-copy": _look(
+            "the image is a copy of another case's, cropped, mirrored or of another scale of intensities",
+            "voxels that differ by a quarter of what neighbours do or more, in any mirroring, shift and scale",
+            "keep one, or it counts more than others and may be tested on",
+        ),
+        "label-full": _look(
+            "the label covers the whole volume",
+            "at most 98 % of the voxels, where nine of ten cases stay below 90 %",
+            "is the background labelled as well, or the image cropped to the structure?",
+        ),
+        "label-volume": _look(
+            "the labelled volume (mm3) is far from the other cases'",
+            "no less than a quarter, no more than 6 times the median, or within 5 robust deviations of the logarithms",
+            "is the label finished, of this structure and of this spacing? a patient may be so",
+        ),
+        "label-absent": _look(
+            "a label that nearly all cases hold is not in this one",
+            "every label that 95 % of 20 or more cases hold",
+            "was it merged into another value, or forgotten? after surgery it may be so",
+        ),
+        "label-ragged": _look(
+            "the label is ragged, as noise is",
+            "neighbours agree at most 12 points less than in the median case, or within 5 robust deviations",
+            "is it the right file, and was it stored as integers? many small structures look alike",
+        ),
+        "label-scattered": _look(
+            "labelled voxels lie far from the largest part",
+            "at most 0.3 radii farther than in the median case, or within 5 robust deviations",
+            "remove stray voxels; a second structure may be so",
+        ),
+        "label-cut": _look(
+            "the label reaches the faces of the volume",
+            "as little as in the other cases, within 3 % of its surface or 5 robust deviations",
+            "is the volume cut off, or the label shifted? a smaller field of view may be so",
+        ),
+        "label-shifted": _look(
+            "the label is shifted against the image",
+            "the image along its border, and its place in the volume, are most like the other cases' where it lies",
+            "look at both together; an unusual patient may be so",
+        ),
+        "label-mirrored": _look(
+            "the label is mirrored against the image",
+            "the image along its border, and its place in the volume, are most like the other cases' where it lies",
+            "look at both together; an unusual patient may be so",
+        ),
+        "labels-exchanged": _look(
+            "the labels of two cases are probably exchanged",
+            "each label fits its own image better than the other's",
+            "look at both cases; exchange the files if it is so",
+        ),
         "label-missing": _look(
             "a declared label is in no case",
             "every declared value in some training case",
@@ -192,18 +253,43 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "spacing": _look(
             "a spacing far from the other cases'",
-            "within a factor 3 of the median, or of three quartile ranges",
+            "within a factor 1.5 of the median, or of three quartile ranges",
             "is it in mm? leave the case out if it is another protocol",
         ),
         "extent": _look(
             "a size (mm) far from the other cases'",
-            "within a factor 3 of the median, or of three quartile ranges",
+            "within a factor 1.5 of the median, or of three quartile ranges",
             "is it cut off, or of another body region?",
         ),
         "intensity-scale": _look(
             "intensities of another scale than the other cases'",
-            "a range (0.5 to 99.5 %) within a factor 10 of the median, or of three quartile ranges",
+            "a range (0.5 to 99.5 %) within a factor 10 of the median, or of three quartile ranges, and of some others",
             "export it as the others, or normalise each case by itself (ZScore)",
+        ),
+        "noise": _look(
+            "the image is noisier than in the other cases",
+            "neighbours correlate at most 0.15 less than in the median case, or within 5 robust deviations",
+            "noise, swapped bytes and overflows look so; is it another protocol?",
+        ),
+        "slices-unlike": _look(
+            "slices along one axis are less alike than in the other cases",
+            "a roughness against the other axes within a factor 1.5 of the median case's, or 5 robust deviations",
+            "were slices left out, or is the spacing wrong? thicker slices look so too",
+        ),
+        "wrapped": _look(
+            "intensities jump between neighbours as after an overflow",
+            "at most 0.5 points more jumps over 70 % of the range than in the median case, or 5 robust deviations",
+            "export it in a type that holds its values, such as float32",
+        ),
+        "saturated": _look(
+            "many voxels have the highest value",
+            "at most 1 point more of them than in the median case, or within 5 robust deviations",
+            "export it with all its values; a padded or masked image may be so",
+        ),
+        "empty-slices": _look(
+            "slices hold a single value",
+            "at most 10 points more of them than in the median case, or within 5 robust deviations",
+            "are slices missing? a padded volume may be so",
         ),
         "intensity-mixed": _look(
             "the cases' intensities differ by orders of magnitude",

@@ -1,9 +1,9 @@
 """Write a corrected copy of a data set: what can be mended without guessing, and a list of what was done.
 
-Mended are a label whose place differs from its image's by a rounding, or that has no place at all; label values within
-a thousandth of integers; and a qform that disagrees with the sform, by the rule that the readers go by. Everything else
-asks for somebody who knows the patient: which value belongs where a NaN is, what an undeclared value means, which of
-two equal images is named rightly.
+Mended are a label whose place differs from its image's by a rounding, that has no place at all, or whose axes have
+another order; label values within a thousandth of integers; and a qform that disagrees with the sform, by the rule that
+the readers go by. Everything else asks for somebody who knows the patient: which value belongs where a NaN is, what an
+undeclared value means, which of two equal images is named rightly.
 
 The copy is a task in MSD's layout with files of its own. Links would be written through by whoever mends on, and change
 the original. It appears under its name once it is whole, and every mended case has been read again.
@@ -31,7 +31,7 @@ from volseg.data.cases import Case, Task
 from volseg.data.checks.kinds import KINDS, Finding
 from volseg.data.checks.reading import read_case
 from volseg.data.checks.task import TaskCheck
-from volseg.data.checks.volumes import find_grid_faults
+from volseg.data.checks.volumes import ROUNDED_VALUE, find_grid_faults
 from volseg.data.itk import simpleitk
 from volseg.data.readers import list_files, read_volume, stem
 from volseg.data.splits import Split, write_splits
@@ -44,11 +44,8 @@ __all__ = ["MendedTask", "mend_task"]
 ROUNDED_VOXELS = 0.25
 """How far a label may lie from its image by a rounding: half of the usual mistake, a shift by half a voxel."""
 
-ROUNDED_VALUE = 1e-3
-"""How far from an integer the values of a label may lie by a rounding."""
-
 FORMS = {"mirrored", "forms-disagree"}
-PLACES = {"affine", "label-fractions"}
+PLACES = {"affine", "label-fractions", "label-reordered"}
 DETACHED = {".mhd": ".mha", ".nhdr": ".nrrd"}
 """Headers whose voxels lie in a second file, and what holds both in one."""
 
@@ -216,6 +213,10 @@ def _mend_label(case: Case, task: Task) -> MetaTensor | None:
     if (voxels - label.as_tensor()).abs().max() > ROUNDED_VALUE or not declared.issuperset(values):
         return None
     grid, other = Grid.of(image), Grid.of(label)
+    if (order := grid.find_axis_order(other)) is not None:
+        dims, flipped = order
+        voxels = voxels.permute(0, *(1 + dim for dim in dims)).flip([1 + axis for axis in flipped])
+        other = other.reorder(dims, flipped)
     is_placed = bool(label.meta["sform_code"] or label.meta["qform_code"])
     if grid.shape != other.shape:
         return None

@@ -19,6 +19,7 @@ from volseg.data.checks.volumes import (
     find_label_faults,
     find_place_fault,
     holds_labels_only,
+    resembles_labels,
 )
 from volseg.data.readers import list_files, name_files, read_volume
 from volseg.errors import DamagedFileError, DataError, LargeVolumeError
@@ -28,6 +29,9 @@ __all__ = ["CheckedCase", "check_case", "digest_voxels", "read_case"]
 
 LABEL_VALUES = {"label-undeclared", "label-fractions"}
 """What an image in a label's place looks like."""
+
+NO_VALUES = {"not-finite", "constant"}
+"""Problems of an image whose values say nothing more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +157,11 @@ def _look_at_both(
         if values and holds_labels_only(image.as_tensor(), task):
             text = "holds values of labels alone, and its label others; name them the other way round"
             return [*(one for one in found if one not in values), _describe(case, "image", Fault("swapped", text))]
-    if image is not None and holds_labels_only(image.as_tensor(), task):
+    if (
+        image is not None
+        and not any(finding.kind in NO_VALUES for finding in found)
+        and (holds_labels_only(image.as_tensor(), task) or resembles_labels(image.as_tensor()))
+    ):
         return [*found, _describe(case, "image", Fault("image-like-label", ""))]
     return found
 

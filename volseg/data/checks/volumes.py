@@ -16,6 +16,7 @@ from volseg.data.cases import Case, Task
 from volseg.transforms.grid import MISPLACED_VOXELS, Grid
 
 __all__ = [
+    "ROUNDED_VALUE",
     "Fault",
     "LabelValues",
     "count_values",
@@ -24,6 +25,7 @@ __all__ = [
     "find_label_faults",
     "find_place_fault",
     "holds_labels_only",
+    "resembles_labels",
 ]
 
 FINEST_SPACING, COARSEST_SPACING = 0.01, 50.0
@@ -31,6 +33,9 @@ FINEST_SPACING, COARSEST_SPACING = 0.01, 50.0
 
 LARGEST_EXTENT = 5000.0
 """Along an axis (mm)."""
+
+LARGEST_VALUE = 1e18
+"""Of an image; the square of larger ones is infinite in float32."""
 
 PIECE_VOXELS = 1 << 22
 """Voxels counted at a time: sorting takes several times their memory."""
@@ -40,6 +45,13 @@ MOST_COUNTED = 1 << 15
 
 MOST_FRACTIONS = 5
 """Values that are no integers, of which a message shows so many."""
+
+ROUNDED_VALUE = 1e-3
+"""How far from an integer the values of a label may lie by a rounding."""
+
+MOST_LABELS, BESIDE_THEMSELVES = 256, 0.6
+"""Values of a label map at most, and the share of neighbours (one of them not 0) that are equal at least. Of images in
+8 bits a tenth are, of two values that are drawn a half, of the hippocampus three quarters."""
 
 SAME_SPACING = 0.01
 """Part by which two spacings differ and are one spacing, rounded."""
@@ -114,6 +126,8 @@ def find_image_faults(image: MetaTensor, task: Task) -> Iterator[Fault]:
     if fault := _find_not_finite(channels):
         yield fault
         return
+    if (largest := float(channels.abs().max())) > LARGEST_VALUE:
+        yield Fault("huge-values", f"up to {largest:.2g}")
     constant = set()
     for index, channel in enumerate(channels):
         lowest, highest = channel.aminmax()
@@ -139,12 +153,7 @@ def find_label_faults(label: MetaTensor, values: LabelValues | None, task: Task,
         yield fault
         return
     if values.fractions:
-        probabilities = " of a probability map" if voxels.min() >= 0 and voxels.max() <= 1 else ""
-        yield Fault(
-            "label-fractions",
-            f"holds values{probabilities} that are no integers ({_list_values(values.fractions, values.num_fractions)})"
-            "; it was probably resampled linearly, so export it again with nearest neighbours",
-        )
+        yield Fault("label-fractions", _describe_fractions(voxels, values))
         return
     declared = _declare(task)
     if unknown := sorted(value for value in values.counts if value not in declared):
@@ -160,6 +169,20 @@ def find_label_faults(label: MetaTensor, values: LabelValues | None, task: Task,
     labelled = task.labelled(case)
     if labelled is not None and (extra := sorted((structures & declared) - {*labelled})):
         yield Fault("label-not-looked-for", _list_values(extra, len(extra)))
+
+
+def _describe_fractions(voxels: Tensor, values: LabelValues) -> str:
+    found = _list_values(values.fractions, values.num_fractions)
+    if values.farthest <= ROUNDED_VALUE:
+        return (
+            f"holds values that are no integers ({found}), by {values.farthest:.1g} at most, as a scale factor leaves "
+            "them; round them, for instance by `volseg data check --fix`"
+        )
+    probabilities = " of a probability map" if voxels.min() >= 0 and voxels.max() <= 1 else ""
+    return (
+        f"holds values{probabilities} that are no integers ({found}); it was probably resampled linearly, so export it "
+        "again with nearest neighbours"
+    )
 
 
 def _declare(task: Task) -> set[int]:
@@ -203,12 +226,33 @@ def holds_labels_only(image: Tensor, task: Task) -> bool:
     return bool(lowest != highest)
 
 
+def resembles_labels(image: Tensor) -> bool:
+    """Whether a volume holds few integers, mostly beside themselves, as label maps do: of whatever task."""
+    channel = image[0]
+    middle = channel[channel.shape[0] // 2]
+    lowest, highest = (float(bound) for bound in channel.aminmax())
+    if not (lowest >= 0 and 0 < highest < MOST_COUNTED) or not middle.equal(middle.round()):
+        return False
+    values = count_values(channel)
+    if values is None or values.fractions or len(values.counts) > MOST_LABELS:
+        return False
+    pairs = same = 0
+    for dim in range(3):
+        one, other = (channel.narrow(dim, start, channel.shape[dim] - 1) for start in (0, 1))
+        counts = (one > 0) | (other > 0)
+        pairs += int(counts.sum())
+        same += int((counts & (one == other)).sum())
+    return pairs > 0 and same / pairs > BESIDE_THEMSELVES
+
+
 def find_place_fault(image: MetaTensor, label: MetaTensor) -> Fault | None:
     """Find what keeps a label from lying on its image's voxels."""
     grid, other = Grid.of(image), Grid.of(label)
     misplaced = grid.fault_of(other, "image")
     if misplaced is None:
         return None
+    if grid.find_axis_order(other) is not None:
+        return Fault("label-reordered", misplaced)
     if grid.shape == other.shape:
         return Fault("affine", misplaced)
     return Fault("label-coarser" if _is_resampled(grid, other) else "shape", misplaced)
@@ -242,6 +286,9 @@ def _find_not_finite(voxels: Tensor) -> Fault | None:
 
 
 def _list_values(values: Sequence[float], count: int) -> str:
-    shown = ", ".join(f"{value:g}" for value in values[:MOST_FRACTIONS])
+    # All digits that float32 has: 1.0000001 is no integer.
+    shown = ", ".join(
+        f"{value:g}" if float(f"{value:g}") == value else str(np.float32(value)) for value in values[:MOST_FRACTIONS]
+    )
     rest = count - min(count, MOST_FRACTIONS)
     return shown + (f" and {rest} more" if rest else "")

@@ -7,6 +7,7 @@ nnU-Net's ``{"background": 0, "whole tumour": [1, 2, 3], "ignore": 4}`` from nam
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,27 @@ __all__ = [
 
 MANIFESTS = ("dataset.json", "task.yaml")
 """Files in which a data set may describe itself."""
+
+KEYS = (
+    "labels",
+    "modality",
+    "channel_names",
+    "regions",
+    "regions_class_order",
+    "ignore",
+    "labelled",
+    "training",
+    "test",
+    "dataset",
+    "file_ending",
+)
+"""Keys of a manifest that are read. Others may be there; one that is nearly one of these is a slip."""
+
+COUNTS = ("numTraining", "numTest")
+"""Keys that are read where they matter, and nearly others."""
+
+NEAR = 0.8
+"""Likeness (difflib's ratio) from which a key is a slip: 'lables' has 0.83, 'numTest' for 'test' 0.73."""
 
 NUMBERED = re.compile(r"(Task\d\d|Dataset\d\d\d)_")
 """How folders of MSD and of nnU-Net are called."""
@@ -74,7 +96,18 @@ def read_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     if not isinstance(declared, dict):
         kind = "a JSON object" if path.suffix == ".json" else "`key: value` lines"
         raise DataError(f"{path} should hold {kind}, got {type(declared).__name__}")
+    _refuse_slips(declared, path)
     return path, declared
+
+
+def _refuse_slips(declared: Mapping[Any, Any], path: Path) -> None:
+    """Raise where a key is nearly one that is read and absent: what it says would have no effect."""
+    absent = {key.lower(): key for key in KEYS if key not in declared}
+    for key in declared:
+        if key not in (*KEYS, *COUNTS) and (
+            near := get_close_matches(str(key).strip().lower(), absent, n=1, cutoff=NEAR)
+        ):
+            raise DataError(f"{path}: the key {key!r} is not known; did you mean {absent[near[0]]!r}?")
 
 
 def _read_yaml(path: Path) -> Any:
