@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
+from volseg.models.topology import VNET_MONAI
 from volseg.planning.facts import Fingerprint, Intensities
 from volseg.planning.geometry import LARGEST_SHARE, PRESETS, Geometry
 from volseg.planning.spacing import is_flat
@@ -247,8 +248,16 @@ def _find_sides(fingerprint: Fingerprint) -> tuple[str, str] | None:
 
 def _list_network(geometry: Geometry, preset: str) -> Iterator[Setting]:
     topology = geometry.topology
-    if topology is None:
+    if preset == "vnet":
         yield Setting(key="network.name", value="VNet", reason=PRESETS[preset])
+        if topology != VNET_MONAI:
+            reason = (
+                "an axis is halved once its spacing is below twice the finest of such axes; a coarse or thin one while "
+                "it has 8 voxels or more"
+            )
+            yield Setting(key="network.strides", value=_nest(topology.strides), reason=reason)
+            reason = "5 voxels along an axis once its spacing is below twice the finest, 1 before"
+            yield Setting(key="network.kernel_size", value=_nest(topology.kernels), reason=reason)
         reason = "found best on MSD Task04; its authors use none"
         yield Setting(key="network.dropout_prob_down", value=0.2, reason=reason)
         yield Setting(key="network.dropout_prob_up", value=[0.2, 0.2])
