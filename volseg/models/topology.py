@@ -97,7 +97,10 @@ def plan_topology(
 VNET_FILTERS = (16, 32, 64, 128, 256)
 """Channels of a V-Net's five levels."""
 
-VNET_MONAI = Topology(((1, 1, 1), *[(2, 2, 2)] * 4), ((5, 5, 5),) * 5, VNET_FILTERS)
+VNET_KERNEL = 5
+"""Voxels along each axis."""
+
+VNET_MONAI = Topology(((1, 1, 1), *[(2, 2, 2)] * 4), ((VNET_KERNEL,) * 3,) * 5, VNET_FILTERS)
 """The V-Net of MONAI and of its authors: every axis alike."""
 
 THIN_SIDE, THIN_SHARE = 24, 3
@@ -116,7 +119,7 @@ def plan_vnet_topology(
     It is `VNET_MONAI`, unless an axis is coarse (its spacing is twice the finest or more) or thin. As in a U-Net
     (`plan_topology`), an axis is halved once its spacing is below twice the finest of those that can be halved, and a
     kernel spans more than one voxel along it once its spacing is below twice the finest of all. A coarse or thin axis
-    is halved only while that leaves ``smallest_side`` voxels.
+    is halved only while it has twice ``smallest_side`` voxels, and a kernel is no longer than what reaches across it.
 
     Parameters
     ----------
@@ -158,7 +161,8 @@ def plan_vnet_topology(
         d, h, w = (2 if halved[axis] else 1 for axis in range(3))
         strides.append((d, h, w))
         near = [near[axis] or mm[axis] / min(mm) < 2 for axis in range(3)]
-        d, h, w = (_vnet_kernel(sides[axis], limited[axis]) if near[axis] else 1 for axis in range(3))
+        reach = [2 * math.ceil(sides[axis]) - 1 if limited[axis] else VNET_KERNEL for axis in range(3)]
+        d, h, w = (min(VNET_KERNEL, reach[axis]) if near[axis] else 1 for axis in range(3))
         kernels.append((d, h, w))
         large = [not limited[axis] or sides[axis] >= 2 * smallest_side for axis in range(3)]
         finest = min((mm[axis] for axis in range(3) if large[axis]), default=0.0)
@@ -174,8 +178,3 @@ def is_thin(shape: Sequence[float]) -> tuple[bool, bool, bool]:
     """
     d, h, w = (side < THIN_SIDE and THIN_SHARE * side < max(shape) for side in shape)
     return d, h, w
-
-
-def _vnet_kernel(side: float, limited: bool) -> int:
-    """Return the kernel along an axis whose spacing is near the finest."""
-    return 5

@@ -25,7 +25,7 @@ class VNet(nets.VNet):
     MONAI drops channels of the skips at full and half resolution with a probability of 0.5 that none of its parameters
     reaches (1.6.1: ``up_tr64`` and ``up_tr32`` take a default), so its ``dropout_prob_up=(0, 0)`` still leaves a
     network that drops. MONAI convolves 5 x 5 x 5 voxels and halves every axis four times, which suits voxels that are
-    about as long as wide and no stack of thick slices. Everything else, parameters and their names included, is MONAI's.
+    nearly cubes and no stack of thick slices. Everything else, parameters and their names included, is MONAI's.
 
     Parameters
     ----------

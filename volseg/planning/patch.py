@@ -90,9 +90,10 @@ def _shorten(
     try:
         # The step after this one may be finer: 256 is a multiple of 64, and what follows is 224, not 192.
         shorter = without(topology.divisors[axis])
-        return _fit(without(shape(shorter, spacing).divisors[axis]), spacing, shape)
+        found = _fit(without(shape(shorter, spacing).divisors[axis]), spacing, shape)
     except ConfigError:
         return None
+    return found if min(found[0]) > 0 else None
 
 
 def smallest_patch(sides: Sequence[float], spacing: Sequence[float]) -> tuple[Sides, Topology]:

@@ -77,7 +77,7 @@ def list_settings(
     yield from _list_patch(geometry, preset)
     yield from _list_augmentation(fingerprint, geometry, preset)
     yield from _list_network(geometry, preset)
-    yield Setting(key="losses.0", value={"name": "DiceCELoss"}, reason="Dice and cross entropy, summed as in nnU-Net")
+    yield from _list_losses(fingerprint)
     yield from _list_training(geometry, preset)
     yield from _list_inference(fingerprint, geometry, preset)
 
@@ -278,6 +278,18 @@ def _list_network(geometry: Geometry, preset: str) -> Iterator[Setting]:
         )
     reason = "a loss on the coarser stages too, weighted 1, 1/2, 1/4 ..."
     yield Setting(key="network.deep_supervision", value=True, reason=reason)
+
+
+def _list_losses(fingerprint: Fingerprint) -> Iterator[Setting]:
+    loss: dict[str, Any] = {"name": "DiceCELoss"}
+    reason = "Dice and cross entropy, summed as in nnU-Net"
+    if not fingerprint.regions:  # which have no background
+        loss["include_background"] = False
+        reason += (
+            "; Dice is a mean over the foreground, as in nnU-Net: with the background in it the validated Dice was the "
+            "same on MSD Task04, with slices of 1 and of 5 mm, and the loss looked better than the segmentation"
+        )
+    yield Setting(key="losses.0", value=loss, reason=reason)
 
 
 def _list_training(geometry: Geometry, preset: str) -> Iterator[Setting]:

@@ -183,9 +183,7 @@ class TrainingStep:
         losses = dict(zip(self.objective.names, means.unbind(), strict=True))
         return losses, None if overlap is None else sums.unflatten(0, overlap.shape)
 
-    def _compute_share(
-        self, tensors: Mapping[str, Tensor], gathered: int, share: Share | None = None
-    ) -> Computed:
+    def _compute_share(self, tensors: Mapping[str, Tensor], gathered: int, share: Share | None = None) -> Computed:
         """Add the gradients of what one replica computes; return its losses and overlap."""
         place: AbstractContextManager[None] = nullcontext()
         if self.replicated is not None and share is not None:

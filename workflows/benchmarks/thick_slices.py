@@ -1,4 +1,4 @@
-"""Planned networks on Task04, and on Task04 with slices of 5 mm: what follows the spacing, and which mean of Dice is learnt.
+"""Planned networks on Task04, with slices of 1 mm and of 5 mm, and with and without the background in the loss.
 
 python workflows/benchmarks/thick_slices.py DIR/Task04_Hippocampus --seeds 1 2 3 --together 8 --limit 500 \
         --result workflows/benchmarks/results/dynunet_vnet_h100_thick_slices.json
@@ -33,10 +33,14 @@ def main() -> None:
     """Make the data, plan, train side by side, and write what each training came to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="the task's folder")
-    parser.add_argument("--axes", nargs="+", default=["none", "2"], choices=["none", "0", "1", "2"], help="of the thick slices")
+    parser.add_argument(
+        "--axes", nargs="+", default=["none", "2"], choices=["none", "0", "1", "2"], help="of the thick slices"
+    )
     parser.add_argument("--factor", type=int, default=5, help="slices of 1 mm in a thick one")
     parser.add_argument("--networks", nargs="+", default=["unet", "vnet", "vnet_monai"])
-    parser.add_argument("--losses", nargs="+", default=["foreground", "everything"], choices=["foreground", "everything"])
+    parser.add_argument(
+        "--losses", nargs="+", default=["foreground", "everything"], choices=["foreground", "everything"]
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--epochs", type=int, default=12, help="of 250 batches")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="of all")
@@ -119,7 +123,7 @@ def make_plans(
 
 
 def plan_as_monai(plan: Any) -> list[str] | None:
-    """Return the overrides of a plan for MONAI's V-Net, whatever the spacing: as plans were before; None where it is one."""
+    """Return the overrides of a plan for MONAI's V-Net, as plans were before; None where it is one."""
     from volseg.models.topology import VNET_MONAI
     from volseg.planning.features import count_vnet_features
     from volseg.planning.patch import plan_batch, plan_patch
@@ -146,7 +150,7 @@ def plan_as_monai(plan: Any) -> list[str] | None:
 
 
 def with_kernel(side: int) -> Any:
-    """Return a function to the overrides of kernels of other length along thick slices, where they are longer than 1."""
+    """Return a function to the overrides of shorter kernels along thick slices."""
 
     def change(plan: Any) -> list[str] | None:
         topology, coarse = plan.geometry.topology, plan.geometry.coarse
@@ -161,7 +165,7 @@ def with_kernel(side: int) -> Any:
     return change
 
 
-VARIANTS = {"monai": plan_as_monai, "three": with_kernel(3), "one": with_kernel(1)}
+VARIANTS = {"monai": plan_as_monai, "three": with_kernel(3)}
 
 
 def make_thick(root: Path, output: Path, axis: int, factor: int) -> None:
