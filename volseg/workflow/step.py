@@ -173,15 +173,15 @@ class TrainingStep:
             own = tensors if len(shares) == 1 else {name: value[share.rows] for name, value in tensors.items()}
             losses, overlap = self._compute_share(own, gathered, share)
             means = torch.stack([losses[name] for name in self.objective.names]) * share.weight
-            rounds.append(means if overlap is None else torch.cat([means, overlap.flatten().to(means.dtype)]))
+            rounds.append(means if overlap is None else torch.cat([means, overlap.flatten()]))
             if sums is not None:
                 sums.push()
         if sums is not None:
             sums.put_back()
         values = fold(model.replicas.sum_values(torch.stack(rounds)).unbind(), torch.add)
-        means, sums = values.split([count := len(self.objective.names), len(values) - count])
+        means, added = values.split([count := len(self.objective.names), len(values) - count])
         losses = dict(zip(self.objective.names, means.unbind(), strict=True))
-        return losses, None if overlap is None else sums.unflatten(0, overlap.shape)
+        return losses, None if overlap is None else added.unflatten(0, overlap.shape)
 
     def _compute_share(self, tensors: Mapping[str, Tensor], gathered: int, share: Share | None = None) -> Computed:
         """Add the gradients of what one replica computes; return its losses and overlap."""
