@@ -8,13 +8,19 @@ from monai.networks.nets import VNet
 from monai.networks.nets.vnet import DownTransition, InputTransition, OutputTransition, UpTransition
 from torch import nn
 
+from volseg.models.topology import Topology
+from volseg.models.vnet import reshape_levels
+
 __all__ = ["NarrowVNet"]
 
 
 class NarrowVNet(VNet):
-    """MONAI's blocks and its forward, without dropout: that of the last levels MONAI keeps whatever it is told."""
+    """MONAI's blocks and its forward, without dropout: that of the last levels MONAI keeps whatever it is told.
 
-    def __init__(self) -> None:
+    With a topology its levels have other kernels and strides, as those of `volseg.models.VNet`.
+    """
+
+    def __init__(self, topology: Topology | None = None) -> None:
         nn.Module.__init__(self)
         elu, width, none = ("elu", {"inplace": True}), 2, (0.0, 0.0)
         self.in_tr = InputTransition(3, 1, width, elu)
@@ -30,3 +36,5 @@ class NarrowVNet(VNet):
         for module in self.modules():
             if isinstance(module, nn.Dropout3d):
                 module.p = 0.0
+        if topology is not None:
+            reshape_levels(self, topology.strides, topology.kernels)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import DataError, ParallelError
+from volseg.models.topology import Topology, plan_vnet_topology
 from volseg.parallel import ModelParallel
 from volseg.parallel.verification.verify import compare
 
@@ -305,6 +306,20 @@ CASES = {
 
 VNET = Case(NarrowVNet, (1, 1, 32, 16, 16))
 
+THICK = plan_vnet_topology((216, 256, 9), (1.5, 1.5, 10.0))
+
+
+def thick_vnet(axes: tuple[int, int, int]) -> Case:
+    """Return a V-Net of thick slices: of what the volume's sides, and the axes of its plan, become along D, H, W."""
+    strides, kernels = (
+        tuple(tuple(level[axis] for axis in axes) for level in levels) for levels in (THICK.strides, THICK.kernels)
+    )
+    d, h, w = ((32, 16, 6)[axis] for axis in axes)
+    return Case(lambda: NarrowVNet(Topology(strides, kernels, THICK.filters)), (2, 1, d, h, w))
+
+
+THICK_VNETS = {"slices along W": (0, 1, 2), "slices along H": (0, 2, 1), "slices along D": (2, 0, 1)}
+
 
 def run(case: Case, **where: Any) -> dict[str, float]:
     """Return the errors of one case."""
@@ -504,4 +519,6 @@ EXTRA = {
 
 def run_by_name(name: str) -> dict[str, float]:
     """Run a case where each process of a group holds one slab."""
+    if name in THICK_VNETS:
+        return run(thick_vnet(THICK_VNETS[name]))
     return EXTRA[name]() if name in EXTRA else run({**CASES, "vnet": VNET}[name])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from volseg.models.topology import plan_vnet_topology
 from volseg.parallel import ModelParallel
 from volseg.parallel.pipeline.record.choice import WARM_UP
 
@@ -110,6 +111,10 @@ def volume(batch: int, side: int, channels: int = 1) -> Tensor:
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]]]] = {
     "VNet": (NarrowVNet, lambda b: (volume(b, 16),)),
+    "VNet of thick slices": (
+        lambda: NarrowVNet(plan_vnet_topology((216, 256, 9), (1.5, 1.5, 10.0))),
+        lambda b: (torch.randn(b, 1, 32, 16, 6, dtype=torch.float64),),
+    ),
     "UNet": (lambda: UNet(3, 1, 2, (4, 6, 8), (2, 2), num_res_units=2), lambda b: (volume(b, 8),)),
     "UNet-batch": (lambda: UNet(3, 1, 2, (4, 6), (2,), norm="BATCH", num_res_units=1), lambda b: (volume(b, 8),)),
     "DynUNet": (

@@ -1,6 +1,7 @@
 """N shards equal one device: outputs, every gradient, buffers and steps, in one process and across processes."""
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,15 @@ def test_vnet_of_one_process_equals_one_device() -> None:
     assert_equal(spatial.run(spatial.VNET, devices=["cpu"] * 4))
 
 
+@pytest.mark.parametrize("axes", spatial.THICK_VNETS.values(), ids=spatial.THICK_VNETS)
+@pytest.mark.parametrize("cut", ["D", "W"])
+def test_vnet_of_thick_slices_equals_one_device(axes: tuple[int, int, int], cut: str) -> None:
+    """The axis that is cut is halved four times, or once behind kernels of one plane: of six planes four are halos."""
+    case = spatial.thick_vnet(axes)
+    case = replace(case, options={**case.options, "axes": cut})
+    assert_equal(spatial.run(case, devices=["cpu", "cpu:1"]))
+
+
 @pytest.mark.parametrize(
     ("name", "grid"), [("unet group", (2, 2)), ("pad crop join", (3, 2)), ("squeeze and excite", (2, 2))]
 )
@@ -49,7 +59,7 @@ def test_two_cut_axes_equal_one_device(name: str, grid: tuple[int, int]) -> None
 EXTRA = sorted(set(spatial.EXTRA) - {"replicas"})
 CASES_OF = {
     2: [*NAMES, *EXTRA],
-    3: [*NAMES, "vnet"],
+    3: [*NAMES, "vnet", "slices along D"],
     4: [*NAMES, *EXTRA, "replicas"],
     8: NAMES,
 }

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from volseg.models import build_network, plan_topology
+from volseg.models.topology import VNET_MONAI, plan_vnet_topology
 from volseg.planning.features import (
     VNET_REFERENCE,
     count_residual_features,
@@ -46,12 +47,15 @@ def test_features_are_the_networks(preset, patch, spacing):
 
 @pytest.mark.parametrize("num_outputs", [2, 5])
 def test_features_of_a_vnet_are_the_networks(num_outputs):
-    net = build_network({"name": "VNet"}, in_channels=2, out_channels=num_outputs, patch_size=(64, 32, 48))
-    assert count_outputs(net, (64, 32, 48)) == count_vnet_features((64, 32, 48), num_outputs)
+    for patch, spacing in (((64, 32, 48), (1, 1, 1)), ((64, 32, 10), (1.5, 1.5, 10)), ((5, 48, 64), (5, 1, 1))):
+        topology = plan_vnet_topology(patch, spacing)
+        spec = {"name": "VNet", "strides": topology.strides, "kernel_size": topology.kernels}
+        net = build_network(spec, in_channels=2, out_channels=num_outputs)
+        assert count_outputs(net, patch) == count_vnet_features(patch, topology, num_outputs)
 
 
 def test_the_published_patch_fits_its_memory():
-    assert count_vnet_features((128, 128, 64), 2) == VNET_REFERENCE[1]
+    assert count_vnet_features((128, 128, 64), VNET_MONAI, 2) == VNET_REFERENCE[1]
 
 
 @pytest.mark.parametrize(

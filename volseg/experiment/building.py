@@ -88,7 +88,7 @@ def build_objective(config: ExperimentConfig, task: Task | None = None) -> Objec
     losses = [
         build_loss(loss.spec(), inputs=loss.inputs, output=loss.output, targets=targets) for loss in config.losses
     ]
-    return Objective(losses, [loss.factor for loss in config.losses])
+    return Objective(losses, [loss.factor for loss in config.losses], targets)
 
 
 def choose_channel(config: ExperimentConfig, task: Task) -> int:

@@ -25,7 +25,8 @@ from volseg.device.first_order import first_order
 from volseg.device.pretended import on_gpu
 from volseg.errors import DataError
 from volseg.losses.dice import choice
-from volseg.losses.dice.terms import TRUTH, Terms
+from volseg.losses.dice.terms import SURPRISE, TRUTH, Terms
+from volseg.losses.overlap import leave_overlap
 
 __all__ = ["Terms", "compute_loss", "dice_cross_entropy", "read_at_grid", "sum_classes"]
 
@@ -92,7 +93,13 @@ def compute_loss(sums: Tensor, labels: Sequence[Tensor], terms: Terms, shape: Se
             f"a label map may hold the {shape[1]} classes 0 to {shape[1] - 1} of the logits, got also "
             f"{strangers[:10] or 'others, on another process'}; map the labels, or give the network more classes"
         )
+    leave_foreground(sums)
     return _Loss.apply(sums, terms, tuple(shape))
+
+
+def leave_foreground(sums: Tensor) -> None:
+    """Leave the overlap of the classes but the background, where it is gathered."""
+    leave_overlap(sums[:, :SURPRISE, :, 1:], (0, 2))
 
 
 class _ClassSums(torch.autograd.Function):

@@ -38,6 +38,7 @@ from volseg.errors import DataError
 from volseg.losses.dice.reference import empty_gradient
 from volseg.losses.dice.terms import Terms
 from volseg.losses.dice_cross_entropy import read_at_grid
+from volseg.losses.overlap import leave_overlap
 from volseg.losses.targets import Targets
 
 __all__ = ["check_outputs", "compute_known_loss", "known_dice_cross_entropy", "sum_known"]
@@ -117,6 +118,9 @@ def compute_known_loss(sums: Tensor, targets: Targets, terms: Terms) -> Tensor:
     judged = (known > 0) & ~((counts.unsqueeze(1) > 0) & tables.spoils).any(2)
     for place in range(len(targets.hidden) if not targets.regions else 0):
         judged[:, targets.num_classes + place] &= counts[:, targets.first_hidden + place] > 0
+    foreground = slice(None) if targets.regions else slice(1, targets.num_classes)
+    left = torch.stack([overlap, mass, truth]).detach() * judged
+    leave_overlap(left[..., foreground], (1,))
     loss = terms.dice * _dice(overlap, mass, truth, _choose_for_dice(judged, targets, terms), terms)
     if terms.cross_entropy != 0:
         if targets.regions:

@@ -138,7 +138,7 @@ def _unetr(net: Any) -> GridRule:
 
 _KNOWN: dict[type[nn.Module], Callable[[Any], GridRule]] = {
     nets.VNet: lambda _: _by_halving(4),
-    VNet: lambda _: _by_halving(4),
+    VNet: lambda net: _by_strides(net.strides),
     # MONAI ignores strides beyond the last level.
     nets.UNet: lambda net: _by_strides(net.strides[: len(net.channels) - 1]),
     nets.DynUNet: lambda net: _by_strides(net.strides),

@@ -1,4 +1,4 @@
-"""How deep a U-Net goes for a patch: nnU-Net's rule, a pure function of patch size and spacing."""
+"""How deep a U-Net goes for a patch, and a V-Net along each axis: pure functions of patch size and spacing."""
 
 import math
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from volseg.errors import ConfigError
 
-__all__ = ["Topology", "plan_topology"]
+__all__ = ["VNET_MONAI", "Topology", "is_thin", "plan_topology", "plan_vnet_topology"]
 
 Sides = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Stages of a U-Net from the finest to the bottleneck."""
+    """Stages of a U-Net or a V-Net from the finest to the bottleneck."""
 
     strides: tuple[Sides, ...]
     """Stride with which each stage begins; the first is 1."""
@@ -92,3 +92,89 @@ def plan_topology(
         )
     filters = tuple(min(first_filters * 2**stage, most_filters) for stage in range(len(strides)))
     return Topology(tuple(strides), (*kernels, (3, 3, 3)), filters)
+
+
+VNET_FILTERS = (16, 32, 64, 128, 256)
+"""Channels of a V-Net's five levels."""
+
+VNET_KERNEL = 5
+"""Voxels along each axis."""
+
+VNET_MONAI = Topology(((1, 1, 1), *[(2, 2, 2)] * 4), ((VNET_KERNEL,) * 3,) * 5, VNET_FILTERS)
+"""The V-Net of MONAI and of its authors: every axis alike."""
+
+THIN_SIDE, THIN_SHARE = 24, 3
+"""Voxels, and how many times the longest axis is longer, below and above which an axis is thin."""
+
+
+def plan_vnet_topology(
+    patch_size: Sequence[float],
+    spacing: Sequence[float] = (1.0, 1.0, 1.0),
+    *,
+    thin: Sequence[bool] | None = None,
+    smallest_side: int = 4,
+) -> Topology:
+    """Halve the axes of a V-Net's patch four times, a coarse or thin one later and less often.
+
+    It is `VNET_MONAI`, unless an axis is coarse (its spacing is twice the finest or more) or thin. As in a U-Net
+    (`plan_topology`), an axis is halved once its spacing is below twice the finest of those that can be halved, and a
+    kernel spans more than one voxel along it once its spacing is below twice the finest of all. A coarse or thin axis
+    is halved only while it has twice ``smallest_side`` voxels, and a kernel is no longer than what reaches across it.
+
+    Parameters
+    ----------
+    patch_size : sequence of float
+        D, H, W in voxels.
+    spacing : sequence of float
+        Voxel size in mm.
+    thin : sequence of bool, optional
+        Which axes are thin; those that `is_thin` finds in the patch by default.
+    smallest_side : int
+        nnU-Net's number for volumes.
+
+    Raises
+    ------
+    ConfigError
+        For a patch without a voxel.
+
+    Examples
+    --------
+    >>> plan_vnet_topology((224, 256, 9), (1.5, 1.5, 10.0)).strides
+    ((1, 1, 1), (2, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 1))
+    >>> plan_vnet_topology((48, 64, 48)) == VNET_MONAI
+    True
+    """
+    if min(patch_size) <= 0:
+        raise ConfigError(f"a patch has a voxel along each axis at least, got {tuple(patch_size)}")
+    sides, mm = list(patch_size), list(spacing)
+    is_short = is_thin(patch_size) if thin is None else thin
+    limited = [is_short[axis] or mm[axis] / min(mm) >= 2 for axis in range(3)]
+    strides: list[Sides] = []
+    kernels: list[Sides] = []
+    near = [False] * 3
+    halved = [False] * 3
+    for _ in VNET_FILTERS:
+        for axis in range(3):
+            if halved[axis]:
+                mm[axis] *= 2
+                sides[axis] = math.ceil(sides[axis] / 2)
+        d, h, w = (2 if halved[axis] else 1 for axis in range(3))
+        strides.append((d, h, w))
+        near = [near[axis] or mm[axis] / min(mm) < 2 for axis in range(3)]
+        reach = [2 * math.ceil(sides[axis]) - 1 if limited[axis] else VNET_KERNEL for axis in range(3)]
+        d, h, w = (min(VNET_KERNEL, reach[axis]) if near[axis] else 1 for axis in range(3))
+        kernels.append((d, h, w))
+        large = [not limited[axis] or sides[axis] >= 2 * smallest_side for axis in range(3)]
+        finest = min((mm[axis] for axis in range(3) if large[axis]), default=0.0)
+        halved = [large[axis] and mm[axis] / finest < 2 for axis in range(3)]
+    return Topology(tuple(strides), tuple(kernels), VNET_FILTERS)
+
+
+def is_thin(shape: Sequence[float]) -> tuple[bool, bool, bool]:
+    """Return which axes have few voxels, and less than a third of the longest one's: a stack of some slices.
+
+    >>> is_thin((216, 256, 9)), is_thin((35, 50, 36)), is_thin((5, 5, 5))
+    ((False, False, True), (False, False, False), (False, False, False))
+    """
+    d, h, w = (side < THIN_SIDE and THIN_SHARE * side < max(shape) for side in shape)
+    return d, h, w

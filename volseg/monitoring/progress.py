@@ -126,6 +126,7 @@ class Progress(Hook):
     def _describe(self, training: Training, record: EpochRecord) -> str:
         """Return the line of an epoch."""
         told = [f"{name} {value:.4f}" for name, value in record.losses.items()]
+        told += [] if record.soft_dice is None else [f"soft Dice {record.soft_dice:.4f}"]
         told += _tell_scores(training, record)
         if record.voxels_per_second is not None:
             told.append(tell_speed(record.voxels_per_second))

@@ -173,6 +173,7 @@ def list_scalars(record: EpochRecord) -> dict[str, float]:
     scalars = {f"train/{name}": value for name, value in record.losses.items()}
     scalars["lr"] = record.learning_rate
     optional = {
+        "train/soft_dice": record.soft_dice,
         "train/gradient_norm": record.gradient_norm,
         "val/dice_mean": record.score,
         "voxels_per_second": record.voxels_per_second,

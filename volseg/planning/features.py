@@ -13,7 +13,6 @@ from volseg.models.topology import Topology
 
 __all__ = [
     "REFERENCE_BATCH",
-    "VNET_FEATURES",
     "count_residual_features",
     "count_unet_features",
     "count_vnet_features",
@@ -29,10 +28,10 @@ UNET_REFERENCE = (8.0, 560e6)
 RESIDUAL_REFERENCES = ((8.0, 680e6), (24.0, 2100e6), (40.0, 3600e6))
 """Of its residual encoders M, L and XL."""
 
-VNET_FEATURES = 94.4375
-"""Per voxel of a V-Net's input, without the two last layers, which have a channel per class."""
+VNET_CONVOLUTIONS = ((1, 1, 2, 3, 2), (1, 1, 2, 2))
+"""Of each level on the way down, and on the way up, beside those that change the grid."""
 
-VNET_REFERENCE = (8.0, 128 * 128 * 64 * (VNET_FEATURES + 2 * 2))
+VNET_REFERENCE = (8.0, 128 * 128 * 64 * 98.4375)
 """Two volumes of 128 x 128 x 64 voxels filled the 8 GB of its authors (Milletari et al., doi:10.1109/3DV.2016.79)."""
 
 REFERENCES = {
@@ -76,9 +75,14 @@ def count_residual_features(patch: Sequence[int], topology: Topology, num_output
     return encoder + _count_decoder(voxels, topology, DECODER_BLOCKS, num_outputs)
 
 
-def count_vnet_features(patch: Sequence[int], num_outputs: int) -> int:
+def count_vnet_features(patch: Sequence[int], topology: Topology, num_outputs: int) -> int:
     """Return what one patch takes in the V-Net, whose last two convolutions give a channel per class."""
-    return round(math.prod(patch) * (VNET_FEATURES + 2 * num_outputs))
+    voxels, filters = _voxels_of_stages(patch, topology), topology.filters
+    down, up = VNET_CONVOLUTIONS
+    count = 2 * num_outputs * voxels[0] + sum(a * b * c for a, b, c in zip(down, filters, voxels, strict=True))
+    count += sum(a * b for a, b in zip(filters[1:], voxels[1:], strict=True))  # strided, on the way down
+    # On the way up half of a level's channels come from below, and are convolved with as many of the skip.
+    return count + sum((2 * a + 1) * b * c for a, b, c in zip(up, filters[:-1], voxels[:-1], strict=True))
 
 
 def _voxels_of_stages(patch: Sequence[int], topology: Topology) -> list[int]:

@@ -7,12 +7,13 @@ Its rules break ties by that order, so they are applied in it here; what comes o
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from volseg.errors import ConfigError
-from volseg.models.topology import Topology
+from volseg.models.topology import Topology, is_thin, plan_topology, plan_vnet_topology
 from volseg.planning.facts import Fingerprint
 from volseg.planning.features import (
     REFERENCE_BATCH,
@@ -21,7 +22,7 @@ from volseg.planning.features import (
     count_vnet_features,
     reference_features,
 )
-from volseg.planning.patch import plan_batch, plan_cubic_patch, plan_patch, smallest_patch
+from volseg.planning.patch import plan_batch, plan_patch, smallest_patch
 from volseg.planning.spacing import plan_spacing, resampled_shape
 
 __all__ = ["PRESETS", "Geometry", "plan_geometry"]
@@ -36,8 +37,8 @@ PRESETS = {
 LARGEST_SHARE = {"unet": 0.05, "resenc": 1.0, "vnet": 0.05, "whole": 0.05}
 """Of the data set's voxels, what one batch may hold; nnU-Net's planners of residual encoders take all of them."""
 
-VNET_MULTIPLE = 16
-"""Of the sides of a V-Net's patches: it halves every axis four times."""
+COUNTS = {"unet": count_unet_features, "resenc": count_residual_features, "vnet": count_vnet_features}
+"""What a patch takes, by the preset that cuts patches."""
 
 THINNEST_SLAB = 8
 """Planes of a volume that a GPU should have at least, where the volume is cut."""
@@ -64,8 +65,7 @@ class Geometry:
     """The axis of the largest spacing."""
     patch: Sides
     batch: int
-    topology: Topology | None
-    """Of a U-Net; None for a V-Net, which has one only."""
+    topology: Topology
     features: int
     """Of one patch; see `volseg.planning.features`."""
     reference: float
@@ -103,17 +103,15 @@ def plan_geometry(fingerprint: Fingerprint, preset: str, gpu_memory: float) -> G
     voxels = math.prod(sides) * len(fingerprint.cases)
     reference = reference_features(preset, gpu_memory)
     num_outputs = count_outputs(fingerprint)
-    topology: Topology | None = None
-    if preset == "vnet":
-        patch, features = plan_cubic_patch(
-            mm, sides, lambda patch: count_vnet_features(patch, num_outputs), reference, multiple=VNET_MULTIPLE
-        )
-    elif preset == "whole":
+    if preset == "whole":
         patch, topology = smallest_patch(largest, mm)
         features = count_unet_features(patch, topology, num_outputs)
     else:
-        count = count_residual_features if preset == "resenc" else count_unet_features
-        found = plan_patch(mm, sides, lambda patch, topology: count(patch, topology, num_outputs), reference)
+        count = COUNTS[preset]
+        shape = partial(plan_vnet_topology, thin=is_thin(sides)) if preset == "vnet" else plan_topology
+        found = plan_patch(
+            mm, sides, lambda patch, topology: count(patch, topology, num_outputs), reference, shape=shape
+        )
         patch, topology, features = found.size, found.topology, found.features
     num_gpus = _count_gpus(features, reference, patch, gpu_memory) if preset == "whole" else 1
     share = LARGEST_SHARE[preset]
@@ -128,7 +126,7 @@ def plan_geometry(fingerprint: Fingerprint, preset: str, gpu_memory: float) -> G
         coarse=2 - coarse,
         patch=_pick(patch, back),
         batch=batch,
-        topology=topology and turn_topology(topology, back),
+        topology=turn_topology(topology, back),
         features=features,
         reference=reference,
         num_gpus=num_gpus,

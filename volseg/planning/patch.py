@@ -11,7 +11,7 @@ from volseg.errors import ConfigError
 from volseg.models.topology import Topology, plan_topology
 from volseg.planning.features import REFERENCE_BATCH
 
-__all__ = ["PatchPlan", "plan_batch", "plan_cubic_patch", "plan_patch", "smallest_patch"]
+__all__ = ["PatchPlan", "plan_batch", "plan_patch", "smallest_patch"]
 
 LARGEST_PATCH = 256**3
 """Voxels from which nnU-Net begins to shorten."""
@@ -21,6 +21,7 @@ SMALLEST_SIDES = (16, 24)
 
 Sides = tuple[int, int, int]
 Count = Callable[[Sequence[int], Topology], int]
+Shape = Callable[[Sequence[float], Sequence[float]], Topology]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +35,18 @@ class PatchPlan:
 
 
 def plan_patch(
-    spacing: Sequence[float], median_shape: Sequence[float], count: Count, reference: float, *, most: int = 320
+    spacing: Sequence[float],
+    median_shape: Sequence[float],
+    count: Count,
+    reference: float,
+    *,
+    shape: Shape = plan_topology,
 ) -> PatchPlan:
     """Return the largest patch whose network fits, in the proportions of the median case.
 
     It begins with the size in mm that is a cube of 256 ** 3 voxels at this spacing, no longer than the median case, and
-    takes from the axis that is longest beside the median's, until the count is within ``reference``. Every side is a
-    multiple of what the network halves it by.
+    takes from the axis that is longest beside the median's, until the count is within ``reference``; from the next one
+    where that axis can be no shorter. Every side is a multiple of what the network halves it by.
 
     Parameters
     ----------
@@ -50,61 +56,49 @@ def plan_patch(
         Of a patch and its topology; see `volseg.planning.features`.
     reference : float
         What fits.
-    most : int
-        Channels of the deepest stages.
+    shape : callable
+        From a patch and its spacing to the network's topology; raises `ConfigError` where there is none.
 
     Raises
     ------
     ConfigError
-        If not even the smallest patch that is a U fits.
+        If not even the smallest patch that has a network fits.
     """
     largest = _largest_sides(spacing)
     sides = [min(side, median) for side, median in zip(largest, median_shape, strict=True)]
-    patch, topology = _fit(_least_sides(sides, spacing), spacing, most)
+    patch, topology = _fit(_least_sides(sides, spacing, shape), spacing, shape)
     while (features := count(patch, topology)) > reference:
-        axis = max(range(3), key=lambda axis: (patch[axis] / median_shape[axis], axis))
-        # The step after this one may be finer: 256 is a multiple of 64, and what follows is 224, not 192.
-        shorter = [side - topology.divisors[axis] if i == axis else side for i, side in enumerate(patch)]
-        try:
-            step = plan_topology(shorter, spacing, most_filters=most).divisors[axis]
-            shorter = [side - step if i == axis else side for i, side in enumerate(patch)]
-            patch, topology = _fit(shorter, spacing, most)
-        except ConfigError:
-            raise ConfigError(
-                f"no patch fits: {patch} takes {features / 1e6:.0f} million features and {reference / 1e6:.0f} fit the "
-                "memory; name a GPU with more of it"
-            ) from None
-    return PatchPlan(size=patch, topology=topology, features=features)
-
-
-def plan_cubic_patch(
-    spacing: Sequence[float], median_shape: Sequence[float], count: Callable[[Sequence[int]], int], reference: float,
-    *, multiple: int,
-) -> tuple[Sides, int]:  # fmt: skip
-    """Return the patch of a network that halves all axes alike, and its count: by the rule of `plan_patch`.
-
-    Raises
-    ------
-    ConfigError
-        If not even one ``multiple`` along each axis fits.
-    """
-    largest = _largest_sides(spacing)
-    sides = [min(side, median) for side, median in zip(largest, median_shape, strict=True)]
-    patch = [math.ceil(side / multiple) * multiple for side in sides]
-    while (features := count(patch)) > reference:
-        long = [axis for axis in range(3) if patch[axis] > multiple]
-        if not long:
+        order = sorted(range(3), key=lambda axis: (patch[axis] / median_shape[axis], axis), reverse=True)
+        found = next(filter(None, (_shorten(patch, axis, topology, spacing, shape) for axis in order)), None)
+        if found is None:
             raise ConfigError(
                 f"no patch fits: {patch} takes {features / 1e6:.0f} million features and {reference / 1e6:.0f} fit the "
                 "memory; name a GPU with more of it"
             )
-        patch[max(long, key=lambda axis: (patch[axis] / median_shape[axis], axis))] -= multiple
-    return (patch[0], patch[1], patch[2]), features
+        patch, topology = found
+    return PatchPlan(size=patch, topology=topology, features=features)
 
 
-def smallest_patch(sides: Sequence[float], spacing: Sequence[float], *, most: int = 320) -> tuple[Sides, Topology]:
-    """Return the smallest sides that hold ``sides`` and that their network takes, and that network."""
-    return _fit(_least_sides(sides, spacing), spacing, most)
+def _shorten(
+    patch: Sides, axis: int, topology: Topology, spacing: Sequence[float], shape: Shape
+) -> tuple[Sides, Topology] | None:
+    """Return the next smaller patch along an axis, and its network; None if there is none."""
+
+    def without(voxels: int) -> list[int]:
+        return [side - voxels if i == axis else side for i, side in enumerate(patch)]
+
+    try:
+        # The step after this one may be finer: 256 is a multiple of 64, and what follows is 224, not 192.
+        shorter = without(topology.divisors[axis])
+        found = _fit(without(shape(shorter, spacing).divisors[axis]), spacing, shape)
+    except ConfigError:
+        return None
+    return found if min(found[0]) > 0 else None
+
+
+def smallest_patch(sides: Sequence[float], spacing: Sequence[float]) -> tuple[Sides, Topology]:
+    """Return the smallest sides that hold ``sides`` and that their U-Net takes, and that network."""
+    return _fit(_least_sides(sides, spacing, plan_topology), spacing, plan_topology)
 
 
 def plan_batch(features: int, reference: float, patch_voxels: int, dataset_voxels: float, *, share: float) -> int:
@@ -125,19 +119,19 @@ def _largest_sides(spacing: Sequence[float]) -> list[int]:
     return [round(side * scale) for side in finest]
 
 
-def _least_sides(sides: Sequence[float], spacing: Sequence[float]) -> list[float]:
+def _least_sides(sides: Sequence[float], spacing: Sequence[float], shape: Shape) -> list[float]:
     """Return the sides from which on there is a U: what is smaller lies in the middle of a patch, with 0 around it."""
     held = list(sides)
     for least in SMALLEST_SIDES:
         try:
-            plan_topology(held, spacing)
+            shape(held, spacing)
         except ConfigError:
             fine = [mm / min(spacing) < 2 for mm in spacing]
             held = [max(side, least) if halved else side for side, halved in zip(sides, fine, strict=True)]
     return held
 
 
-def _fit(sides: Sequence[float], spacing: Sequence[float], most: int) -> tuple[Sides, Topology]:
-    topology = plan_topology(sides, spacing, most_filters=most)
+def _fit(sides: Sequence[float], spacing: Sequence[float], shape: Shape) -> tuple[Sides, Topology]:
+    topology = shape(sides, spacing)
     d, h, w = (math.ceil(side / step) * step for side, step in zip(sides, topology.divisors, strict=True))
     return (d, h, w), topology

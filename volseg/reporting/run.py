@@ -33,7 +33,7 @@ GIB = 2**30
 
 CURVES = (
     ("Loss", "", ("train/loss", "train/*")),
-    ("Dice", "", ("val/dice_mean", "val/dice/*")),
+    ("Dice", "", ("train/soft_dice", "val/dice_mean", "val/dice/*")),
     ("Learning rate", "", ("lr",)),
     ("Gradient norm", "", ("train/gradient_norm",)),
     ("A step", "s", ("time/step_*",)),

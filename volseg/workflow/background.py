@@ -63,7 +63,8 @@ class HostCopies:
         buffers = self._free.pop() if self._free else {}
         gpus: set[torch.device] = set()
         parts = {part.name: getattr(state, part.name) for part in fields(state)}
-        names = [*state.losses[0]] if state.losses else []
+        # Batches of an older checkpoint may lack a number that later ones have.
+        names = [name for name in (state.losses or ({},))[0] if all(name in batch for batch in state.losses)]
         # One copy for each loss of an epoch, not one for each of its batches.
         parts["losses"] = {name: torch.stack([batch[name] for batch in state.losses]) for name in names}
         copied = _copied(parts, (), buffers, gpus)

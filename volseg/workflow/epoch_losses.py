@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from volseg.errors import NonFiniteLossError
+from volseg.losses.overlap import compute_soft_dice
 
-__all__ = ["CHECK_EVERY", "NORM", "EpochLosses"]
+__all__ = ["CHECK_EVERY", "NORM", "OVERLAP", "EpochLosses"]
 
 CHECK_EVERY = 32
 """Batches between two looks at the losses on a GPU; on a CPU every batch is looked at, which costs nothing there."""
@@ -17,6 +18,9 @@ CHECK_EVERY = 32
 NORM = "(gradient norm)"
 """Beside a batch's losses, by a name that no loss has. Unlike them it may be no number: of a batch that completes no
 step, and of a step that float16 leaves out."""
+
+OVERLAP = "(foreground overlap)"
+"""Likewise: the sums of a batch from which the soft Dice of an epoch's foreground follows."""
 
 
 class EpochLosses:
@@ -60,11 +64,13 @@ class EpochLosses:
         """Note of which cases the losses come next."""
         self.cases.append(tuple(cases))
 
-    def add(self, losses: Mapping[str, Tensor], gradient_norm: Tensor | None = None) -> None:
-        """Keep the losses of the batch, and the norm of the gradient where it ended a step."""
+    def add(
+        self, losses: Mapping[str, Tensor], gradient_norm: Tensor | None = None, overlap: Tensor | None = None
+    ) -> None:
+        """Keep the losses of the batch, its overlap, and the norm of the gradient where it ended a step."""
         if gradient_norm is None:  # every batch has the same names: a checkpoint keeps them as one tensor each
             gradient_norm = torch.full_like(next(iter(losses.values())), math.nan, dtype=torch.float32)
-        self.losses.append({**losses, NORM: gradient_norm})
+        self.losses.append({**losses, NORM: gradient_norm, **({} if overlap is None else {OVERLAP: overlap})})
 
     def require_finite(self, losses: Mapping[str, Tensor]) -> None:
         """Look at the losses of the batch that has begun.
@@ -102,6 +108,11 @@ class EpochLosses:
         norms = [batch[NORM] for batch in self.losses if NORM in batch]
         values = [value for value in torch.stack(norms).tolist() if math.isfinite(value)] if norms else []
         return math.fsum(values) / len(values) if values else None
+
+    def compute_soft_dice(self) -> float | None:
+        """Return the soft Dice of the foreground of all batches; None where no loss left their overlap."""
+        sums = [batch[OVERLAP] for batch in self.losses if OVERLAP in batch]
+        return compute_soft_dice(torch.stack(sums).double().sum(0)) if sums else None
 
     def _refuse_not_finite(self, number: int, values: Mapping[str, float]) -> None:
         if not all(map(math.isfinite, values.values())):

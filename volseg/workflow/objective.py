@@ -9,6 +9,8 @@ from torch import Tensor
 
 from volseg.device.pretended import find_pretended
 from volseg.errors import BatchFieldError, ConfigError
+from volseg.losses import Targets, Terms, dice_cross_entropy, known_dice_cross_entropy
+from volseg.losses.overlap import gathering_overlap
 from volseg.workflow.named import Named
 
 __all__ = ["Objective", "require_mean_of_shares", "require_mean_over_samples"]
@@ -38,12 +40,17 @@ class Objective:
         not `Named` reads ``logits`` and ``label``, and gives ``loss``.
     weights : sequence of float, optional
         One factor per loss, 1 by default.
+    targets : Targets, optional
+        What the field ``label`` holds, where that is known: see `compute`.
     """
 
-    def __init__(self, losses: Loss | Sequence[Loss], weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, losses: Loss | Sequence[Loss], weights: Sequence[float] | None = None, targets: Targets | None = None
+    ) -> None:
         several = losses if isinstance(losses, Iterable) and not isinstance(losses, str) else [losses]
         self.losses = [Named.wrap(loss, ("logits", "label"), "loss") for loss in several]
         self.weights = [1.0] * len(self.losses) if weights is None else list(weights)
+        self.targets = targets
         if not self.losses or len(self.losses) != len(self.weights):
             raise ConfigError(
                 f"need one weight per loss and a loss at least, got {len(self.losses)} losses, {weights=}"
@@ -87,6 +94,34 @@ class Objective:
                 for name in loss.outputs
             )
         return fields
+
+    def compute(self, fields: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+        """Return the same, and the overlap of the foreground, ``(3, F)``; see `volseg.losses.overlap`.
+
+        The overlap is what Dice plus cross entropy sums up. Beside other losses one more pass over ``logits`` and
+        ``label`` finds it, where the targets say what these hold; None where they do not.
+        """
+        with gathering_overlap() as gathered:
+            found = self(fields)
+            if gathered.sums is None and self.targets is not None:
+                _leave_overlap(fields, self.targets)
+        return found, gathered.sums
+
+
+def _leave_overlap(fields: Mapping[str, Any], targets: Targets) -> None:
+    """Leave the overlap of logits, the finest of several, and label maps; nothing where the fields are others."""
+    logits, label = fields.get("logits"), fields.get("label")
+    logits = logits[0] if isinstance(logits, list | tuple) and logits else logits
+    if not (isinstance(logits, Tensor) and isinstance(label, Tensor) and logits.ndim == label.ndim == 5):
+        return
+    is_map = not label.is_floating_point() and label.shape[:2] == (logits.shape[0], 1)
+    if not is_map or logits.shape[1] != targets.num_outputs:
+        return
+    with torch.no_grad():
+        if targets.is_plain:
+            dice_cross_entropy(logits, label, Terms())
+        else:
+            known_dice_cross_entropy(logits, label, targets, Terms())
 
 
 def require_mean_over_samples(

@@ -48,6 +48,10 @@ class EpochRecord:
     gradient_norm: float | None = None
     """Mean over the epoch's optimizer steps of the gradient's norm before it was clipped. Steps that float16 left out,
     for an infinite one, are not counted."""
+    soft_dice: float | None = None
+    """Mean over the foreground's classes of the soft Dice of all batches' voxels together, from the probabilities with
+    which was trained; of `volseg.losses.DiceCELoss` as it counts voxels. None where the batches are not known to hold
+    label maps, or hold no foreground."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain Python values."""

@@ -21,6 +21,9 @@ from volseg.workflow.recorded_step import can_be_recorded
 
 __all__ = ["TrainingStep"]
 
+Computed = tuple[dict[str, Tensor], Tensor | None]
+"""Losses by name, and the overlap of the foreground."""
+
 
 class TrainingStep:
     """Bring one batch's gradients to the parameters, and the optimizer to the end of its step.
@@ -52,6 +55,8 @@ class TrainingStep:
     gradient_norm : Tensor or None
         Of the last whole step, before it was clipped, on the device; None before there was one. Gradients are those of
         all shards and replicas when the optimizer gets them, so it is the norm of the whole batch's in every process.
+    overlap : Tensor or None
+        Of the foreground of the last whole batch, ``(3, F)``, on the device; see `Objective.compute`.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class TrainingStep:
         self.scaler = precision.scaler()
         self._is_tried = False
         self.gradient_norm: Tensor | None = None
+        self.overlap: Tensor | None = None
         self.recorded: RecordedStep | None = None
         if record and not self.scaler.is_enabled() and can_be_recorded(model.module, optimizer):
             self.recorded = RecordedStep(model.module, self._run, optimizer=optimizer)
@@ -102,13 +108,14 @@ class TrainingStep:
             Whether this batch is the last of them.
         """
         if self.recorded is None:
-            losses, norm = self._run(tensors, gathered, completes)
+            losses, overlap, norm = self._run(tensors, gathered, completes)
         else:
             assert gathered == 1, "a recorded step is whole"
-            losses, norm = self.recorded(tensors)
+            losses, overlap, norm = self.recorded(tensors)
             losses = {name: loss.clone() for name, loss in losses.items()}  # the next replay overwrites them
-            norm = norm.clone()
+            overlap, norm = overlap if overlap is None else overlap.clone(), norm.clone()
         self.gradient_norm = norm if norm is not None else self.gradient_norm
+        self.overlap = overlap
         return losses
 
     def check_replicas(self) -> None:
@@ -129,12 +136,12 @@ class TrainingStep:
 
     def _run(
         self, tensors: Mapping[str, Tensor], gathered: int = 1, completes: bool = True
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the batch's losses, and the norm of the gradient where it completes a step."""
-        losses = self._compute_gradients(tensors, gathered)
+    ) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
+        """Return the batch's losses and overlap, and the norm of the gradient where it completes a step."""
+        losses, overlap = self._compute_gradients(tensors, gathered)
         if next(iter(losses.values())).device.type == "cpu":  # looking at them costs nothing there
             self.look(losses)
-        return losses, self._take_step() if completes else None
+        return losses, overlap, self._take_step() if completes else None
 
     def _take_step(self) -> Tensor:
         """Let the optimizer take its step; return the norm of the gradient before it was clipped."""
@@ -149,14 +156,14 @@ class TrainingStep:
         self.optimizer.zero_grad()
         return norm
 
-    def _compute_gradients(self, tensors: Mapping[str, Tensor], gathered: int) -> dict[str, Tensor]:
-        """Add the batch's gradients to those that are gathered; return its losses."""
+    def _compute_gradients(self, tensors: Mapping[str, Tensor], gathered: int) -> Computed:
+        """Add the batch's gradients to those that are gathered; return its losses and overlap."""
         if self.replicated is None:
             return self._compute_share(tensors, gathered)
         return self._compute_shares(self.replicated, tensors, gathered)
 
-    def _compute_shares(self, model: DataParallel, tensors: Mapping[str, Tensor], gathered: int) -> dict[str, Tensor]:
-        """Compute one's own replicas, one after the other; return the losses of the whole batch."""
+    def _compute_shares(self, model: DataParallel, tensors: Mapping[str, Tensor], gathered: int) -> Computed:
+        """Compute one's own replicas, one after the other; return the losses and overlap of the whole batch."""
         assert self.batch_size is not None
         shares = model.replicas.shares(self.batch_size)
         _require_rows(tensors, shares[-1].rows.stop, self.batch_size)
@@ -164,19 +171,20 @@ class TrainingStep:
         sums = RoundSums(model.parameters(), len(shares)) if len(shares) > 1 else None
         for share in shares:
             own = tensors if len(shares) == 1 else {name: value[share.rows] for name, value in tensors.items()}
-            losses = self._compute_share(own, gathered, share)
-            rounds.append(torch.stack([losses[name] for name in self.objective.names]) * share.weight)
+            losses, overlap = self._compute_share(own, gathered, share)
+            means = torch.stack([losses[name] for name in self.objective.names]) * share.weight
+            rounds.append(means if overlap is None else torch.cat([means, overlap.flatten()]))
             if sums is not None:
                 sums.push()
         if sums is not None:
             sums.put_back()
         values = fold(model.replicas.sum_values(torch.stack(rounds)).unbind(), torch.add)
-        return dict(zip(self.objective.names, values.unbind(), strict=True))
+        means, added = values.split([count := len(self.objective.names), len(values) - count])
+        losses = dict(zip(self.objective.names, means.unbind(), strict=True))
+        return losses, None if overlap is None else added.unflatten(0, overlap.shape)
 
-    def _compute_share(
-        self, tensors: Mapping[str, Tensor], gathered: int, share: Share | None = None
-    ) -> dict[str, Tensor]:
-        """Add the gradients of what one replica computes; return its losses."""
+    def _compute_share(self, tensors: Mapping[str, Tensor], gathered: int, share: Share | None = None) -> Computed:
+        """Add the gradients of what one replica computes; return its losses and overlap."""
         place: AbstractContextManager[None] = nullcontext()
         if self.replicated is not None and share is not None:
             place = self.replicated.as_replica(share.replica)
@@ -187,12 +195,12 @@ class TrainingStep:
                     with torch.autocast(self.precision.device_type, enabled=False):
                         require_mean_of_shares(self.objective, tensors, outputs)
                     self._is_tried = True
-                fields = self.objective({**tensors, **outputs})
+                fields, overlap = self.objective.compute({**tensors, **outputs})
             loss = fields["loss"] / gathered
         self.scaler.scale(loss if share is None else loss * share.weight).backward()
         if (timeline := find_timeline()) is not None:
             timeline.end_pass()
-        return {name: fields[name].detach() for name in self.objective.names}
+        return {name: fields[name].detach() for name in self.objective.names}, overlap
 
 
 def _require_rows(tensors: Mapping[str, Any], num_rows: int, batch_size: int) -> None:

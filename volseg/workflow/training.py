@@ -272,7 +272,7 @@ class Training:
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         completes = (self.position + 1) % self.accumulate == 0 or self.position + 1 == self.num_batches
         losses = self.step(tensors, gathered=self._group_size(), completes=completes)
-        self._losses.add(losses, self.step.gradient_norm if completes else None)
+        self._losses.add(losses, self.step.gradient_norm if completes else None, self.step.overlap)
         self.latest_losses = self._glimpse.exchange(losses) or self.latest_losses
         samples = self.step.batch_size if self.step.replicated is not None else None
         self.voxels_per_batch = count_voxels(tensors.get("image"), samples)
@@ -320,6 +320,7 @@ class Training:
             seconds_validating=time.perf_counter() - begin if outcome else 0.0,
             voxels_per_second=_find_speed(self.voxels_per_batch, self.position, self._clock.seconds),
             gradient_norm=self._losses.compute_mean_norm(),
+            soft_dice=self._losses.compute_soft_dice(),
         )
         self.history.append(record)
         self.epoch, self.position = self.epoch + 1, 0

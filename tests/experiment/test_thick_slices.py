@@ -1,0 +1,73 @@
+"""A data set of thick slices, from its plan by ``--preset vnet`` to what the trained network predicts anywhere."""
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+from volseg import experiment
+from volseg.data import load_task
+from volseg.experiment import export, predict, train
+from volseg.experiment.sources import load_trained
+from volseg.files import digest_file
+from volseg.models import VNet
+from volseg.planning import plan, take_fingerprint, write_config
+
+QUICK = [
+    *("training.epochs=1", "training.iterations=1", "patch.batch=2", "augmentation={margin: 0.0}"),
+    *("inference.mirror=false", "evaluation.distances=false", "logging.loggers=[]"),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the folder of a training on three cases of nine slices."""
+    folder = tmp_path_factory.mktemp("thick")
+    root = folder / "Task99_Thick"
+    for kind in ("imagesTr", "labelsTr"):
+        (root / kind).mkdir(parents=True)
+    affine = np.diag([1.5, 1.5, 10.0, 1.0])
+    for number in range(3):
+        draw = np.random.default_rng(number)
+        image = draw.normal(100, 10, (28, 20, 9)).astype(np.float32)
+        label = np.zeros(image.shape, np.uint8)
+        label[8:20, 5:15, 2:7] = 1
+        nibabel.save(nibabel.Nifti1Image(image + 50 * label, affine), root / "imagesTr" / f"case_{number}.nii.gz")
+        nibabel.save(nibabel.Nifti1Image(label, affine), root / "labelsTr" / f"case_{number}.nii.gz")
+    (root / "dataset.json").write_text(
+        '{"name": "Thick", "modality": {"0": "MRI"}, "labels": {"0": "background", "1": "heart"}, "training": ['
+        + ", ".join(
+            f'{{"image": "./imagesTr/case_{number}.nii.gz", "label": "./labelsTr/case_{number}.nii.gz"}}'
+            for number in range(3)
+        )
+        + '], "test": [], "numTraining": 3, "numTest": 0, "tensorImageSize": "3D"}',
+        encoding="utf-8",
+    )
+    planned = plan(take_fingerprint(load_task(root)).fingerprint, "vnet", root=root)
+    config = experiment.load_config(write_config(planned, folder / "thick.yaml"), [*QUICK, f"output={folder / 'run'}"])
+    return train(config).folder.path
+
+
+def test_its_network_is_flat_and_its_patch_as_thick_as_a_case(run):
+    trained = load_trained(run)
+    [network] = trained.models
+    net = getattr(network, "net", network)
+    assert isinstance(net, VNet)
+    assert net.strides == ((1, 1, 1), (2, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 1))
+    assert net.kernels == ((5, 5, 1), (5, 5, 1), (5, 5, 5), (5, 5, 5), (5, 5, 5))
+    assert experiment.load_config(run / "config.yaml").patch.size == (32, 32, 10)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_whatever_it_is_exported_to_predicts_the_same(run, tmp_path):
+    root = experiment.load_config(run / "config.yaml").data.root
+    image = root / "imagesTr" / "case_0.nii.gz"
+    expected = predict(run, [image], tmp_path / "run").require_all()["case_0"]
+    archive = export(run, tmp_path / "model.zip", licence="CC-BY-4.0")
+    assert digest_file(predict(archive, [image], tmp_path / "zip").require_all()["case_0"]) == digest_file(expected)
+    script = torch.jit.load(export(run, tmp_path / "model.pt", to="torchscript"))
+    [network] = load_trained(run).models
+    for shape in ((1, 1, 32, 32, 10), (2, 1, 48, 16, 6)):
+        volume = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            torch.testing.assert_close(script(volume), network.eval()(volume), rtol=1e-4, atol=1e-4)

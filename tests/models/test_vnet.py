@@ -1,0 +1,155 @@
+"""The V-Net with kernels and strides per level: to the bit MONAI's where these are MONAI's."""
+
+import pytest
+import torch
+from monai.networks import nets
+
+from volseg.errors import ConfigError
+from volseg.models import FitGrid, GridRule, VNet, build_network, grid_rule
+from volseg.models.topology import VNET_MONAI, plan_vnet_topology
+
+FLAT = plan_vnet_topology((216, 256, 9), (1.5, 1.5, 10.0))
+"""The cardiac MR of docs/planning.md."""
+
+
+def flat(**parameters):
+    return VNet(strides=FLAT.strides, kernel_size=FLAT.kernels, **parameters)
+
+
+def assert_one_step_alike(ours, theirs, shape):
+    image = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for net in (ours, theirs):
+        torch.manual_seed(2)  # of dropout
+        outputs.append(net(image))
+        (outputs[-1] * outputs[-1].sigmoid()).mean().backward()
+    assert torch.equal(*outputs)
+    gradients = [{name: weight.grad for name, weight in net.named_parameters()} for net in (ours, theirs)]
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+    for name, buffer in ours.named_buffers():
+        assert torch.equal(buffer, theirs.get_buffer(name))
+
+
+@pytest.mark.parametrize("given", [{}, {"strides": (1, 2, 2, 2, 2), "kernel_size": [5] * 5}])
+def test_with_monais_sides_it_is_monais_to_the_bit(given):
+    """Weights as initialised, outputs, dropout, gradients and running statistics, with and without its sides said."""
+    torch.manual_seed(0)
+    theirs = nets.VNet(in_channels=2, out_channels=3)
+    torch.manual_seed(0)
+    ours = VNet(in_channels=2, out_channels=3, **given)
+    assert [*ours.state_dict()] == [*theirs.state_dict()]
+    assert all(torch.equal(ours.state_dict()[name], value) for name, value in theirs.state_dict().items())
+    assert_one_step_alike(ours, theirs, (1, 2, 16, 32, 16))
+
+
+def test_monais_weights_go_both_ways():
+    torch.manual_seed(0)
+    theirs, ours = nets.VNet(out_channels=3), VNet(out_channels=3)
+    ours.load_state_dict(theirs.state_dict())
+    nets.VNet(out_channels=3).load_state_dict(ours.state_dict())
+    assert_one_step_alike(ours.eval(), theirs.eval(), (1, 1, 16, 16, 16))
+
+
+def test_with_other_sides_only_convolutions_have_other_shapes():
+    with torch.device("meta"):
+        theirs, ours = nets.VNet(out_channels=3).state_dict(), flat(out_channels=3).state_dict()
+    assert [*ours] == [*theirs]
+    for name, value in theirs.items():
+        assert ours[name].shape[:2] == value.shape[:2], name
+        assert value.ndim == 5 or ours[name].shape == value.shape
+    kernels = {
+        "in_tr.conv_block.conv": (5, 5, 1),
+        "out_tr.conv_block.conv": (5, 5, 1),
+        "up_tr32.ops.0.conv_block.conv": (5, 5, 1),
+        "down_tr32.ops.0.conv_block.conv": (5, 5, 1),
+        "up_tr64.ops.0.conv_block.conv": (5, 5, 1),
+        "down_tr64.ops.1.conv_block.conv": (5, 5, 5),
+        "up_tr256.ops.1.conv_block.conv": (5, 5, 5),
+        "down_tr32.down_conv": (2, 2, 1),
+        "up_tr32.up_conv": (2, 2, 1),
+        "down_tr64.down_conv": (2, 2, 1),
+        "down_tr128.down_conv": (2, 2, 2),
+        "up_tr128.up_conv": (2, 2, 2),
+        "down_tr256.down_conv": (2, 2, 1),
+        "up_tr256.up_conv": (2, 2, 1),
+    }
+    assert {name: tuple(ours[f"{name}.weight"].shape[2:]) for name in kernels} == kernels
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_any_axis_may_be_the_flat_one(axes):
+    """The same weights, turned, give the same logits, turned."""
+    torch.manual_seed(0)
+    net = flat(out_channels=2).eval()
+    turned = VNet(
+        out_channels=2,
+        strides=[[level[axis] for axis in axes] for level in FLAT.strides],
+        kernel_size=[[level[axis] for axis in axes] for level in FLAT.kernels],
+    ).eval()
+    dims = [0, 1, *(2 + axis for axis in axes)]
+    weights = {name: v.permute(dims) if v.ndim == 5 else v for name, v in net.state_dict().items()}
+    turned.load_state_dict(weights)
+    image = torch.randn(1, 1, 16, 32, 6, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(turned(image.permute(dims)), net(image).permute(dims), rtol=1e-4, atol=1e-5)
+
+
+def test_it_takes_what_its_strides_say():
+    net = flat()
+    assert grid_rule(net) == GridRule((16, 16, 2), (16, 16, 2), least_blocks=2)
+    assert grid_rule(VNet()) == grid_rule(nets.VNet())
+    on_meta = flat().to("meta").train()
+    for side in (1, 2, 3, 9, 10):
+        try:
+            taken = on_meta(torch.zeros(1, 1, 32, 32, side, device="meta")).shape[4] == side
+        except (RuntimeError, ValueError):
+            taken = False
+        assert grid_rule(net).takes((32, 32, side)) == taken
+    with torch.no_grad():
+        assert FitGrid(net).eval()(torch.zeros(1, 1, 30, 17, 9)).shape == (1, 1, 30, 17, 9)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_gives_the_same():
+    net = flat(out_channels=2).eval()
+    image = torch.randn(1, 1, 32, 16, 4, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for script in (torch.jit.script(net), torch.jit.trace(net, torch.zeros(1, 1, 16, 32, 6))):
+            torch.testing.assert_close(script(image), net(image), rtol=1e-5, atol=1e-6)
+
+
+def test_a_spec_builds_it_from_lists():
+    spec = {"name": "VNet", "strides": [1, *map(list, FLAT.strides[1:])], "kernel_size": [*map(list, FLAT.kernels)]}
+    with torch.device("meta"):
+        net = build_network(spec, in_channels=1, out_channels=2)
+    assert (net.strides, net.kernels) == (FLAT.strides, FLAT.kernels)
+    with torch.device("meta"):
+        plain = build_network({"name": "VNet"}, in_channels=1, out_channels=2, patch_size=(224, 256, 16))
+    assert (plain.strides, plain.kernels) == (VNET_MONAI.strides, VNET_MONAI.kernels)  # nothing is planned by itself
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"strides": (1, 2, 2, 2)}, r"VNet needs strides of its 5 levels, .* got \[1, 2, 2, 2\]"),
+        ({"strides": (2, 2, 2, 2, 2)}, r"first level has the image's grid: its stride is 1, got \(2, 2, 2\)"),
+        ({"strides": (1, 2, 2, (2, 2), 2)}, r"each a positive whole number or three of them"),
+        ({"strides": (1, 2, 2, 0, 2)}, r"each a positive whole number or three of them"),
+        ({"strides": (1, 2, 2, 2.0, 2)}, r"each a positive whole number or three of them|refused"),
+        ({"kernel_size": [5] * 6}, r"VNet needs kernel_size of its 5 levels"),
+        ({"kernel_size": [5, 5, 5, (5, 5, 4), 5]}, r"odd along each axis, got \(5, 5, 4\)"),
+        ({"kernel_size": [True] * 5}, r"each a positive whole number or three of them"),
+        ({"kernel_size": 5}, r"VNet"),
+    ],
+)
+def test_other_sides_are_refused(parameters, message):
+    with pytest.raises(ConfigError, match=message), torch.device("meta"):
+        build_network({"name": "VNet", **parameters}, in_channels=1, out_channels=2)
+
+
+def test_of_planes_it_is_monais_only():
+    with torch.device("meta"):
+        assert VNet(spatial_dims=2).state_dict().keys() == nets.VNet(spatial_dims=2).state_dict().keys()
+        with pytest.raises(ConfigError, match="volumes only, got spatial_dims=2"):
+            VNet(spatial_dims=2, strides=(1, 2, 2, 2, 2))

@@ -1,0 +1,204 @@
+"""The soft Dice of the foreground that a training finds, beside its loss."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from in_group import in_group
+from torch import nn
+
+from volseg import ModelParallel, Named, Training
+from volseg.losses import DiceCELoss, Targets
+from volseg.losses.overlap import compute_soft_dice
+from volseg.monitoring.progress import Progress
+from volseg.monitoring.training_log import list_scalars
+from volseg.parallel import Pipeline, Spatial
+from volseg.parallel.data_parallel import DataParallel
+from volseg.parallel.mesh import join_mesh
+from volseg.workflow.background import HostCopies
+from volseg.workflow.components import build_loss
+from volseg.workflow.objective import Objective
+
+FUSED = {"softmax": True, "to_onehot_y": True}
+PLAIN = Targets(num_classes=3)
+
+
+def make_network(outputs=3):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, outputs, 1))
+
+
+def make_batches(count=3, samples=2, classes=3):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "image": torch.randn(samples, 1, 8, 6, 4, generator=generator),
+            "label": torch.randint(classes, (samples, 1, 8, 6, 4), generator=generator).to(torch.uint8),
+        }
+        for _ in range(count)
+    ]
+
+
+def train(network, losses=None, batches=None, **settings):
+    losses = Objective(losses or DiceCELoss(**FUSED)).losses
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+    return Training(network, losses, optimizer, batches or make_batches(), epochs=1, **settings)
+
+
+def expect(network, batches, classes=(1, 2)):
+    """Return the mean over classes of Dice over all voxels of all batches, by the formula."""
+    shares, labels = [], []
+    for batch in batches:
+        with torch.no_grad():
+            shares.append(network(batch["image"]).double().softmax(1).transpose(0, 1).flatten(1))
+        labels.append(batch["label"].flatten())
+    p, label = torch.cat(shares, 1), torch.cat(labels)
+    found = []
+    for index in classes:
+        hit = (label == index).double()
+        if hit.any():
+            found.append(2 * (p[index] * hit).sum() / (p[index].sum() + hit.sum()))
+    return float(torch.stack(found).mean())
+
+
+@pytest.mark.parametrize("include_background", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_is_of_all_voxels_of_the_epoch(include_background, accumulate):
+    expected = expect(make_network(), make_batches())
+    loss = DiceCELoss(**FUSED, include_background=include_background)
+    assert train(make_network(), loss, accumulate=accumulate).run()[0].soft_dice == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_class_that_no_label_holds_is_left_out():
+    batches = make_batches(classes=2)
+    expected = expect(make_network(), batches)
+    assert expected == expect(make_network(), batches, classes=(1,))
+    assert train(make_network(), batches=batches).run()[0].soft_dice == pytest.approx(expected, rel=1e-6)
+    empty = [{**batch, "label": torch.zeros_like(batch["label"])} for batch in batches]
+    assert train(make_network(), batches=empty).run()[0].soft_dice is None
+
+
+@pytest.mark.parametrize(
+    "strategy", [Spatial(axes="D"), Pipeline(split_size=1, cuts=["2"])], ids=["spatial", "pipeline"]
+)
+def test_it_is_the_same_over_several_devices(strategy):
+    expected = expect(make_network(), make_batches())
+    model = ModelParallel(make_network(), strategy=strategy, devices=["cpu", "cpu"])
+    assert train(model).run()[0].soft_dice == pytest.approx(expected, rel=1e-6)
+
+
+def on_replicas(data, spatial, count):
+    batches = make_batches(samples=5)
+    mesh = join_mesh(data, spatial)
+    network = make_network()
+    if spatial > 1:
+        network = ModelParallel(network, strategy=Spatial(), mesh=mesh.spatial_group)
+    model = DataParallel(network, mesh.replicas(count))
+    dealt = model.replicas.deal(5)
+    rows = [row for replica in model.replicas.own for row in range(5)[dealt[replica]]]
+    own = Rows([{name: value[rows] for name, value in batch.items()} for batch in batches], 5)
+    return train(model, batches=own).run()[0].soft_dice
+
+
+@pytest.mark.parametrize(("data", "spatial", "count"), [(2, 1, 2), (2, 1, 4), (2, 2, 2)])
+def test_it_is_of_all_replicas(data, spatial, count):
+    """The five samples are dealt unevenly: a mean of the replicas' Dice would be another number."""
+    expected = expect(make_network(), make_batches(samples=5))
+    assert in_group(data * spatial, on_replicas, data, spatial, count) == pytest.approx(
+        [expected] * (data * spatial), rel=1e-6
+    )
+
+
+class Rows(list):
+    def __init__(self, batches, batch_size):
+        super().__init__(batches)
+        self.batch_size = batch_size
+
+
+def test_of_the_finest_head_under_deep_supervision():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_network()
+
+        def forward(self, image):
+            logits = self.net(image)
+            return [logits, -logits[..., ::2, ::2, ::2]]
+
+    loss = build_loss({"name": "DiceCELoss"}, inputs=["logits", "label"], output="loss", targets=PLAIN)
+    expected = expect(make_network(), make_batches())
+    assert train(Heads(), loss).run()[0].soft_dice == pytest.approx(expected, rel=1e-6)
+
+
+def test_beside_another_loss_it_is_found_where_label_maps_are_known():
+    network, batch = make_network(), make_batches(1)[0]
+    fields = {**batch, "logits": network(batch["image"])}
+    own = build_loss({"name": "TverskyLoss"}, inputs=["logits", "label"], output="loss")
+    _, sums = Objective(own, targets=PLAIN).compute(fields)
+    assert compute_soft_dice(sums) == pytest.approx(expect(network, [batch]), rel=1e-6)
+    assert not sums.requires_grad
+    _, sums = Objective(own, targets=PLAIN).compute(
+        {**fields, "logits": [fields["logits"], fields["logits"][..., ::2]]}
+    )
+    assert compute_soft_dice(sums) == pytest.approx(expect(network, [batch]), rel=1e-6)
+    for other in (
+        {"label": batch["label"].float() / 2},  # of which a voxel may be half
+        {"label": batch["label"].expand(-1, 3, -1, -1, -1)},
+        {"logits": fields["logits"][:, :2]},
+    ):
+        wrong = Named(lambda logits, label: logits.mean() + label.sum() * 0, ["logits", "label"], ["loss"])
+        assert Objective(wrong, targets=PLAIN).compute({**fields, **other})[1] is None
+    assert Objective(own).compute(fields)[1] is None  # nobody says what the labels mean
+
+
+def test_of_regions_each_is_one_and_what_nobody_annotated_is_left_out():
+    targets = Targets(num_classes=3, regions=((1, 2), (2,)), ignores=True)
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(2, 2, 4, 4, 4, generator=generator)
+    label = torch.randint(4, (2, 1, 4, 4, 4), generator=generator).to(torch.uint8)
+    p, known = logits.double().sigmoid(), label[:, 0] != 3
+    found = []
+    for place, region in enumerate(targets.regions):
+        hit = torch.isin(label[:, 0], torch.tensor(region)).double() * known
+        found.append(2 * (p[:, place] * hit).sum() / ((p[:, place] * known).sum() + hit.sum()))
+    loss = DiceCELoss(**FUSED).take_targets(targets)
+    for objective in (Objective(loss), Objective(lambda logits, label: logits.mean(), targets=targets)):
+        _, sums = objective.compute({"logits": logits, "label": label})
+        assert compute_soft_dice(sums) == pytest.approx(float(torch.stack(found).mean()), rel=1e-6)
+
+
+def test_an_epoch_that_goes_on_has_the_batches_before():
+    expected = train(make_network()).run()[0].soft_dice
+    first, second = train(make_network()), train(make_network())
+
+    def stop(batch):
+        if first.position == 2:
+            raise InterruptedError
+        return original(batch)
+
+    original, first._train_batch = first._train_batch, stop
+    with pytest.raises(InterruptedError):
+        first.run()
+    snapshot = HostCopies().take(first.state())
+    second.load_state_dict(copy.deepcopy(snapshot.state.as_checkpoint()))
+    assert second.run()[0].soft_dice == expected
+
+
+def test_it_is_told_and_logged(caplog):
+    with caplog.at_level(logging.INFO):
+        record = train(make_network(), hooks=Progress()).run()[0]
+    assert list_scalars(record)["train/soft_dice"] == record.soft_dice
+    assert f"loss {record.losses['loss']:.4f}, soft Dice {record.soft_dice:.4f}" in caplog.text
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_finds_it_in_each_batch():
+    batches = make_batches(2) * 6
+    expected = expect(make_network(), batches)
+    network = make_network().cuda()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0, fused=True)
+    training = Training(network, DiceCELoss(**FUSED), optimizer, batches, epochs=1, precision="fp32")
+    record = training.run()[0]
+    assert training.step.recorded is not None
+    assert record.soft_dice == pytest.approx(expected, rel=1e-4)
