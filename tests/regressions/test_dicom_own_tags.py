@@ -349,7 +349,7 @@ def look_up_table():
     [
         ({"PhotometricInterpretation": "MONOCHROME1"}, "is MONOCHROME1"),
         ({"PhotometricInterpretation": "PALETTE COLOR"}, r"holds PALETTE COLOR with 1 sample\(s\) per pixel"),
-        ({"PhotometricInterpretation": None}, "holds no PhotometricInterpretation"),
+        ({"PhotometricInterpretation": None}, "has no PhotometricInterpretation"),
         ({"ImageType": ["ORIGINAL", "PRIMARY", "M", "ND", "MOSAIC"]}, "is a Siemens mosaic: one image, whose tiles"),
     ],
 )
