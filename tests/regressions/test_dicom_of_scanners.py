@@ -14,7 +14,7 @@ from volseg.errors import ReaderError
 
 pydicom = pytest.importorskip("pydicom", reason="the extra `dicom` is not installed")
 
-from dicom_files import RIGHT_DOWN, draw_stored, place, write_series  # noqa: E402  (they need pydicom)
+from dicom_files import RIGHT_DOWN, draw_stored, place, write_series, write_slice  # noqa: E402  (they need pydicom)
 
 UPRIGHT = np.array([[-0.5, 0, 0, 10], [0, -0.75, 0, 20], [0, 0, 2, 5], [0, 0, 0, 1.0]])
 
@@ -182,3 +182,13 @@ def test_an_element_that_is_there_twice_with_one_value_is_read(tmp_path):
     series = change(write_series(tmp_path / "unlike"), lambda content: content.replace(rows, unlike))
     with pytest.raises(ReaderError, match=r"element \(0028,0010\) stands twice in one place"):
         read_volume(series)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_dose_may_say_the_heights_of_its_frames(tmp_path, sign):
+    """Older planning systems write heights in the patient, of which the first is that of the position."""
+    stored = np.stack([draw_stored(index, dtype=np.uint32) for index in range(5)])
+    elements = {"SOPClassUID": "1.2.840.10008.5.1.4.1.1.481.2", "Modality": "RTDOSE", "NumberOfFrames": 5}
+    elements |= {"ImageOrientationPatient": [sign, 0, 0, 0, sign, 0], "DoseGridScaling": 0.002}
+    write_slice(tmp_path / "a.dcm", 0, stored, **elements, GridFrameOffsetVector=[5, 7, 9, 11, 13])
+    expect(tmp_path, stored * 0.002, UPRIGHT * [[sign, sign, 1, 1]] * np.ones((4, 1)))
