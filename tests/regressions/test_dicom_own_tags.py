@@ -349,7 +349,7 @@ def look_up_table():
     [
         ({"PhotometricInterpretation": "MONOCHROME1"}, "is MONOCHROME1"),
         ({"PhotometricInterpretation": "PALETTE COLOR"}, r"holds PALETTE COLOR with 1 sample\(s\) per pixel"),
-        ({"PhotometricInterpretation": None}, "holds no PhotometricInterpretation"),
+        ({"PhotometricInterpretation": None}, "has no PhotometricInterpretation"),
         ({"ImageType": ["ORIGINAL", "PRIMARY", "M", "ND", "MOSAIC"]}, "is a Siemens mosaic: one image, whose tiles"),
     ],
 )
@@ -427,7 +427,7 @@ def test_a_dose_is_placed_by_its_offsets_and_scaled(tmp_path):
     [
         (None, "holds 5 frames, and its PerFrame.* has 0 items"),
         ([0, 3, 6, 9], "needs 5 numbers in GridFrameOffsetVector, the first of them 0"),
-        ([5, 8, 11, 14, 17], "needs 5 numbers in GridFrameOffsetVector, the first of them 0"),
+        ([6, 9, 12, 15, 18], "needs 5 numbers in GridFrameOffsetVector, the first of them 0"),
         ([0, 3, 6, 12, 15], "not evenly spaced"),
         ([0, 0, 0, 0, 0], "5 slices at one place"),
     ],

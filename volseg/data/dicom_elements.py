@@ -43,7 +43,7 @@ LONG_LENGTHS = (b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b
 KINDS = {*LONG_LENGTHS, *b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split()}
 ITEM, ITEM_END, SEQUENCE_END = (0xFFFE, 0xE000), (0xFFFE, 0xE00D), (0xFFFE, 0xE0DD)
 PIXELS = (0x7FE0, 0x0010)
-MEDIA_KIND, SYNTAX, KIND_OF_OBJECT = (0x0002, 0x0002), (0x0002, 0x0010), (0x0008, 0x0016)
+SYNTAX = (0x0002, 0x0010)
 IMPLICIT, BIG_ENDIAN, DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
 DEEPEST = 30
 MOST_BYTES, MOST_ITEMS = 1 << 22, 1 << 20
@@ -128,19 +128,13 @@ def read_header(path: Path, tags: Set[Tag]) -> Header | None:
     Raises
     ------
     ReaderError
-        An element is longer than what is left of the file, or stands twice in one place.
+        An element is longer than what is left of the file, or stands twice in one place with two values.
     """
-    with _opened(path, tags | {KIND_OF_OBJECT}) as begun:
+    with _opened(path, tags) as begun:
         if begun is None:
             return None
         top = Item(begun.walk.order)
         begun.walk.pass_elements(begun.begin, len(begun.walk.content), 0, into=top)
-        said = [top.format(value) for value in (begun.kind_of_object, top.value(KIND_OF_OBJECT)) if value]
-        if len(set(said)) > 1:
-            raise ReaderError(
-                f"{path} is no readable DICOM file; fetch it again or take it out of the series (it is {said[0]!r} by "
-                f"its MediaStorageSOPClassUID and {said[1]!r} by its SOPClassUID)"
-            )
         return Header(path, begun.syntax, top, begun.walk.pixels[0] if begun.walk.pixels else None)
 
 
@@ -172,8 +166,6 @@ class _Opened(NamedTuple):
     walk: "_Walk"
     begin: int
     syntax: str
-    kind_of_object: bytes
-    """MediaStorageSOPClassUID."""
 
 
 @contextmanager
@@ -190,11 +182,12 @@ def _opened(path: Path, wanted: Set[Tag] = frozenset()) -> Iterator[_Opened | No
             return
         information = Item("little")
         begin = 132 if has_preamble else 0
-        of_information = _Walk(content, path, "little", is_implicit=False, wanted={SYNTAX, MEDIA_KIND})
+        of_information = _Walk(content, path, "little", is_implicit=False, wanted={SYNTAX})
+        has_information = content[begin : begin + 2] == b"\x02\x00"
         while content[begin : begin + 2] == b"\x02\x00":
             begin = of_information.pass_element(begin, len(content), 0, information)
         syntax = information.format(information.value(SYNTAX))
-        if not syntax and (has_preamble or content[:2] == b"\x02\x00"):
+        if not syntax and (has_information or content[begin : begin + 2] != b"\x08\x00"):
             raise ReaderError(
                 f"{path} is no readable DICOM file; fetch it again or take it out of the series (it has no "
                 "TransferSyntaxUID)"
@@ -202,9 +195,10 @@ def _opened(path: Path, wanted: Set[Tag] = frozenset()) -> Iterator[_Opened | No
         if syntax == DEFLATED:
             raise ReaderError(f"{path} is deflated DICOM, which is not read; convert it to another transfer syntax")
         order: Order = "big" if syntax == BIG_ENDIAN else "little"
-        walk = _Walk(content, path, order, is_implicit=syntax == IMPLICIT, wanted=wanted)
-        # A bare data set has no file information; it is little-endian, and each element shows whether it is implicit.
-        yield _Opened(walk, begin, syntax or IMPLICIT, information.value(MEDIA_KIND))
+        # Some writers say implicit and write explicit. A bare data set has no file information: it is little-endian,
+        # and each element shows whether it is implicit.
+        is_implicit = syntax == IMPLICIT and content[begin + 4 : begin + 6] not in KINDS
+        yield _Opened(_Walk(content, path, order, is_implicit, wanted), begin, syntax or IMPLICIT)
 
 
 class _Head(NamedTuple):
@@ -259,8 +253,6 @@ class _Walk:
         """Pass an element with everything in it; keep it in ``into`` if it is wanted."""
         tag, kind, value, length = self.read_head(begin)
         into = into if tag in self.wanted else None
-        if into is not None and tag in into.elements:
-            raise self._damaged(f"element ({tag[0]:04x},{tag[1]:04x}) stands twice in one place")
         if length == UNDEFINED:
             after = self._pass_items(tag, value, end, depth + 1, into)
         else:
@@ -272,7 +264,7 @@ class _Walk:
             elif into is not None:
                 if length > MOST_BYTES:
                     raise self._damaged(f"element ({tag[0]:04x},{tag[1]:04x}) has {length} bytes")
-                into.elements[tag] = self.content[value:after]
+                self._keep(into, tag, self.content[value:after])
         if tag == PIXELS and depth == 0:
             if self.pixels:
                 raise self._damaged("it holds PixelData twice")
@@ -284,7 +276,7 @@ class _Walk:
             raise self._damaged(f"its elements are nested over {DEEPEST} deep")
         items: list[Item] = []
         if into is not None:
-            into.elements[owner] = items
+            self._keep(into, owner, items)
         while begin + 8 <= end:
             tag, length = self._tag(begin), self._number(begin + 4, 4)
             begin += 8
@@ -306,6 +298,11 @@ class _Walk:
         if len(self.kept) > MOST_ITEMS:
             raise self._damaged(f"its sequences have over {MOST_ITEMS} items")
         return items[-1]
+
+    def _keep(self, into: Item, tag: Tag, found: "bytes | list[Item]") -> None:
+        if tag in into.elements and (isinstance(found, list) or into.elements[tag] != found):
+            raise self._damaged(f"element ({tag[0]:04x},{tag[1]:04x}) stands twice in one place")
+        into.elements[tag] = found
 
     def _tag(self, begin: int) -> Tag:
         return self._number(begin, 2), self._number(begin + 2, 2)

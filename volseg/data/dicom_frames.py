@@ -170,9 +170,14 @@ def _list_dose_offsets(header: Header, frames: int) -> tuple[float, ...]:
     if not value or frames == 1:
         return ()
     offsets = parse_numbers(value)
-    if offsets is None or len(offsets) != frames or offsets[0] != 0:
-        raise ReaderError(
-            f"{header.path} needs {frames} numbers in GridFrameOffsetVector, the first of them 0, but has "
-            f"{header.top.format(value)[:80]!r}; convert the dose to NIfTI"
-        )
-    return offsets
+    if offsets is not None and len(offsets) == frames:
+        if offsets[0] == 0:
+            return offsets
+        position, directions = (parse_numbers(header.top.value(tag)) for tag in (tags.POSITION, tags.ORIENTATION))
+        is_upright = directions in ((1, 0, 0, 0, 1, 0), (-1, 0, 0, 0, -1, 0))
+        if is_upright and position is not None and offsets[0] == position[-1]:  # heights in the patient
+            return tuple(offset - offsets[0] for offset in offsets)
+    raise ReaderError(
+        f"{header.path} needs {frames} numbers in GridFrameOffsetVector, the first of them 0, or the height of the "
+        f"first frame if the dose is upright, but has {header.top.format(value)[:80]!r}; convert the dose to NIfTI"
+    )

@@ -40,6 +40,8 @@ class Stored:
     bits: int
     """Bits of them that its value takes, the lowest ones."""
     is_signed: bool
+    overlays: int
+    """The bits that overlays take, as a mask; they are no part of a value."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -76,6 +78,7 @@ def describe_stored(header: Header) -> Stored:
         allocated=_read_count(header, tags.ALLOCATED),
         bits=_read_count(header, tags.STORED),
         is_signed=bool(representation),
+        overlays=_find_overlays(header),
     )
     high_bit = _read_count(header, tags.HIGH_BIT, default=stored.bits - 1)
     if stored.allocated not in (8, 16, 32) or not 0 < stored.bits <= stored.allocated or high_bit != stored.bits - 1:
@@ -104,9 +107,11 @@ def _require_grey(header: Header) -> None:
             f"{path} is MONOCHROME1, low values are bright: some programs invert them and others do not. Convert the "
             "series to MONOCHROME2 by a program that does what you mean"
         )
+    if not photometric:
+        raise ReaderError(f"{path} has no PhotometricInterpretation; if its values are grey, add MONOCHROME2")
     if samples != 1 or photometric != "MONOCHROME2":
         raise ReaderError(
-            f"{path} holds {photometric or 'no PhotometricInterpretation'} with {samples} sample(s) per pixel; a "
+            f"{path} holds {photometric} with {samples} sample(s) per pixel; a "
             "volume needs grey values (MONOCHROME2). Leave it out, or convert its colours to numbers"
         )
     if top.elements.get(tags.MODALITY_LUT):
@@ -135,10 +140,11 @@ def read_stored(header: Header, stored: Stored) -> np.ndarray:
     if spare == 0:
         return raw.view(stored.dtype)
     values = (raw << spare).view(stored.dtype) >> spare
-    if not ((values.view(raw.dtype) == raw) | (raw >> stored.bits == 0)).all():
+    others = raw.dtype.type(~stored.overlays & (1 << stored.allocated) - 1)
+    if not (((values.view(raw.dtype) ^ raw) & others == 0) | ((raw & others) >> stored.bits == 0)).all():
         raise ReaderError(
             f"{header.path} says that values take {stored.bits} bits (BitsStored), but uses more of the "
-            f"{stored.allocated} that there are, maybe for an overlay; convert the series to NIfTI"
+            f"{stored.allocated} that there are, and no OverlayBitPosition says what for; convert the series to NIfTI"
         )
     return values
 
@@ -148,16 +154,19 @@ def _read_plain(header: Header, stored: Stored) -> np.ndarray:
     needed = stored.voxels * size
     held = 0 if pixels is None or pixels.is_encapsulated else pixels.end - pixels.begin
     require_held(needed, held, header.path)
-    # Padding is less than a row or a column that the header leaves out.
-    if pixels is None or held - needed >= max(2, min(stored.rows, stored.columns) * size):
+    assert pixels is not None
+    # Padding is less than a row or a column that the header leaves out, or as much as one of them and empty.
+    shortest, longest = sorted((stored.rows * size, stored.columns * size))
+    padding = held - needed
+    with header.path.open("rb") as file:
+        file.seek(pixels.begin)
+        content = file.read(needed + min(padding, longest))
+    require_held(needed, len(content), header.path)  # it may have been cut since the header was read
+    if padding >= max(2, shortest) and (padding > longest or any(content[needed:])):
         raise DamagedFileError(
             f"{header.path} holds {held} bytes of pixels, and {stored.frames} frame(s) of {stored.rows} rows of "
             f"{stored.columns} voxels of {stored.allocated} bits take {needed}; the header is damaged, fetch it again"
         )
-    with header.path.open("rb") as file:
-        file.seek(pixels.begin)
-        content = file.read(held)
-    require_held(needed, len(content), header.path)  # it may have been cut since the header was read
     order = ">" if header.top.order == "big" else "<"
     if size == 1 and order == ">" and pixels.kind == b"OW":  # two voxels make a word
         content = np.frombuffer(content, ">u2").astype("<u2").tobytes()
@@ -244,6 +253,12 @@ def _read_count(header: Header, tag: Tag, default: int | None = None) -> int:
             f"but has {value[:8]!r}; it is damaged, or no image"
         )
     return int.from_bytes(value, header.top.order)
+
+
+def _find_overlays(header: Header) -> int:
+    values = (header.top.value(tag) for tag in tags.OVERLAY_BITS)
+    positions = {int.from_bytes(value, header.top.order) for value in values if len(value) == 2}
+    return sum(1 << position for position in positions if position)
 
 
 def _count_frames(header: Header) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from volseg.data import dicom_tags as tags
 from volseg.data.dicom_frames import Frame
 from volseg.data.itk import lps_to_ras
 from volseg.data.names import list_some
@@ -22,9 +23,9 @@ TOLERANCE = 0.05
 A missing slice moves another one by at least half that distance; positions rounded by a scanner stay far below.
 """
 
-TURNED, STRETCHED = 2e-4, 1e-4
-"""Largest difference of direction cosines, and of PixelSpacing as a fraction, between slices: a tenth of a voxel at the
-end of 500 voxels."""
+TURNED, STRETCHED = 1e-3, 5e-4
+"""Largest difference of direction cosines, and of PixelSpacing as a fraction, between slices: rounding in a header, and
+half a voxel at the end of 500 voxels at most."""
 
 SAME_PLACE = 0.01
 """Distance along the normal, as a fraction of the pixel spacing, up to which two slices lie at one place."""
@@ -49,16 +50,16 @@ def stack_frames(frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray]:
         They differ in size, orientation, spacing or units; several lie at one place; one is missing.
     """
     _require_alike(frames)
-    first = frames[0]
-    directions = np.reshape(first.orientation, (2, 3))
+    directions = np.reshape(np.median([frame.orientation for frame in frames], axis=0), (2, 3))
+    between_rows, between_columns = np.median([frame.spacing for frame in frames], axis=0)
     right, down = directions / np.linalg.norm(directions, axis=1, keepdims=True)
     normal = np.cross(right, down)
     along = np.array([frame.position for frame in frames]) @ normal
     order = sorted(range(len(frames)), key=lambda index: (along[index], frames[index].file, frames[index].index))
     ordered = [frames[index] for index in order]
     affine = np.eye(4)
-    affine[:3, 0], affine[:3, 1] = right * first.spacing[1], down * first.spacing[0]
-    affine[:3, 2] = _measure_step(ordered, along[order]) if len(frames) > 1 else normal * _find_thickness(first)
+    affine[:3, 0], affine[:3, 1] = right * between_columns, down * between_rows
+    affine[:3, 2] = _measure_step(ordered, along[order]) if len(frames) > 1 else normal * _find_thickness(frames[0])
     affine[:3, 3] = ordered[0].position
     return ordered, lps_to_ras(affine)
 
@@ -99,11 +100,14 @@ def _require_alike(frames: Sequence[Frame]) -> None:
         )
     for name in sorted({name for frame in frames for name in frame.units}):
         firsts = {frame.units[name]: frame for frame in reversed(frames) if name in frame.units}
-        if len(firsts) > 1:
+        is_frame = name == tags.UNITS[tags.FRAME_OF_REFERENCE]
+        # A frame of reference of each file says nothing: some programs that remove names write new UIDs into each.
+        if len(firsts) > 1 and not (is_frame and 2 < len(firsts) == len({frame.file for frame in frames})):
             (one, by_one), (other, by_other) = sorted(firsts.items())[:2]
             raise ReaderError(
                 f"{by_one.file.parent}: {by_one} has the {name} {one!r} and {by_other} has {other!r}; a volume needs "
                 "one. Put the slices of each into a folder of their own"
+                f"{', or give all of them one if they are of one scan' * is_frame}"
             )
 
 

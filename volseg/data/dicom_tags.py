@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from volseg.data.dicom_elements import Tag
 
-__all__ = ["BINARY", "GROUPS", "NAMES", "STATES", "TAGS", "UNITS"]
+__all__ = ["BINARY", "GROUPS", "NAMES", "OVERLAY_BITS", "STATES", "TAGS", "UNITS"]
 
 IMAGE_TYPE, FRAME_OF_REFERENCE, FRAMES, ROWS, COLUMNS = (
     (0x0008, 0x0008),
@@ -123,5 +123,8 @@ NAMES: Mapping[Tag, str] = {
     PER_FRAME: "PerFrameFunctionalGroupsSequence",
 }
 
-TAGS = frozenset({*NAMES, *GROUPS, *GROUPS.values(), *STATES, *UNITS})
+OVERLAY_BITS = [(group, 0x0102) for group in range(0x6000, 0x6020, 2)]
+"""Which bit of a voxel an overlay takes; 0 for one that has data of its own."""
+
+TAGS = frozenset({*OVERLAY_BITS, *NAMES, *GROUPS, *GROUPS.values(), *STATES, *UNITS})
 """Every element that a header is read for."""
