@@ -33,6 +33,19 @@ EVIDENT = {
     "adni": by_patient("002_S_{:04}", ["_bl", "_m06", "_m12"]),
     "oasis": by_patient("OAS1_{:04}", ["_MR1", "_MR2"]),
     "operations": by_patient("case{:03}", [".pre-op", ".post-op"]),
+    "views": by_patient("{:03}", ["_SA_ED", "_SA_ES", "_LA_ED", "_LA_ES"]),
+    "sequences of several words": by_patient("{}", ["_T1DUAL", "_T2SPIR", "_t2_SPACE", "_T1DUAL_InPhase"]),
+    "two separators": by_patient("CHUM-{:03}", ["__CT", "__PT"]),
+    "months before sides": by_patient("90000{:02}", ["_00m_R", "_12m_R"]),
+    "days": by_patient("OAS3{:04}", ["_MR_d0809", "_MR_d1204"]),
+    "numbers of images": by_patient("002_S_{:04}", ["_I40966", "_I117465"]),
+    "dates of TCIA": by_patient(
+        "PETCT_{:010x}", ["_06-28-2001-NA-PET-CT Ganzkoerper mit KM-68499", "_01-15-2003-NA-PET-CT Thorax-41234"]
+    ),
+    "eyes": by_patient("P{:03}", ["_OD", "_OS"]),
+    "many frames of few": by_patient("patient{:02}", [f"_frame{frame:02}" for frame in range(30)], 3),
+    "many runs of few": by_patient("sub-{:02}", [f"_task-rest_run-{run:02}" for run in range(20)], 3),
+    "the date first": [[f"{date}_patient{number:02}" for date in ("2019-03-01", "20201130")] for number in range(8)],
     "contrast": by_patient("{:03}", ["_arterial", "_venous"]),
     "modalities": by_patient("{:03}", ["_CT", "_MR"]),
     "called patient": by_patient("Patient_{:02}", ["_1", "_2"]),
@@ -91,6 +104,14 @@ NONE = {
     "a running number": [f"S{number // 3:02}_{number:03}" for number in range(30)],
     "modality first": [f"{kind}_train_{number}" for kind in ("ct", "mr") for number in range(1001, 1021)],
     "structures": ["liver_left", "liver_right", "lung_left", "lung_right"],
+    "numbers in a site called patient": [f"patient_{site}_{number:03}" for site in (1, 2, 3) for number in range(20)],
+    "words in a site called subject": [f"subject{site}_case{number:03}" for site in (1, 2) for number in range(20)],
+    "numbers in a group of subjects": [f"sub-{kind}_{number:02}" for kind in ("ms", "healthy") for number in range(20)],
+    "numbers in a site of subjects": [f"sub-site{site}_{number:02}" for site in (1, 2) for number in range(20)],
+    "numbers in a year": [f"patient_{year}_{number}" for year in range(2015, 2024) for number in range(1, 5)],
+    "scans of a scanner": [f"{field}T_scan{number:02}" for field in (15, 3, 7) for number in range(8)],
+    "exams of a year": [f"UKE{year}_exam{number}" for year in (2019, 2020) for number in range(9)],
+    "letters and numbers of a site": [f"UKE{site}_v{number:02}" for site in (1, 2, 3) for number in range(10)],
     "one case": ["patient001_frame01"],
     "no case": [],
 }
@@ -101,11 +122,28 @@ def test_what_is_none(kind):
     assert propose_group(NONE[kind]) is None
 
 
+def test_a_number_before_a_modality_is_remarked_on():
+    studies = [*((number, 1000000 + number) for number in range(40)), (7, 1000041)]
+    names = [f"{patient:05}_{study}_{kind}" for patient, study in studies for kind in ("t2w", "adc")]
+    proposed = propose_group(names)
+    assert proposed.evident
+    assert proposed.num_patients == 41
+    coarser = re.search(r"82 cases may be of 40 patients: .* \(split\.group: (.*)\)$", proposed.reason)[1]
+    assert re.search(coarser, "00007_1000041_adc")[1] == "00007"
+
+
 def test_a_case_that_calls_no_patient_is_one_of_its_own():
     proposed = propose_group(["patient001_frame01", "patient001_frame12", "control7", "control8"])
     found = [re.search(proposed.group, name)[1] for name in ("patient001_frame01", "control7", "control8")]
     assert found == ["patient001", "control7", "control8"]
     assert (proposed.num_patients, proposed.num_cases) == (3, 4)
+
+
+@pytest.mark.parametrize(("again", "last"), [("_t1", "!"), ("_t1_l", "!"), ("_run", "\n!"), ("_v1d1", "?")])
+def test_endings_that_read_alike_end_the_search(again, last):
+    """The search for endings took twice the time with each of them, so 80 endings took it for ever."""
+    names = [f"case{number}{again * 80}{last}" for number in range(3)]
+    assert propose_group(names) is None
 
 
 def test_the_proposal_depends_on_no_order():

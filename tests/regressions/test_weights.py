@@ -392,3 +392,54 @@ def test_a_bundles_weights_are_those_of_the_run(run, tmp_path):
     plain.load_state_dict(state)
     assert equal(plain.state_dict(), load_trained(run).models[0].state_dict())
     assert equal(read_weights(tmp_path / "bundle" / "models" / "model.pt").values, plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    {
+        "complex": "complex64",
+        "whole numbers": "int8",
+        "truth values": "bool",
+        "quantised": "qint8 .quantised.",
+        "sparse": "sparse_coo",
+        "without values": "without values",
+    }.items(),
+)
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
+def test_values_that_are_no_plain_numbers_are_refused_for_a_network_of_floats(kind, told, is_tied):
+    """A complex weight lost its imaginary part, an integer of a quantised network its scale, without an error. Sparse
+    weights and those without values ended in errors of torch's, and quantised ones of a tied layer ended the process.
+    """
+    made = {
+        "complex": lambda: torch.complex(torch.ones(3, 3), torch.ones(3, 3)),
+        "whole numbers": lambda: torch.ones(3, 3, dtype=torch.int8),
+        "truth values": lambda: torch.ones(3, 3, dtype=torch.bool),
+        "quantised": lambda: torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint8),
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "without values": lambda: torch.empty(3, 3, device="meta"),
+    }
+    network = tied() if is_tied else nn.Sequential(nn.Linear(3, 3, bias=False))
+    values = {name: made[kind]() for name in network.state_dict()}
+    with pytest.raises(CheckpointError, match=f"0.weight holds .*{told}.* the network needs float32"):
+        load_weights(network, values)
+    with pytest.raises(CheckpointError, match=f"0.weight holds .*{told}.* the network needs float32"):
+        transfer_weights(network, values, stems={}, heads={})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_floats_of_other_sizes_are_taken(dtype, is_tied):
+    """Weights of eight bits ended in an error of torch's, as it cannot say whether they are finite."""
+    network = tied() if is_tied else nn.Sequential(nn.Linear(3, 3, bias=False))
+    weight = torch.tensor([[0.5, -2.0, 0.25], [1.0, 0.0, 4.0], [-0.125, 8.0, 3.0]])
+    values = {name: weight.to(dtype) for name in network.state_dict()}
+    transfer_weights(network, values, stems={}, heads={})
+    assert all(torch.equal(value, weight) for value in network.state_dict().values())
+    load_weights(network, {name: (-weight).to(dtype) for name in values})
+    assert all(torch.equal(value, -weight) for value in network.state_dict().values())
+
+
+def tied():
+    layer = nn.Linear(3, 3, bias=False)
+    return nn.Sequential(layer, layer)

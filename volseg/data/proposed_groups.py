@@ -8,7 +8,7 @@ side, a phase of the heart behind what identifies the patient. ``configure`` tak
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["GroupProposal", "describe_groups", "propose_group"]
 
@@ -16,46 +16,59 @@ MOST_IN_GROUP = 12
 """Cases of one patient, up to which a word is believed whatever their number; beyond, there are more patients."""
 
 MOST_NUMBERED = 6
-"""The same where numbers only suggest it."""
+"""The same where numbers only suggest it, also behind the word for a patient: ``patient_2_014`` may be of site 2."""
+
+MOST_ENDINGS = 6
+"""Of one name: two endings may read the same characters in two ways, so the tries double with each."""
 
 SEPARATOR = "[-_. ]"
 
-DATE = r"(?:(?:19|20)\d\d[-_.]?(?:0[1-9]|1[0-2])[-_.]?(?:0[1-9]|[12]\d|3[01])|[0-3]\d[-_.][01]\d[-_.](?:19|20)\d\d)"
+DATE = r"(?:(?:19|20)\d\d[-_.]?(?:0[1-9]|1[0-2])[-_.]?(?:0[1-9]|[12]\d|3[01])|[0-3]\d[-_.][0-3]\d[-_.](?:19|20)\d\d)"
 
 PEOPLE = "patient|participant|subject|subj|sub|pat|volunteer|proband|person|donor|animal|mouse"
 
 PATIENT = rf"(?:sub-(?!{DATE})[A-Za-z0-9]+|(?:{PEOPLE})[-_ ]?[A-Za-z]{{0,3}}(?!{DATE})\d+)"
 """A patient who is called so: BIDS' ``sub-`` with any label, other words with a number."""
 
+COUNTED = "run|scan|exam|acq|study|series"
+"""Recordings that a site or a year has as well, more of them than there are sites."""
+
 WORDS = (
-    "frame|session|sess|ses|visit|timepoint|time|tp|followup|follow-up|fu|baseline|bl|run|scan|exam|phase|month|week"
-    "|day|year|acq|study|series"
+    "frame|session|sess|ses|visit|timepoint|time|tp|followup|follow-up|fu|baseline|bl|phase|month|week|day|year"
+    f"|{COUNTED}"
 )
 """For one of several recordings; whatever follows belongs to it."""
 
 ENDING = "|".join(
     [
         rf"{SEPARATOR}(?:{WORDS})(?![A-Za-z]).*",
-        rf"{SEPARATOR}{DATE}(?:[-_.T ]?\d{{4,6}})?(?!\d)",
+        rf"{SEPARATOR}{DATE}(?:[-_.T ]?\d{{4,6}})?(?:-NA-.*)?(?!\d)",
         *(
-            rf"{SEPARATOR}{words}(?![A-Za-z\d])"
+            rf"{SEPARATOR}{{1,2}}{words}(?![A-Za-z\d])"
             for words in (
-                r"[tvmwdy]\d{1,3}",
+                r"[tvmwdy]\d{1,4}",
+                r"\d{1,3}[mwdy]",
+                r"(?:sa|la|sax|lax|[234]ch|ax|axial|sag|sagittal|cor|coronal|tra|transversal)",
                 r"(?:ed|es|systole|diastole|sys|dia)",
                 r"(?:pre|post)(?:[-_]?(?:op|treatment|contrast))?",
                 r"(?:arterial|portal|venous|delayed|native|art|ven|pv|insp|exp|inspiration|expiration|inhale|exhale)",
-                r"(?:left|right|lh|rh|l|r)",
-                r"(?:ct|cbct|mr|mri|pet|t1w?|t1c|t1ce|t1gd|t2w?|flair|dwi|adc|swi|pd)\d{0,2}",
+                r"(?:left|right|lh|rh|l|r|od|os)",
+                r"(?:ct|cbct|mr|mri|pt|pet|t[12](?!\d)[a-z]*(?:[-_][a-z]+)?|flair|dwi|adc|swi|pd)\d{0,2}",
+                r"i\d{4,}",
             )
         ),
         r"(?<=\d)(?:[lr]|(?:frame|ses|scan|visit)\d+)(?![A-Za-z\d])",
     ]
 )
 """What stands behind a patient in the names of the patient's cases: a recording, a date, a time, a phase of the heart,
-of a treatment or of a contrast agent, a side, a modality; and what follows a digit without a separator (``P01L``)."""
+of a treatment or of a contrast agent, a side, a view, a modality, the number of an image; and what follows a digit
+without a separator (``P01L``)."""
 
-BEGINNING = rf"(?:(?:(?:{WORDS})[-_ ]?\d*|left|right|l|r|ed|es|pre|post){SEPARATOR})+"
+BEGINNING = rf"(?:(?:{DATE}|(?:{WORDS})[-_ ]?\d*|left|right|l|r|ed|es|pre|post){SEPARATOR})+"
 """The same before the word for a patient."""
+
+ANY = "^(.+?)"
+"""How a pattern of endings begins."""
 
 NUMBERED = re.compile(rf"(.*\d[A-Za-z]?){SEPARATOR}(\d{{1,8}}|[a-dA-D])|(.*\d)([a-dA-D])")
 
@@ -91,10 +104,23 @@ def propose_group(names: Iterable[str]) -> GroupProposal | None:
     True
     """
     known = sorted(set(names))
+    if any("\n" in name for name in known):  # where the dot of a pattern stops
+        return None
     for evident, pattern in ((True, _find_called(known)), (True, _find_ended(known)), (False, _find_numbered(known))):
         if pattern is not None and (found := _describe_pattern(pattern, known, evident)) is not None:
-            return found
+            return _add_coarser(found, known)
     return None
+
+
+def _add_coarser(found: GroupProposal, names: list[str]) -> GroupProposal:
+    """Say where what ends before a modality or a side ends in a number too, which may count a patient's studies."""
+    stems = sorted({match[1] for name in names if (match := re.search(found.group, name))})
+    if not found.evident or not found.group.startswith(ANY) or (numbered := _find_numbered(stems)) is None:
+        return found
+    coarser = numbered.removesuffix("$") + found.group.removeprefix(ANY)
+    if (more := _describe_pattern(coarser, names, evident=False)) is None:
+        return found
+    return replace(found, reason=f"{found.reason}. {more.reason[0].upper()}{more.reason[1:]} (split.group: {coarser})")
 
 
 def describe_groups(
@@ -137,6 +163,11 @@ def _find_called(names: list[str]) -> str | None:
     # What stands before may be a site, or a recording: ses-1_sub-07.
     is_recording = all(not start or re.fullmatch(BEGINNING, start, re.IGNORECASE) for start in starts)
     pattern = f"^({either})" if starts == {""} else f"({either})" if is_recording else f"^(.*?{either})"
+    sizes = Counter(match[0] for name in names if (match := re.search(either, name)))
+    ends = [name[match.end() :] for name in names if (match := re.search(either, name))]
+    is_known = all(not end or re.match(rf"(?:{ENDING}|_[A-Za-z]+-)", end, re.IGNORECASE) for end in ends)
+    if (not is_known and max(sizes.values()) > min(MOST_NUMBERED, len(sizes))) or _are_years(sizes):
+        return None
     # A case that calls no patient is one of its own.
     return pattern if all(re.search(pattern, name) for name in names) else f"^(.*?{either}|.+)"
 
@@ -156,18 +187,29 @@ def _find_ended(names: list[str]) -> str | None:
     sizes = Counter(stems.values())
     several = {stem for stem, count in sizes.items() if count > 1}
     is_identity = all(any(c.isdigit() for c in stem) and not _is_no_patient(stem) for stem in several)
-    if not several or not is_identity or max(sizes.values()) > max(MOST_IN_GROUP, len(sizes)):
+    counted = re.compile(rf"{SEPARATOR}+(?:{COUNTED}|[a-z]\d)", re.IGNORECASE)
+    is_counted = any(counted.match(end) for ends in endings.values() for end in ends)
+    most = max(3 if is_counted else MOST_IN_GROUP, len(sizes))
+    if not several or not is_identity or max(sizes.values()) > most or _are_years(several):
         return None
     spelt = sorted({_spell_ending(end) for name in names if stems[name] in several for end in endings[name]})
-    return f"^(.+?)(?:{'|'.join(spelt)})*$"
+    return f"{ANY}(?:{'|'.join(spelt)})*$"
 
 
 def _find_endings(name: str) -> list[str]:
     """Return the endings of a name, each with the separator before it, from the first to the last."""
-    if (whole := re.fullmatch(rf"(.+?)((?:{ENDING})+)", name, re.IGNORECASE)) is None:
+    if (whole := re.fullmatch(rf"(.+?)(?:{ENDING}){{1,{MOST_ENDINGS}}}", name, re.IGNORECASE)) is None:
         return []
-    # As the match above took them: what stands before the first one counts for those that follow a digit.
-    return [each[0] for each in re.compile(ENDING, re.IGNORECASE).finditer(name, len(whole[1]))]
+    # One after the other in the whole name: what stands before an ending counts for those that follow a digit.
+    one, start, found = (
+        re.compile(rf"({ENDING})(?:{ENDING}){{0,{MOST_ENDINGS}}}", re.IGNORECASE),
+        len(whole[1]),
+        list[str](),
+    )
+    while (match := one.fullmatch(name, start)) is not None:
+        found.append(match[1])
+        start = match.end(1)
+    return found
 
 
 def _spell_ending(ending: str) -> str:
@@ -175,10 +217,12 @@ def _spell_ending(ending: str) -> str:
     if (when := re.match(rf"{SEPARATOR}(?:{WORDS})", ending, re.IGNORECASE)) is not None:
         return f"{re.escape(when[0])}.*"
     is_date = re.fullmatch(rf"{SEPARATOR}{DATE}.*", ending)
+    ending, described, _ = ending.partition("-NA-")
     spelt = "".join(
         re.escape(part).replace(r"\-", "-") if not part.isdigit() else rf"\d{{{len(part)}}}" if is_date else r"\d+"
         for part in re.split(r"(\d+)", ending)
     )
+    spelt += f"{described}.*" if described else ""
     return spelt if re.match(SEPARATOR, ending) else rf"(?<=\d){spelt}"
 
 
@@ -192,13 +236,18 @@ def _find_numbered(names: list[str]) -> str | None:
     # Few numbers come again and again in visits; a running number is believed where most have one case.
     is_count = len(set(numbers)) < len(sizes) or 2 * len(sizes) > len(names)
     is_plausible = is_count and max(sizes.values()) <= min(MOST_NUMBERED, len(sizes))
-    if not is_plausible or any(_is_no_patient(stem) for stem in sizes):
+    if not is_plausible or any(_is_no_patient(stem) for stem in sizes) or _are_years(sizes):
         return None
     return (
         rf"^(.*\d[A-Za-z]?){SEPARATOR}\d+$"
         if all(match[2] and match[2].isdigit() for match in parts)
         else (rf"^(.*\d){SEPARATOR}?[A-Za-z0-9]{{1,3}}$")
     )
+
+
+def _are_years(stems: Iterable[str]) -> bool:
+    """Say whether all stems end in a year, which numbers patients from one on: ``patient_2019_001``."""
+    return all(re.search(r"(?<!\d)(?:199|20[0-3])\d$", stem) for stem in stems)
 
 
 def _is_no_patient(stem: str) -> bool:

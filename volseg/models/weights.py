@@ -70,10 +70,14 @@ def resolve_weights(
     Raises
     ------
     CheckpointError
-        If two names of one tensor have different values, or one of several averaged parameters has no average.
+        If two names of one tensor have different values, one of several averaged parameters has no average, or a value
+        is no plain number of the kind that the network has: quantised, sparse, complex, or whole numbers for others.
     """
     resolved: dict[str, Any] = copy.copy(values)  # type: ignore[arg-type]  # with its attribute
     for one in list_tensors(network):
+        for name in one.names:
+            if isinstance(value := values.get(name), Tensor):
+                _require_numbers(name, value, one.tensor)
         value = _read_one(values, one.names)
         if average is not None and one.averaged_as:
             averaged = _read_one(average, one.averaged_as)
@@ -84,6 +88,8 @@ def resolve_weights(
                     "trained had under another name, or as a buffer. Build the network as it was trained"
                 )
             value = averaged
+        if isinstance(value, Tensor) and value.is_floating_point() and one.tensor.is_floating_point():
+            value = value.to(one.tensor.dtype)  # numbers of eight bits know no arithmetic
         if value is not None:
             resolved.update(dict.fromkeys(one.names, value))
     return resolved
@@ -132,6 +138,22 @@ def strip_prefixes(values: Mapping[str, Any], known: Iterable[str]) -> Mapping[s
     return best
 
 
+def _require_numbers(name: str, value: Tensor, tensor: Tensor) -> None:
+    """Raise for a value that torch cannot copy into the network's tensor, or copies without its scale or a part."""
+    is_plain = value.layout == torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
+    is_less = (value.is_complex() and not tensor.is_complex()) or (
+        (tensor.is_floating_point() or tensor.is_complex()) and not (value.is_floating_point() or value.is_complex())
+    )
+    if not is_plain or is_less:
+        kind = str(value.dtype).removeprefix("torch.")
+        if not is_plain:
+            kind += f" ({'without values' if value.is_meta else 'quantised' if value.is_quantized else value.layout})"
+        raise CheckpointError(
+            f"{name} holds {kind}, and the network needs {str(tensor.dtype).removeprefix('torch.')}. Save dense "
+            "floating-point weights, of a quantised network those from before, of a sparse tensor to_dense()"
+        )
+
+
 def _read_one(values: Mapping[str, Any], names: Iterable[str]) -> Any:
     """Return the value that all given names of one tensor have; None if there is none."""
     first: str | None = None
@@ -155,4 +177,5 @@ def _are_equal(one: Any, other: Any) -> bool:
         return one is other
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other)))
+    plain = (value.resolve_conj().resolve_neg().contiguous() for value in (one, other))
+    return torch.equal(*(value.reshape(-1).view(torch.uint8) for value in plain))
