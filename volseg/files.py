@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from hashlib import blake2b, file_digest
 from pathlib import Path
 
-from volseg.errors import ConfigError
+from volseg.errors import ConfigError, VolsegError
 
 __all__ = [
     "digest_file",
@@ -116,7 +116,7 @@ def require_writable(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def require_text(content: object, what: str) -> None:
+def require_text(content: object, what: str, error: type[VolsegError] = ConfigError) -> None:
     r"""Raise unless a path, or every text inside of lists and mappings, can be written as UTF-8.
 
     Names of files are bytes. Python reads those that are no UTF-8 as text that no config, report or table can hold.
@@ -129,10 +129,12 @@ def require_text(content: object, what: str) -> None:
         A path as it was given, or what a file of JSON or YAML holds.
     what : str
         Names it in the message, such as ``a case``.
+    error : type
+        Of the exception.
 
     Raises
     ------
-    ConfigError
+    ConfigError, or ``error``
         Shows the name with its bytes.
 
     Examples
@@ -149,10 +151,10 @@ def require_text(content: object, what: str) -> None:
                 seen.add(id(held))
                 waiting += [*held, *held.values()] if isinstance(held, Mapping) else held
         elif isinstance(held, str | bytes | os.PathLike):
-            _require_utf8(os.fspath(held), what)
+            _require_utf8(os.fspath(held), what, error)
 
 
-def _require_utf8(name: str | bytes, what: str) -> None:
+def _require_utf8(name: str | bytes, what: str, error: type[VolsegError]) -> None:
     text = os.fsdecode(name)
     try:
         text.encode("utf-8")
@@ -165,7 +167,7 @@ def _require_utf8(name: str | bytes, what: str) -> None:
         except UnicodeDecodeError:
             is_text = False
         ascii_only = f"this Python takes names for {sys.getfilesystemencoding()}: set PYTHONUTF8=1"
-        raise ConfigError(
+        raise error(
             f"{what} is '{content.decode('utf-8', 'backslashreplace')}', which is no text in UTF-8; "
             f"{ascii_only if is_text else 'rename it, in ASCII say'}"
         ) from None

@@ -70,7 +70,9 @@ def read_yaml(path: Path, source: str) -> Any:
     try:
         text = read_bytes(path, 4 * MOST_CHARACTERS).decode("utf-8-sig")
     except UnicodeDecodeError as fault:
-        raise ConfigError(f"{source} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8") from fault
+        raise ConfigError(
+            f"{source} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8, or a data set by its folder"
+        ) from fault
     return parse_yaml(text, source)
 
 

@@ -33,9 +33,7 @@ def read_json(path: Path, kind: str = "JSON", *, has_nan: bool = False) -> Any:
     Raises
     ------
     DataError
-        The file cannot be read, or is no JSON.
-    ConfigError
-        It holds a text that cannot be written.
+        The file cannot be read, is no JSON, or holds a text that cannot be written.
     """
     try:
         text = read_bytes(path, MOST_BYTES)
@@ -43,7 +41,7 @@ def read_json(path: Path, kind: str = "JSON", *, has_nan: bool = False) -> Any:
     except (OSError, ValueError) as fault:
         raise DataError(f"{path} cannot be read as {kind}: {fault}") from fault
     if SURROGATE.search(text):  # half of a letter's code, which no file could hold again
-        require_text(content, f"a name in {path}")
+        require_text(content, f"a name in {path}", DataError)
     return content
 
 
