@@ -32,6 +32,7 @@ def lay_aliases():
         ("training.epochs=true", "training.epochs: needed: a whole number, got True"),
         ("training.deterministic=on", "training.deterministic: needed: true or false, got 'on'"),
         ("augmentation.mirror.axes=[yes, no, yes]", "augmentation.mirror.axes: needed: true or false"),
+        ("training.epochs=off", "training.epochs: needed: a whole number, got 'off'"),
         ("network.res_block=off", "network: res_block is a text; write true or false, got 'off'"),
         ("network.filters=[1_000, 8]", "network: filters is a text; write 1000, without _"),
         ("training.epochs=" + "[" * 10_000, "nested too deeply"),
