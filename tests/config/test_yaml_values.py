@@ -114,5 +114,5 @@ def test_another_encoding_than_utf_8_is_refused(content, tmp_path):
 
 
 def test_a_file_that_never_ends_is_refused():
-    with pytest.raises(OSError, match="more than 4194304 bytes"):
+    with pytest.raises(OSError, match="more than 67108864 bytes"):
         read_yaml("/dev/zero", "zero")
