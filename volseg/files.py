@@ -1,5 +1,6 @@
 """Files as wholes: written so that a reader finds the old one or the new one and never half of either, and named."""
 
+import codecs
 import errno
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from volseg.errors import ConfigError, VolsegError
 
 __all__ = [
+    "decode_text",
     "digest_file",
     "read_bytes",
     "remove_partials",
@@ -39,6 +41,22 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it holds more than {most} bytes", os.fspath(path))
     return content
+
+
+def decode_text(content: bytes) -> str:
+    """Return text in UTF-8, with or without a mark at its beginning.
+
+    Raises
+    ------
+    ValueError
+        It is something else; says what.
+    """
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("text in UTF-16, as PowerShell writes it, and not in UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as fault:
+        raise ValueError(f"no text in UTF-8 ({fault})") from fault
 
 
 @contextmanager

@@ -77,8 +77,8 @@ def test_a_value_is_what_the_core_schema_says(text, value):
         ("[" * 10_000, f"nested too deeply: more than {DEEPEST} levels"),
         ("[" * 10_000 + "]" * 10_000, "nested too deeply"),
         ("- " * 10_000, "nested too deeply"),
-        ("[" + "1," * 100_001 + "]", "more than 100000 values"),
-        ("a" * 2_000_000, "has 2000000 characters, needed: 1048576 at most"),
+        ("[" + "1," * 1_000_001 + "]", "more than 1000000 values"),
+        ("a" * 20_000_000, "has 20000000 characters, needed: 16777216 at most"),
         ("? [a]\n: 1", "a key is a list or a section; needed: a text"),
         ("a\n---\nb", r"a second document begins; .*\n  in line 2"),
         ("%YAML 1.1\n---\na: on", "written in another YAML than 1.2"),
@@ -109,10 +109,10 @@ def test_a_value_that_is_shared_is_written_in_each_place():
 @pytest.mark.parametrize("content", ["a: 1".encode("utf-16"), b"\xff\xfe", "Müller: 1".encode("latin-1")])
 def test_another_encoding_than_utf_8_is_refused(content, tmp_path):
     (tmp_path / "a.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"a\.yaml is no text in UTF-8"):
+    with pytest.raises(ConfigError, match=r"a\.yaml is (no text in UTF-8|text in UTF-16)"):
         read_yaml(tmp_path / "a.yaml", "a.yaml")
 
 
 def test_a_file_that_never_ends_is_refused():
-    with pytest.raises(OSError, match="more than 4194304 bytes"):
+    with pytest.raises(OSError, match="more than 67108864 bytes"):
         read_yaml("/dev/zero", "zero")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import volseg
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment.imported import load_nnunet
 from volseg.experiment.placed_network import build_model
@@ -53,6 +54,31 @@ def test_a_large_network_is_built_with_the_same_numbers(monkeypatch):
     torch.manual_seed(0)
     found = [build_within_memory("mine", lambda: torch.nn.Linear(300, 300)).weight, torch.rand(3)]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_the_first_attempt_draws_no_random_number(monkeypatch):
+    """It ended within a network of several layers, which got other weights than on a machine with more free memory."""
+    spec = {"name": "UNet", "channels": [4, 8], "strides": [2]}
+    torch.manual_seed(0)
+    expected = [*build_network(spec, in_channels=1, out_channels=2).parameters(), torch.rand(3)]
+    monkeypatch.setattr("volseg.models.bounded.BUILT_AT_ONCE", 4000)
+    torch.manual_seed(0)
+    found = [*build_network(spec, in_channels=1, out_channels=2).parameters(), torch.rand(3)]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+class Chain(torch.nn.Sequential):
+    """A network of the user's own: 6,004 parameters, and as many tensors that it drops."""
+
+    def __init__(self, in_channels, out_channels):
+        layers = [torch.nn.Conv3d(2, 2, 1) for _ in range(3000) if torch.zeros(3) is not None]
+        super().__init__(torch.nn.Conv3d(in_channels, 2, 1), *layers, torch.nn.Conv3d(2, out_channels, 1))
+
+
+def test_a_network_of_the_users_own_has_as_many_layers_as_it_likes():
+    """It was refused by the bound for built-in networks, which counts what is made and dropped, too."""
+    volseg.register("network", "Chain", Chain)
+    assert len(build_network({"name": "Chain"}, in_channels=1, out_channels=2).state_dict()) == 6004
 
 
 @pytest.mark.parametrize(

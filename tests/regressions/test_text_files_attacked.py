@@ -11,6 +11,7 @@ import pytest
 from volseg.config.loading import load_config, override
 from volseg.config.yaml_values import parse_yaml
 from volseg.data.json_files import parse_json, read_json
+from volseg.data.layouts.declared import read_manifest
 from volseg.errors import ConfigError, DataError
 from volseg.exchange.archive import read_archive, write_archive
 
@@ -32,6 +33,7 @@ def lay_aliases():
         ("training.epochs=true", "training.epochs: needed: a whole number, got True"),
         ("training.deterministic=on", "training.deterministic: needed: true or false, got 'on'"),
         ("augmentation.mirror.axes=[yes, no, yes]", "augmentation.mirror.axes: needed: true or false"),
+        ("training.epochs=off", "training.epochs: needed: a whole number, got 'off'"),
         ("network.res_block=off", "network: res_block is a text; write true or false, got 'off'"),
         ("network.filters=[1_000, 8]", "network: filters is a text; write 1000, without _"),
         ("training.epochs=" + "[" * 10_000, "nested too deeply"),
@@ -48,6 +50,28 @@ def test_a_setting_that_nobody_can_mean_is_refused(request, setting, message):
 def test_numbers_are_those_of_yaml_1_2():
     assert override({}, "a=010") == {"a": 10}
     assert override({}, "a=0o10") == {"a": 8}
+
+
+def test_keys_of_one_hash_are_refused():
+    """Reading a megabyte of them took half a minute, in one chain of a dictionary."""
+    text = "\n".join(f"{(2**61 - 1) * (1000 + number)}: 1" for number in range(10))
+    with pytest.raises(ConfigError, match=r"a key is the number .* more than 64 bits\n  in line 1"):
+        parse_yaml(text, "x")
+
+
+def test_the_manifest_of_many_cases_is_read(tmp_path):
+    """It was refused beyond a megabyte, which 10,000 cases fill."""
+    cases = "".join(f"- {{image: imagesTr/{i:060d}.nii.gz, label: labelsTr/{i:060d}.nii.gz}}\n" for i in range(12_000))
+    (tmp_path / "task.yaml").write_text(f"training:\n{cases}", encoding="utf-8")
+    found = read_manifest(tmp_path)
+    assert found is not None
+    assert len(found[1]["training"]) == 12_000
+
+
+def test_a_config_in_utf_16_is_named(tmp_path):
+    (tmp_path / "a.yaml").write_text("name: x", encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"a\.yaml is text in UTF-16, as PowerShell writes it.*saved as UTF-8"):
+        load_config(tmp_path / "a.yaml")
 
 
 def test_nested_aliases_are_refused_before_they_are_counted(tmp_path):
@@ -67,7 +91,7 @@ def test_nested_aliases_are_refused_before_they_are_counted(tmp_path):
         (b"[1e999]", "1e999 is no finite number"),
         (b"[" + b"9" * 5000 + b"]", "needs more than 64 bits"),
         (b"[18446744073709551616]", "needs more than 64 bits"),
-        ('{"a": 1}'.encode("utf-16"), "codec can't decode"),
+        ('{"a": 1}'.encode("utf-16"), "text in UTF-16, as PowerShell writes it"),
         ("\u00fc".encode("latin-1"), "codec can't decode"),
         (b"[0" + b",0" * 4_000_001 + b"]", "more than 4000000 values"),
         (b"", "Expecting value"),

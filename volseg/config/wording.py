@@ -25,6 +25,9 @@ SECTIONS = ("model_type", "model_attributes_type")
 LISTS = ("tuple_type", "list_type")
 LENGTHS = {"too_long": ("max_length", "at most"), "too_short": ("min_length", "at least")}
 
+TRUTHS = ("yes", "no", "on", "off")
+"""Words for truth values of YAML 1.1, texts in YAML 1.2."""
+
 LIST = re.compile(r"\(?[^,\[\]]+(,[^,\[\]]+)+\)?")
 
 
@@ -40,7 +43,7 @@ def suggest_plain(value: object) -> str | None:
         return f"write {value.replace(',', '.')}, with a point"
     if re.fullmatch(r"[-+]?\d+(_\d+)+", value):
         return f"write {value.replace('_', '')}, without _"
-    return "write true or false" if value.lower() in ("yes", "no", "on", "off") else None
+    return "write true or false" if value.lower() in TRUTHS else None
 
 
 def say_what_is_needed(error: Mapping[str, Any], key: str, fields: Collection[str] = ()) -> str:
@@ -65,7 +68,8 @@ def say_what_is_needed(error: Mapping[str, Any], key: str, fields: Collection[st
         return f"needed: {most} {error['ctx'][name]} item(s) in the list"
     if kind not in PLAIN:
         return error["msg"].removeprefix("Value error, ")
-    plain = suggest_plain(came) if kind != "string_type" and not kind.startswith("bool") else None
+    is_truth = isinstance(came, str) and came.lower() in TRUTHS  # which help only where a truth value is needed
+    plain = suggest_plain(came) if kind.startswith(("int", "float")) and not is_truth else None
     return f"needed: {PLAIN[kind]}{f'; {plain}' if plain else ''}"
 
 

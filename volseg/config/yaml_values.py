@@ -13,15 +13,17 @@ from typing import Any, NoReturn
 import yaml
 
 from volseg.errors import ConfigError
-from volseg.files import read_bytes
+from volseg.files import decode_text, read_bytes
 
 __all__ = ["DEEPEST", "dump_yaml", "parse_yaml", "read_yaml"]
 
 DEEPEST = 50
 """Levels of lists and sections."""
 
-MOST_CHARACTERS = 1 << 20
-MOST_VALUES = 100_000
+MOST_CHARACTERS = 1 << 24
+MOST_VALUES = 1_000_000
+"""The ``task.yaml`` of 100,000 cases holds half a million."""
+
 MOST_DIGITS = 300
 """As many as a float can hold."""
 
@@ -68,10 +70,10 @@ def read_yaml(path: Path, source: str) -> Any:
         If the file cannot be read.
     """
     try:
-        text = read_bytes(path, 4 * MOST_CHARACTERS).decode("utf-8-sig")
-    except UnicodeDecodeError as fault:
+        text = decode_text(read_bytes(path, 4 * MOST_CHARACTERS))
+    except ValueError as fault:
         raise ConfigError(
-            f"{source} is no text in UTF-8 ({fault}); name a YAML file, saved as UTF-8, or a data set by its folder"
+            f"{source} is {fault}; name a YAML file, saved as UTF-8, or a data set by its folder"
         ) from fault
     return parse_yaml(text, source)
 
@@ -161,6 +163,8 @@ class _Builder:
         if isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
             _refuse(event, "a key is a list or a section; needed: a text")
         key: Hashable = self._build(event, depth + 1)
+        if isinstance(key, int) and abs(key) >= 2**63:  # thousands of such keys can have one hash
+            _refuse(event, f"a key is the number {str(key)[:40]}..., which needs more than 64 bits")
         return key
 
     def _until(self, end: type[yaml.Event]) -> Iterator[Any]:

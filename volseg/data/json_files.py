@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from volseg.errors import DataError
-from volseg.files import read_bytes, require_text
+from volseg.files import decode_text, read_bytes, require_text
 
 __all__ = ["parse_json", "read_json"]
 
@@ -61,7 +61,7 @@ def parse_json(content: bytes | str, *, has_nan: bool = False) -> Any:
         The text is no JSON, gives a key twice, holds a number that is not finite or an integer of more than 64 bits, or
         holds too many values or levels.
     """
-    text = content if isinstance(content, str) else content.decode("utf-8-sig")
+    text = content if isinstance(content, str) else decode_text(content)
     num_begun = text.count("[") + text.count("{")
     if num_begun + text.count(",") > MOST_VALUES:
         raise ValueError(f"it holds more than {MOST_VALUES} values")

@@ -7,6 +7,7 @@ network's own parameter. A DynUNet or ResEncUNet is planned for the patch and it
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from monai.networks import nets
@@ -114,12 +115,14 @@ def build_network(
     for parameter in _DATA:
         if not NETWORKS.accepts(name, parameter):
             raise ConfigError(f"network {name} must take {' and '.join(_DATA)}, which follow from the data, by keyword")
-    large = [value for value in list_values(completed) if isinstance(value, int) and abs(value) > LARGEST]
-    if large and NETWORKS.find_source(name) is None:
-        raise ConfigError(f"network {name} takes whole numbers up to {LARGEST}, got {large[0]}")
     if NETWORKS.accepts(name, "spatial_dims"):
         fixed["spatial_dims"] = 3
-    network = build_within_memory(name, lambda: NETWORKS.build(completed, **fixed))
+    is_own = NETWORKS.find_source(name) is not None
+    large = [value for value in list_values(completed) if isinstance(value, int) and abs(value) > LARGEST]
+    if large and not is_own:
+        raise ConfigError(f"network {name} takes whole numbers up to {LARGEST}, got {large[0]}")
+    build = partial(NETWORKS.build, completed, **fixed)
+    network = build() if is_own else build_within_memory(name, build)
     if not isinstance(network, nn.Module):
         raise ConfigError(f"network {name} must make a torch.nn.Module, got a {type(network).__name__}")
     return network

@@ -97,7 +97,8 @@ def wrap(row: Row, net: nn.Module) -> nn.Module:
 
     if kind == "spatial":
         return ModelParallel(net.cuda(), strategy="spatial", devices=gpus)
-    return ModelParallel(net.cuda(), strategy="pipeline", devices=gpus, split_size=row["split"], launch=row["launch"])
+    record = {"eager": False, "graphs": True}[row["launch"]]
+    return ModelParallel(net.cuda(), strategy="pipeline", devices=gpus, split_size=row["split"], record=record)
 
 
 def batch_of(row: Row) -> tuple[Tensor, Tensor]:
