@@ -113,7 +113,8 @@ SLIPS = {"lables": "labels", "modalty": "modality", "region": "regions", "tranin
 def test_a_slip_in_a_manifest_is_named_with_the_key_that_was_meant(root, slip):
     """A key that is nearly one that is read had no effect, and nothing said so."""
     declared = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
-    declared = {slip if key == SLIPS[slip] else key: value for key, value in declared.items()} | {slip: {}}
+    meant = {"training": [], "ignore": 2}.get(SLIPS[slip], {})
+    declared = {slip if key == SLIPS[slip] else key: value for key, value in declared.items()} | {slip: meant}
     (root / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
     with pytest.raises(DataError, match=f"the key '{slip}' is not known; did you mean '{SLIPS[slip]}'"):
         load_task(root)
@@ -123,6 +124,25 @@ def test_keys_that_are_not_read_may_be_called_anything(root):
     declared = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
     further = ("relase", "licence", "reference", "description", "tensorImageSize", "numTraining", "numTest", "label")
     (root / "dataset.json").write_text(json.dumps(declared | dict.fromkeys(further, 6)), encoding="utf-8")
+    assert len(load_task(root).training) == 6
+
+
+ODD_KEYS = {
+    "region": "abdomen",
+    "dataset_id": 4,
+    "labelled_by": "two radiologists",
+    "labeled": True,
+    "num_training": 6,
+    "tests": 0,
+    "latest": "1.1",
+    "tester": "A. B.",
+}
+
+
+def test_a_key_that_holds_something_else_than_the_one_it_resembles_is_no_slip(root):
+    """Data sets that say how many cases they have (``num_training``), or by whom they are labelled, were refused."""
+    declared = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
+    (root / "dataset.json").write_text(json.dumps(declared | ODD_KEYS), encoding="utf-8")
     assert len(load_task(root).training) == 6
 
 

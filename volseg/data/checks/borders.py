@@ -51,6 +51,9 @@ MOST_BORDER = 8192
 FEWEST_VOXELS = 3
 """Of a cell that has a mean."""
 
+FEWEST_PAIRS = 200
+"""Neighbours that are compared at least: two lesions of one voxel each are no noise."""
+
 COUNTED_VOXELS = 1 << 22
 """About how many voxels are compared with their neighbours."""
 
@@ -146,14 +149,14 @@ def pool(labelled: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
 
 
 def _measure_agreement(label: np.ndarray) -> float:
-    """Compare neighbours in planes, of a large label in some of them."""
+    """Compare neighbours in planes, of a large label in some of them; a label of a few voxels has no surface."""
     planes = label[:: -(-label.size // COUNTED_VOXELS)]
     pairs = same = 0
     for one, other in ((planes[:, 1:], planes[:, :-1]), (planes[:, :, 1:], planes[:, :, :-1])):
         counts = (one > 0) | (other > 0)
         pairs += int(counts.sum())
         same += int((counts & (one == other)).sum())
-    return same / pairs if pairs else 1.0
+    return same / pairs if pairs >= FEWEST_PAIRS else 1.0
 
 
 def _measure_stray(box: np.ndarray, sides: np.ndarray) -> float:

@@ -26,8 +26,14 @@ __all__ = ["compare_cases", "describe_data"]
 FEWEST_CASES = 5
 """Of which one can stand out."""
 
-FAR_GRID, FAR_SCALE = 1.5, 10.0
-"""Factors from the median beyond which a spacing or size, and a range of intensities, may stand out."""
+FAR_SIZE, FAR_SPACING, FAR_SCALE = 1.5, 3.0, 10.0
+"""Factors from the median beyond which a size, a spacing, and a range of intensities may stand out."""
+
+ENOUGH_CASES = 10
+"""In fewer cases a size stands out by the factor of a spacing."""
+
+THICKNESS_SHOWS = {"noise", "slices-unlike", "wrapped", "label-ragged"}
+"""Kinds of findings that thicker or thinner slices explain."""
 
 FENCE = 3.0
 """Quartile ranges from the quartiles."""
@@ -66,14 +72,15 @@ def compare_cases(facts: Sequence[ComparedCase], task: Task) -> list[Finding]:
     """Return what the cases show side by side; all are remarks."""
     labelled = [fact for fact in facts if fact.label_counts]
     images = [(fact.case, fact.image) for fact in facts if fact.image is not None]
+    unlike = _find_unlike_spacings(images)
+    odd = (*find_odd_labels(labelled, task), *find_odd_images(facts, task))
     found = [
         *_find_label_counts(labelled, task),
         *_find_same_labels(labelled, task),
         *_find_orientations(images),
         *_find_grids(images),
         *find_absent_labels(labelled, task),
-        *find_odd_labels(labelled, task),
-        *find_odd_images(facts, task),
+        *(finding for finding in odd if finding.case not in unlike or finding.kind not in THICKNESS_SHOWS),
     ]
     for index, modality in enumerate(task.modalities):
         where = f"{modality}, " if task.num_channels > 1 else ""
@@ -127,14 +134,28 @@ def _find_orientations(images: Images) -> Iterator[Finding]:
 
 
 def _find_grids(images: Images) -> Iterator[Finding]:
+    """Remark on sizes, and on spacings that no protocol explains or that make the size odd too.
+
+    Another protocol has thicker slices and fewer of them; a wrong spacing makes the patient larger.
+    """
+    least = FAR_SIZE if len(images) >= ENOUGH_CASES else FAR_SPACING
     spacings: Sequence[Sequence[float]] = [image.spacing for _, image in images]
     extents: Sequence[Sequence[float]] = [image.extent for _, image in images]
-    for kind, sides in (("spacing", spacings), ("extent", extents)):
-        for index, axis in enumerate(AXES):
-            values = [side[index] for side in sides]
-            for place in _find_far(values, FAR_GRID):
+    for index, axis in enumerate(AXES):
+        steps, sizes = ([side[index] for side in sides] for sides in (spacings, extents))
+        large = _find_far(sizes, least)
+        wrong = {*_find_far(steps, FAR_SPACING), *(place for place in _find_far(steps, least) if place in large)}
+        for kind, values, places in (("spacing", steps, sorted(wrong)), ("extent", sizes, large)):
+            for place in places:
                 detail = f"{values[place]:.3g} mm {axis}, elsewhere about {np.median(values):.3g}"
                 yield _about(images[place][0], kind, detail)
+
+
+def _find_unlike_spacings(images: Images) -> set[str]:
+    """Return the cases with a spacing far from the median, be they many."""
+    logs = np.log([image.spacing for _, image in images]).reshape(-1, 3)
+    far = np.abs(logs - np.median(logs, axis=0)).max(1) > np.log(FAR_SPACING) if len(images) else []
+    return {case["case"] for (case, _), is_far in zip(images, far, strict=True) if is_far}
 
 
 def _find_far(values: Sequence[float], factor: float) -> list[int]:

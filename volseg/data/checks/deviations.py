@@ -103,7 +103,7 @@ TEXTURE_RULES: Sequence[Oddity[Texture]] = (
         1,
         0.005,
         lambda texture: texture.jumps,
-        "{value:.2%} of neighbours differ by more than 70 % of the range, elsewhere {usual:.2%}",
+        "{value:.2%} of neighbours differ by more than 90 % of the range, elsewhere {usual:.2%}",
     ),
     Oddity(
         "saturated",

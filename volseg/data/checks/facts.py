@@ -81,7 +81,7 @@ class ComparedCase:
     """Voxels of each value; empty without a label that can be read."""
     label_digest: str | None = None
     label: LabelShape | None = None
-    """None without structures on the image's grid."""
+    """None without structures on the image's grid, and of a label that is partly to be ignored."""
     thumbnail: np.ndarray | None = field(default=None, compare=False, repr=False)
     """The image's first channel, small and upright; None where ``image`` is."""
 
@@ -105,7 +105,8 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
     facts = _measure_image(image, label if is_labelled else None, task)
     first, limits = turn_upright(image), (facts.channels[0].low, facts.channels[0].high)
     shape = None
-    if is_comparable and checked.label_counts.keys() - {0, task.ignore}:
+    if is_comparable and task.ignore not in checked.label_counts and checked.label_counts.keys() - {0}:
+        # Of a label that is partly to be ignored neither size nor border are known.
         # On the image's grid by its voxels, whatever its own header says: that is a finding of its own.
         shape = measure_shape(first, turn_upright(label, image), task.ignore, facts.spacing, limits)
     return replace(known, image=facts, label=shape, thumbnail=draw_thumbnail(first, *limits))

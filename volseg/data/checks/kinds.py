@@ -253,7 +253,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "spacing": _look(
             "a spacing far from the other cases'",
-            "within a factor 1.5 of the median, or of three quartile ranges",
+            "within a factor 3 of the median (1.5 where the size is far too), or three quartile ranges of the others",
             "is it in mm? leave the case out if it is another protocol",
         ),
         "extent": _look(
@@ -278,7 +278,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "wrapped": _look(
             "intensities jump between neighbours as after an overflow",
-            "at most 0.5 points more jumps over 70 % of the range than in the median case, or 5 robust deviations",
+            "at most 0.5 points more jumps over 90 % of the range than in the median case, or 5 robust deviations",
             "export it in a type that holds its values, such as float32",
         ),
         "saturated": _look(

@@ -19,8 +19,9 @@ BLOCK_SIDE = 128
 COARSE_SIDE = 96
 """Voxels along each axis to which a volume is thinned out at most."""
 
-WIDE_JUMP = 0.7
-"""Part of the range. Half of it lies between a vessel and air; nearly all of it between the ends of an integer type."""
+WIDE_JUMP = 0.9
+"""Part of the range. Up to four fifths lie between a brain and the background that was cut away around it; nearly all
+of it lies between the ends of an integer type."""
 
 THUMBNAIL_SIDE = 16
 """Voxels along each axis of the small copy by which images are compared with each other."""

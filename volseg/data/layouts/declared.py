@@ -35,20 +35,23 @@ __all__ = [
 MANIFESTS = ("dataset.json", "task.yaml")
 """Files in which a data set may describe itself."""
 
-KEYS = (
-    "labels",
-    "modality",
-    "channel_names",
-    "regions",
-    "regions_class_order",
-    "ignore",
-    "labelled",
-    "training",
-    "test",
-    "dataset",
-    "file_ending",
-)
-"""Keys of a manifest that are read. Others may be there; one that is nearly one of these is a slip."""
+KEYS: Mapping[str, type | tuple[type, ...]] = {
+    "labels": dict,
+    "modality": (dict, list),
+    "channel_names": (dict, list),
+    "regions": dict,
+    "regions_class_order": list,
+    "ignore": int,
+    "labelled": dict,
+    "training": list,
+    "test": list,
+    "dataset": dict,
+    "file_ending": str,
+}
+"""Keys of a manifest that are read, and what stands under each.
+
+Others may be there. One that is nearly one of these, and holds the same, is a slip; ``"num_training": 260`` is none.
+"""
 
 COUNTS = ("numTraining", "numTest")
 """Keys that are read where they matter, and nearly others."""
@@ -102,12 +105,12 @@ def read_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def _refuse_slips(declared: Mapping[Any, Any], path: Path) -> None:
     """Raise where a key is nearly one that is read and absent: what it says would have no effect."""
-    absent = {key.lower(): key for key in KEYS if key not in declared}
-    for key in declared:
+    for key, value in declared.items():
+        absent = [name for name, kind in KEYS.items() if name not in declared and isinstance(value, kind)]
         if key not in (*KEYS, *COUNTS) and (
             near := get_close_matches(str(key).strip().lower(), absent, n=1, cutoff=NEAR)
         ):
-            raise DataError(f"{path}: the key {key!r} is not known; did you mean {absent[near[0]]!r}?")
+            raise DataError(f"{path}: the key {key!r} is not known; did you mean {near[0]!r}?")
 
 
 def _read_yaml(path: Path) -> Any:
