@@ -23,6 +23,8 @@ from typing import Any
 import nibabel
 import numpy as np
 
+from volseg.commands import run_module
+
 QUICK = ["training.validate_every=null", "evaluation.distances=false", "logging.loggers=[]"]
 
 FOREGROUND = "losses=[{name: DiceCELoss, include_background: false}]"
@@ -193,7 +195,7 @@ def make_thick(root: Path, output: Path, axis: int, factor: int) -> None:
 def run(config: Path, overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     """Train as a user would; return what the run folder says."""
     settings = [word for override in [*overrides, f"output={folder}"] for word in ("--set", override)]
-    command = [sys.executable, "-m", "volseg", "train", str(config), *settings, "--quiet"]
+    command = run_module("volseg", "train", str(config), *settings, "--quiet")
     begun = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     found: dict[str, Any] = {"seconds": round(time.perf_counter() - begun, 1)}
