@@ -12,6 +12,7 @@ import torch
 
 import volseg
 from volseg.errors import CheckpointError, ConfigError, DataError
+from volseg.experiment import REGISTRIES
 from volseg.experiment.imported import load_nnunet
 from volseg.experiment.placed_network import build_model
 from volseg.models import build_network
@@ -78,7 +79,10 @@ class Chain(torch.nn.Sequential):
 def test_a_network_of_the_users_own_has_as_many_layers_as_it_likes():
     """It was refused by the bound for built-in networks, which counts what is made and dropped, too."""
     volseg.register("network", "Chain", Chain)
-    assert len(build_network({"name": "Chain"}, in_channels=1, out_channels=2).state_dict()) == 6004
+    try:
+        assert len(build_network({"name": "Chain"}, in_channels=1, out_channels=2).state_dict()) == 6004
+    finally:
+        REGISTRIES["network"].forget("Chain")
 
 
 @pytest.mark.parametrize(
