@@ -12,6 +12,7 @@ import torch
 from volseg.workflow import Checkpoints, Hook, load_checkpoint
 from volseg.workflow.checkpoints import LATEST
 from volseg.workflow.interrupts import stop_if_requested
+from volseg.workflow.records import CLOCKED
 
 OPTIONS = {"average_decay": 0.9, "schedule": lambda progress: 1 - progress, "clip": 1.0, "precision": "fp32"}
 
@@ -82,7 +83,7 @@ def content(path):
     """Return everything in a checkpoint but the times."""
     state = load_checkpoint(path).as_checkpoint()
     for record in (*state["history"], *([state["best"]] if state["best"] else [])):
-        for clocked in ("seconds", "seconds_waited", "seconds_validating", "voxels_per_second"):
+        for clocked in CLOCKED:
             record.pop(clocked)
     del state["seconds"]
     return state

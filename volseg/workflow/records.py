@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["EpochRecord", "Score"]
+__all__ = ["CLOCKED", "EpochRecord", "Score"]
+
+CLOCKED = ("seconds", "seconds_waited", "seconds_validating", "voxels_per_second")
+"""Fields of an `EpochRecord` that depend on the wall clock; the others are the same in two runs of one config."""
 
 
 class Score(Protocol):

@@ -47,6 +47,7 @@ from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError
 from volseg.monitoring.environment import environment
 from volseg.workflow import load_checkpoint
+from volseg.workflow.records import CLOCKED
 from volseg.workflow.state import TrainingState
 
 CONFIG = {
@@ -227,7 +228,7 @@ def fingerprint(state: TrainingState) -> str:
     for name in ("seconds", "metadata"):
         content.pop(name)
     for record in (*content["history"], *([content["best"]] if content["best"] else ())):
-        for name in ("seconds", "seconds_waited"):
+        for name in CLOCKED:
             record.pop(name)
     _digest(digest, content)
     return digest.hexdigest()
