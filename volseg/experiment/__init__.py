@@ -9,7 +9,6 @@ from volseg.importing import import_late
 
 if TYPE_CHECKING:
     from volseg.config.loading import load_config
-    from volseg.experiment.cases import begin_cases
     from volseg.experiment.compiled_kernels import compile_beforehand
     from volseg.experiment.configuring import configure, configure_words, is_data_set, plan_run
     from volseg.experiment.cross_validation import cross_validate
@@ -39,7 +38,6 @@ __all__ = [
     "Outcome",
     "RunFolder",
     "apply_postprocessing",
-    "begin_cases",
     "calibrate_words",
     "closing_words",
     "compile_beforehand",
@@ -82,7 +80,6 @@ _HOMES = {
     "Outcome": "volseg.experiment.report",
     "RunFolder": "volseg.experiment.run_folder",
     "apply_postprocessing": "volseg.experiment.postprocessing",
-    "begin_cases": "volseg.experiment.cases",
     "calibrate_words": "volseg.experiment.machines",
     "closing_words": "volseg.experiment.report",
     "compile_beforehand": "volseg.experiment.compiled_kernels",

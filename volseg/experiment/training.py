@@ -13,7 +13,6 @@ from torch import nn
 from volseg.config.loading import format_config, require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
-from volseg.data.cases_ahead import CasesAhead
 from volseg.data.growing import GrowingBatches
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
@@ -75,7 +74,6 @@ def train(
     *,
     resume: bool = False,
     hooks: Sequence[Hook] = (),
-    ahead: CasesAhead | None = None,
 ) -> Outcome:
     """Train, validate, and leave a run folder.
 
@@ -88,8 +86,6 @@ def train(
         again do so by themselves.
     hooks : sequence of Hook
         Called after the framework's own.
-    ahead : CasesAhead, optional
-        A copy of this process that prepares the cases already, as the command line has one.
 
     Raises
     ------
@@ -117,9 +113,9 @@ def train(
             loggers = [build_logger(logger.spec()) for logger in named]
         replanning = Replanning(config)
         with suppress(BeginAgain):
-            return _train(config, resume, hooks, loggers, replanning, signs, compiling, ahead)
+            return _train(config, resume, hooks, loggers, replanning, signs, compiling)
         free_memory()  # here, where no traceback holds the model
-        return _train(config, True, hooks, loggers, replanning, signs, compiling, None)
+        return _train(config, True, hooks, loggers, replanning, signs, compiling)
 
 
 def _train(
@@ -130,7 +126,6 @@ def _train(
     replanning: Replanning,
     signs: SignsOfLife,
     compiling: CompilingBeside,
-    ahead: CasesAhead | None,
 ) -> Outcome:
     """Begin or go on, as far as that goes."""
     report_progress("start")  # what an attempt before did last is no step of this one
@@ -147,7 +142,7 @@ def _train(
             held.push(role.show_end)  # after the signs of life, which tell how the run ended
             role.show_life(signs, BeginAgain)
         with signs.span("building"):
-            run = _begin(role, resume, hooks, loggers, replanning, signs, held, compiling, ahead)
+            run = _begin(role, resume, hooks, loggers, replanning, signs, held, compiling)
         _fit(run)
         return _finish(run)
 
@@ -185,7 +180,6 @@ def _begin(
     signs: SignsOfLife,
     held: ExitStack,
     compiling: CompilingBeside,
-    ahead: CasesAhead | None,
 ) -> _Run:
     """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
     folder, device = role.folder, choose_device(role.config)
@@ -212,7 +206,7 @@ def _begin(
     # The cases first, meanwhile: a network that is built is run once, with its kernels.
     if gather_over_processes(["compiling"] if compiling.is_compiling else []):
         with signs.span("preparing"):
-            prepared = reading.prepare(chosen, ahead)
+            prepared = reading.prepare(chosen)
         with signs.span("compiling"):
             compiling.wait()
             gather_over_processes([])  # who has a copy waits for it, and the others for him
@@ -224,7 +218,7 @@ def _begin(
     model = build_model(config, chosen.task, device, mesh=mesh, begin=start)
     if prepared is None:
         with signs.span("preparing"):
-            prepared = reading.prepare(chosen, ahead)
+            prepared = reading.prepare(chosen)
     asked = _ask_for_forecast(config, replanning.tried, device, held)
     meter = GpuMeter()
     before = meter.count()
