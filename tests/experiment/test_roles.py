@@ -15,8 +15,8 @@ from volseg.experiment.folder_lock import LOCK
 from volseg.experiment.reading import Follower, Reader, choose_reading
 from volseg.experiment.roles import Leader, Member, choose_role
 from volseg.experiment.settling import settle_mesh
+from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.run_files import STATUS, TIMES
-from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.parallel.devices import find_rank
 
 
@@ -65,7 +65,7 @@ def test_the_leader_locks_a_folder_that_is_there_at_once_and_a_new_one_when_it_c
         leader = Leader(config, held)
         assert not config.folder.exists()
         assert leader.claim(resume=False) is False
-        leader.show_life(SignsOfLife(), RuntimeError)
+        leader.show_life(Heartbeat(), RuntimeError)
         assert {file.name for file in config.folder.iterdir()} == {LOCK, STATUS, TIMES}
     assert not config.folder.exists()  # no run was begun
     with ExitStack() as held:

@@ -16,7 +16,7 @@ from volseg.workflow import load_checkpoint
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-JOB = str(Path(__file__).parents[1] / "parallel" / "job_of_processes.py")
+JOB = str(Path(__file__).parents[1] / "parallel" / "processes" / "job_of_processes.py")
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from volseg.forecast.following import following
 from volseg.forecast.gpu_kinds import find_kind
 from volseg.parallel.candidates import StepPlan
 from volseg.parallel.candidates.beside import FollowingCopies, ask_copy
-from volseg.parallel.supervision import is_running
+from volseg.parallel.processes.supervision import is_running
 
 
 def build() -> nn.Module:

@@ -33,7 +33,7 @@ from volseg.data.told_cases import (
     recall_remark,
     take_told,
 )
-from volseg.parallel.together import Rounds, exchange, run_together, told_error
+from volseg.parallel.processes.progress_sync import Rounds, exchange, run_together, told_error
 
 __all__ = ["PreparedCases", "prepare_sound", "prepare_together"]
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from volseg.data.shared_memory import SharedTensors, can_share, map_tensors, take
-from volseg.parallel.together import exchange
+from volseg.parallel.processes.progress_sync import exchange
 
 __all__ = ["ALONE", "Place", "Readers", "deal_by_size", "meet_readers"]
 

@@ -2,7 +2,7 @@
 
 The training step is followed on a GPU of a kind (`following`), by the strategy that will run it, and every kernel that
 it asks for is compiled (`volseg.device.compiling`) into Triton's cache, where the step finds it. What was compiled is
-noted beside the kernels. A training has a copy of its process do so (`compiling_beside`), unless it finds a note; an
+noted beside the kernels. A training has a copy of its process do so (`kernel_worker`), unless it finds a note; an
 image, say, is filled before there is a GPU (`compile_beforehand`). Nothing depends on it: what was not compiled, Triton
 compiles when it is run.
 """

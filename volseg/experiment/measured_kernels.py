@@ -33,7 +33,7 @@ from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, FastKernels, Replicas
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.devices import is_distributed, is_main_process
-from volseg.parallel.progress import report_progress
+from volseg.parallel.processes.progress import report_progress
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.components import build_optimizer
 from volseg.workflow.named import Named

@@ -27,8 +27,8 @@ from volseg.experiment.report import Outcome, attempt, tell_outcome
 from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.same_run import require_same_config
 from volseg.monitoring.environment import environment
+from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.run_files import STATUS, TIMES
-from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.parallel.devices import is_distributed, is_main_process
 from volseg.reporting import NAME, write_brief, write_report
 from volseg.reporting.reading import TOLD
@@ -138,7 +138,7 @@ class Member:
     def put_down(self, name: str, content: Mapping[str, Any]) -> None:
         """Write what is known by now into a JSON file of the run folder."""
 
-    def show_life(self, signs: SignsOfLife, begins_again: type[Exception]) -> None:
+    def show_life(self, signs: Heartbeat, begins_again: type[Exception]) -> None:
         """Let others see in the run folder how far the training is, until it ends, or ``begins_again``."""
 
     def abandon(self) -> None:
@@ -187,7 +187,7 @@ class Leader(Member):
         self._lock()
         return goes_on
 
-    def show_life(self, signs: SignsOfLife, begins_again: type[Exception]) -> None:
+    def show_life(self, signs: Heartbeat, begins_again: type[Exception]) -> None:
         """Let others see in the run folder how far the training is, until it ends, or ``begins_again``."""
         self._held.callback(self._forget_signs)
         self._held.enter_context(signs.writing(self.folder.path, self._holds_folder, begins_again=begins_again))

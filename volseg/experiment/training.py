@@ -18,9 +18,9 @@ from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import ChosenCases, choose_cases
-from volseg.experiment.compiling_beside import CompilingBeside
 from volseg.experiment.component_record import require_components
 from volseg.experiment.forecast_beside import AskedOfCandidate, Gpus, PlanBeside
+from volseg.experiment.kernel_worker import compile_for_training
 from volseg.experiment.measured_kernels import KERNELS, settle_kernels
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.network_text import describe_network
@@ -43,17 +43,17 @@ from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.experiment.starting import START, Start
 from volseg.forecast.candidate import Candidate
 from volseg.monitoring.duration import DurationWarning
+from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.logger_table import build_logger
 from volseg.monitoring.loggers import History, LoggedRun, Logger
 from volseg.monitoring.memory import FirstSteps, GpuMeter
 from volseg.monitoring.progress import Progress
-from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.monitoring.spot_notices import heeding_spot_notices
 from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.training_log import TrainingLog, list_final
 from volseg.monitoring.waiting import WaitingAdvice
 from volseg.parallel.devices import count_restarts, is_main_process
-from volseg.parallel.progress import report_progress
+from volseg.parallel.processes.progress import report_progress
 from volseg.reporting.reading import TOLD
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.growing import ForgetOldSizes
@@ -96,26 +96,21 @@ def train(
     OutOfMemoryError
         If a batch or a volume does not fit its device.
     """
-    signs = SignsOfLife()
+    signs = Heartbeat()
     config = require_config(config)
     if resume:
         require_components(config.folder, resumes=True)
-    with deterministic(config.training.deterministic), ExitStack() as held:
+    with deterministic(config.training.deterministic):
         with signs.span("start"):
-            # Imports torch's compiler, before there is a copy that would import it as well.
             check_components(config)
-        # The copy that compiles before all else: it cannot be made once CUDA has begun, and this process keeps one core
-        # busy.
-        compiling = held.enter_context(closing(CompilingBeside(config)))
-        with signs.span("start"):
             # Now: cases of a large task are prepared for hours before there is something to log. In the leader alone.
             named = config.logging.loggers if is_main_process() else ()
             loggers = [build_logger(logger.spec()) for logger in named]
         replanning = Replanning(config)
         with suppress(BeginAgain):
-            return _train(config, resume, hooks, loggers, replanning, signs, compiling)
+            return _train(config, resume, hooks, loggers, replanning, signs)
         free_memory()  # here, where no traceback holds the model
-        return _train(config, True, hooks, loggers, replanning, signs, compiling)
+        return _train(config, True, hooks, loggers, replanning, signs)
 
 
 def _train(
@@ -124,8 +119,7 @@ def _train(
     hooks: Sequence[Hook],
     loggers: Sequence[Logger],
     replanning: Replanning,
-    signs: SignsOfLife,
-    compiling: CompilingBeside,
+    signs: Heartbeat,
 ) -> Outcome:
     """Begin or go on, as far as that goes."""
     report_progress("start")  # what an attempt before did last is no step of this one
@@ -142,7 +136,7 @@ def _train(
             held.push(role.show_end)  # after the signs of life, which tell how the run ended
             role.show_life(signs, BeginAgain)
         with signs.span("building"):
-            run = _begin(role, resume, hooks, loggers, replanning, signs, held, compiling)
+            run = _begin(role, resume, hooks, loggers, replanning, signs, held)
         _fit(run)
         return _finish(run)
 
@@ -161,7 +155,7 @@ class _Run:
     replanning: Replanning
     memory: FirstSteps
     log: TrainingLog
-    signs: SignsOfLife
+    signs: Heartbeat
 
 
 def _tell_patients(patients: PatientWords) -> None:
@@ -177,12 +171,11 @@ def _begin(
     hooks: Sequence[Hook],
     loggers: Sequence[Logger],
     replanning: Replanning,
-    signs: SignsOfLife,
+    signs: Heartbeat,
     held: ExitStack,
-    compiling: CompilingBeside,
 ) -> _Run:
     """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
-    folder, device = role.folder, choose_device(role.config)
+    given, folder, device = role.config, role.folder, choose_device(role.config)
     with signs.span("reading"):
         chosen = choose_cases(role.config)
     if is_main_process():
@@ -192,7 +185,7 @@ def _begin(
     choose_channel(role.config, chosen.task)
     plan = folder.plan() if resume else plan_network(role.config, chosen.task)
     config = replanning.settle(role, plan.complete(role.config), resume)
-    config, mesh = settle_mesh(config, chosen.task, device, compiling.forecast)
+    config, mesh = settle_mesh(config, chosen.task, device)
     replanning.tried = find_candidate(config, mesh.plan, count_devices(config, device))
     role.settle(config)
     seed_everything(config.seed)
@@ -203,13 +196,14 @@ def _begin(
     start = None if resume or config.training.start_from is None else Start(config, chosen)
     reading = choose_reading(config, mesh, plan.spacing)
     prepared = None
+    compiling = held.enter_context(closing(compile_for_training(given, replanning.tried, device)))
     # The cases first, meanwhile: a network that is built is run once, with its kernels.
     if gather_over_processes(["compiling"] if compiling.is_compiling else []):
         with signs.span("preparing"):
             prepared = reading.prepare(chosen)
         with signs.span("compiling"):
             compiling.wait()
-            gather_over_processes([])  # who has a copy waits for it, and the others for him
+            gather_over_processes([])  # a process with a worker waits for that, and the others for the process
     with signs.span("measuring") if config.training.kernels == "measured" else nullcontext():
         config, measured = settle_kernels(role, config, mesh, chosen.task, device, resume=resume)
     if measured is not None:
@@ -347,7 +341,7 @@ def _open_log(
     config: ExperimentConfig,
     role: Member,
     loggers: Sequence[Logger],
-    signs: SignsOfLife,
+    signs: Heartbeat,
     memory: FirstSteps,
     task: Task,
 ) -> TrainingLog:
@@ -372,7 +366,7 @@ def _name_final(final: Score) -> dict[str, float]:
 
 
 def _own_hooks(
-    config: ExperimentConfig, role: Member, memory: FirstSteps, log: TrainingLog, signs: SignsOfLife
+    config: ExperimentConfig, role: Member, memory: FirstSteps, log: TrainingLog, signs: Heartbeat
 ) -> list[Hook]:
     settings, folder = config.training, role.folder
     checkpoints = Checkpoints(

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from volseg.parallel.devices import is_distributed
-from volseg.parallel.processes import find_message_group
-from volseg.parallel.together import exchange
+from volseg.parallel.processes.group import find_message_group
+from volseg.parallel.processes.progress_sync import exchange
 
 __all__ = ["gather_over_processes", "largest_over_processes"]
 

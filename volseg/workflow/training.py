@@ -21,7 +21,7 @@ from volseg.data.cases import Batch
 from volseg.errors import ConfigError
 from volseg.models.weights import load_weights
 from volseg.parallel.devices import is_main_process
-from volseg.parallel.progress import report_progress
+from volseg.parallel.processes.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.epoch_clock import EpochClock
 from volseg.workflow.epoch_losses import CHECK_EVERY, EpochLosses

@@ -32,7 +32,7 @@ from volseg.data.splits import folds, write_splits
 from volseg.evaluation.intervals import mean_intervals
 from volseg.evaluation.overlap import evaluate_case
 from volseg.experiment import cross_validate, load_config
-from volseg.experiment.fold_processes import train_in_processes
+from volseg.experiment.fold_workers import train_in_processes
 from volseg.experiment.folds import plan_folds
 from volseg.experiment.sources import load_trained
 from volseg.experiment.trained import Trained

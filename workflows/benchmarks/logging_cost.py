@@ -42,7 +42,7 @@ from volseg.monitoring.loggers import History, LoggedRun
 from volseg.monitoring.memory import FirstSteps, GpuMeter
 from volseg.monitoring.pictures import draw_slices
 from volseg.monitoring.progress import Progress
-from volseg.monitoring.signs_of_life import SignsOfLife
+from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.training_log import TrainingLog
@@ -81,7 +81,7 @@ class Turns(Hook):
         self._begin, self._others_begin = time.perf_counter(), _time_others()
 
     def _watch(self, training: Training, held: ExitStack) -> None:
-        signs = SignsOfLife()
+        signs = Heartbeat()
         held.enter_context(signs.writing(self.folder))
         memory = FirstSteps(GpuMeter())
         run = LoggedRun(name="cost", folder=self.folder)

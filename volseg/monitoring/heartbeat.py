@@ -2,7 +2,7 @@
 
 A thread writes them every few seconds if the work has gone on since; one that hangs grows old there. So a step costs
 nothing, and the preparation of cases and a long validation show themselves as well. Every loop of the work reports
-where it is for its supervision anyway (`volseg.parallel.progress`).
+where it is for its supervision anyway (`volseg.parallel.processes.progress`).
 """
 
 import logging
@@ -32,12 +32,12 @@ from volseg.monitoring.run_files import (
     write_status,
     write_times,
 )
-from volseg.parallel.progress import find_milestone
+from volseg.parallel.processes.progress import find_milestone
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 
-__all__ = ["EVERY_SECONDS", "SignsOfLife"]
+__all__ = ["EVERY_SECONDS", "Heartbeat"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ OF_EPOCHS = ("training", "waiting for data", "recording", "validation")
 """Spans that are counted epoch by epoch."""
 
 
-class SignsOfLife(Hook):
+class Heartbeat(Hook):
     """Status and times of one process's work at a run; the leader's alone are written.
 
     Parameters

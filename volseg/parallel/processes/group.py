@@ -26,10 +26,10 @@ from volseg.parallel.devices import (
     note_restarts,
     stay_on_cpu,
 )
-from volseg.parallel.failures import end_after, end_by
-from volseg.parallel.meeting import Meeting, PrefixStore, meet, open_store
-from volseg.parallel.progress import report_progress
-from volseg.parallel.supervision import Cause, Supervision, name_machine
+from volseg.parallel.processes.first_error import end_after, end_by
+from volseg.parallel.processes.progress import report_progress
+from volseg.parallel.processes.rendezvous import Meeting, PrefixStore, meet, open_store
+from volseg.parallel.processes.supervision import Cause, Supervision, name_machine
 
 __all__ = [
     "TIMEOUT",

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from volseg.errors import ConfigError
-from volseg.experiment import predict, prediction_processes, train
-from volseg.experiment.prediction_processes import predict_in_processes
+from volseg.experiment import predict, prediction_workers, train
+from volseg.experiment.prediction_workers import predict_in_processes
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
@@ -100,12 +100,12 @@ while say({"asks": True}) or (case := json.loads(sys.stdin.readline())):
 @pytest.fixture
 def played(monkeypatch):
     """Let processes run a few lines in place of a network's prediction."""
-    start = prediction_processes._start
+    start = prediction_workers._start
 
     def started(command, *arguments):
         return start([sys.executable, "-c", WORKER], *arguments)
 
-    monkeypatch.setattr(prediction_processes, "_start", started)
+    monkeypatch.setattr(prediction_workers, "_start", started)
 
 
 def test_each_case_is_asked_for_once(played):
@@ -134,9 +134,9 @@ def test_where_all_processes_die_the_rest_is_told(played):
 
 def test_processes_that_die_before_their_first_case_say_why(monkeypatch):
     """All that was said of each case was: see what became of the other cases."""
-    start = prediction_processes._start
+    start = prediction_workers._start
     command = [sys.executable, "-c", "raise SystemExit('the driver is too old')"]
-    monkeypatch.setattr(prediction_processes, "_start", lambda _, *arguments: start(command, *arguments))
+    monkeypatch.setattr(prediction_workers, "_start", lambda _, *arguments: start(command, *arguments))
     results = list(predict_in_processes(CASES, [None, None], {}))
     assert [result.case for result in results] == [case["case"] for case in CASES]
     for result in results:
@@ -150,9 +150,9 @@ def test_an_error_that_is_no_cases_own_ends_all(played):
 
 def test_who_stops_listening_leaves_no_process(played, monkeypatch):
     processes = []
-    start = prediction_processes._start
+    start = prediction_workers._start
     monkeypatch.setattr(
-        prediction_processes, "_start", lambda *arguments: processes.append(start(*arguments)) or processes[-1]
+        prediction_workers, "_start", lambda *arguments: processes.append(start(*arguments)) or processes[-1]
     )
     results = predict_in_processes(CASES, [None, None], {"dies_with": []})
     next(results)

@@ -35,8 +35,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from volseg.parallel.meeting import Store
-from volseg.parallel.progress import Milestone, find_milestone
+from volseg.parallel.processes.progress import Milestone, find_milestone
+from volseg.parallel.processes.rendezvous import Store
 
 __all__ = ["Cause", "Supervision"]
 

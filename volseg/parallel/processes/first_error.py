@@ -24,7 +24,7 @@ from volseg.errors import (
 from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER, find_launch
 from volseg.lifetime import begin_anew, end_now, say_last
 from volseg.parallel.devices import name_own_place
-from volseg.parallel.supervision import ENDED_SILENTLY, Cause, Supervision
+from volseg.parallel.processes.supervision import ENDED_SILENTLY, Cause, Supervision
 
 __all__ = ["begin_all_anew", "describe", "end_after", "end_by", "is_lasting", "is_peer_gone", "read_cause"]
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from volseg.errors import ParallelError
 from volseg.launched import Launch
-from volseg.parallel.meeting import meet, open_store
+from volseg.parallel.processes.rendezvous import meet, open_store
 
 LAUNCH = Launch(rank=0, local_rank=0, world_size=3, address="localhost", port=1, run="test")
 

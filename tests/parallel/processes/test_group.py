@@ -13,7 +13,7 @@ import pytest
 
 from volseg.errors import ParallelError
 from volseg.parallel import launch
-from volseg.parallel.supervision import is_running
+from volseg.parallel.processes.supervision import is_running
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
