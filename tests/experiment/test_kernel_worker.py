@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from volseg.errors import ParallelError
 from volseg.experiment import kernel_worker
@@ -87,6 +88,7 @@ def wait_until_gone(process: int) -> None:
     raise AssertionError(f"{process} still runs")
 
 
+@pytest.mark.usefixtures("ready_python")
 def test_what_was_compiled_is_told_and_noted(begin, configured, tmp_path):
     checks = "assert gpu.capability >= (8, 0) and candidate.data == 1 and runs_here and not one_process"
     assert begin(checks, f"assert config.name == {configured().name!r}").wait(300) == CompiledKernels(
@@ -96,6 +98,7 @@ def test_what_was_compiled_is_told_and_noted(begin, configured, tmp_path):
     assert make_order(configured(), Candidate(), GPU, 1) is None  # there is a note
 
 
+@pytest.mark.usefixtures("ready_python")
 def test_a_training_goes_on_when_its_first_kernels_are_there_and_the_rest_follows_beside_it(begin, tmp_path):
     begun = begin(
         "ready()",
@@ -113,6 +116,7 @@ def test_a_training_goes_on_when_its_first_kernels_are_there_and_the_rest_follow
         time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("ready_python")
 def test_a_training_that_ends_ends_the_worker_and_what_that_started(begin, tmp_path):
     begun = begin(
         "helper = os.fork()",
@@ -127,6 +131,7 @@ def test_a_training_that_ends_ends_the_worker_and_what_that_started(begin, tmp_p
         wait_until_gone(wait_for(tmp_path / name))
 
 
+@pytest.mark.usefixtures("ready_python")
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -140,6 +145,7 @@ def test_a_worker_that_brings_nothing_says_why(line, told, begin, tmp_path):
     assert not (tmp_path / "note.json").exists()
 
 
+@pytest.mark.usefixtures("ready_python")
 def test_a_worker_that_hangs_costs_the_seconds_it_may(begin):
     assert "longer than" in begin("time.sleep(600)").wait(seconds=0.3).problem
 
@@ -155,6 +161,7 @@ def test_a_worker_ends_with_a_training_that_is_killed(begin, tmp_path):
     wait_until_gone(worker)
 
 
+@pytest.mark.usefixtures("ready_python")
 def test_a_note_that_cannot_be_written_is_told(begin, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(kernel_worker, "find_note", lambda *given: tmp_path / "file" / "note.json")
@@ -185,8 +192,6 @@ def test_what_is_ordered(processes, overrides, candidate, is_ordered, configured
 
 
 def test_a_training_on_the_cpu_starts_no_worker(configured):
-    import torch
-
     assert not compile_for_training(configured(), Candidate(), torch.device("cpu")).is_compiling
 
 

@@ -104,7 +104,7 @@ def test_a_case_that_cannot_be_drawn_ends_no_training(caplog):
     assert "no picture of odd" in caplog.text
 
 
-def test_signs_of_life_come_back_when_a_full_disk_has_space_again(tmp_path, monkeypatch, caplog):
+def test_the_heartbeat_comes_back_when_a_full_disk_has_space_again(tmp_path, monkeypatch, caplog):
     def refuse(file, status):
         raise OSError(errno.ENOSPC, "No space left on device")
 

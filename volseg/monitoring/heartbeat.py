@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ from volseg.monitoring.run_files import (
     write_status,
     write_times,
 )
+from volseg.parallel.processes.first_error import (
+    await_first_error,
+    deferring_signals,
+    reporting_first_error,
+)
+from volseg.parallel.processes.group import find_supervision
 from volseg.parallel.processes.progress import find_milestone
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
@@ -116,26 +123,33 @@ class Heartbeat(Hook):
         self._earlier = tuple(part for part in read_times(folder / TIMES) if part.begun != self._begun)
         self._folder, self._holds, ended = folder, holds, threading.Event()
         self._set_state("preparing")
-        thread = threading.Thread(target=self._keep_up, args=(ended,), name="signs of life", daemon=True)
+        thread = threading.Thread(target=self._keep_up, args=(ended,), name="volseg heartbeat", daemon=True)
         thread.start()
         state: State = "finished"
         message = ""
-        try:
-            yield
-        except begins_again:
-            state = "preparing"
-            raise
-        except (KeyboardInterrupt, SystemExit):
-            state = "interrupted"
-            raise
-        except BaseException as fault:
-            state, message = "failed", f"{type(fault).__name__}: {fault}"
-            raise
-        finally:
-            ended.set()
-            thread.join()
-            self._set_state(state, message)
-            self._folder = None
+        with reporting_first_error(partial(self._set_state, "failed")):
+            try:
+                yield
+            except begins_again:
+                state = "preparing"
+                raise
+            except (KeyboardInterrupt, SystemExit):
+                state = "interrupted"
+                raise
+            except BaseException as fault:
+                # A connection that broke says nothing of the process that died: its error is the job's.
+                with deferring_signals():
+                    first = await_first_error(fault, find_supervision())
+                    state, message = "failed", f"{type(first).__name__}: {first}"
+                    self._set_state(state, message)
+                if first is not fault:
+                    raise first from fault
+                raise
+            finally:
+                ended.set()
+                thread.join()
+                self._set_state(state, message)
+                self._folder = None
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -262,7 +276,7 @@ class Heartbeat(Hook):
                 # Tried again: who looks in would take a training that goes on for one that hangs, long after a disk
                 # that was full has space again.
                 if not self._is_mute:
-                    logger.warning("%s: no signs of life for now, %s; the training goes on", self._folder, fault)
+                    logger.warning("%s: no status is written for now, %s; the training goes on", self._folder, fault)
                 self._is_mute = True
             else:
                 self._is_mute = False

@@ -237,9 +237,11 @@ def told_error(message: Sequence[str], where: str) -> Exception:
 
 
 def _explain_broken(fault: Exception) -> ParallelError:
-    return ParallelError(
+    broken = ParallelError(
         f"the processes of a group lost each other, so this one stops too; one of them may have been ended: {fault}"
     )
+    broken.__cause__ = fault  # by which `is_peer_gone` knows it
+    return broken
 
 
 def _gather(numbers: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:

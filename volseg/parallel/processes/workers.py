@@ -252,6 +252,7 @@ class WorkerPool:
             if at_once:
                 with suppress(ProcessLookupError, PermissionError):  # all have ended
                     os.killpg(worker.process.pid, signal.SIGKILL)
+                worker.process.kill()
             else:
                 worker.process.terminate()
         for worker in self.running:
