@@ -31,6 +31,7 @@ __all__ = [
     "end_with_launcher",
     "end_with_parent",
     "is_exit_others",
+    "is_running",
     "say_last",
     "shape_last_words",
     "take_age",
@@ -88,7 +89,7 @@ def end_with_launcher() -> None:
     parent, launcher = os.getppid(), os.environ.get(OWN_LAUNCHER)
     if launcher == str(parent):
         end_with_parent(parent)
-    elif launcher is not None and not _is_there(int(launcher)):  # it ended before this process could look
+    elif launcher is not None and not is_running(int(launcher)):  # it ended before this process could look
         end_now(128 + signal.SIGTERM)
     else:
         Thread(target=_end_without, args=(parent,), name="volseg-parent", daemon=True).start()
@@ -126,14 +127,23 @@ def bind_copy(parent: int) -> None:
     end_with_parent(parent)
 
 
-def _is_there(process: int) -> bool:
+def is_running(process: int) -> bool:
+    """Tell whether a process of this machine runs; one that has ended and whose status nobody has taken does not."""
+    if not sys.platform.startswith("linux"):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # somebody else's
+            return True
+        return True
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    except PermissionError:  # somebody else's, who has its number now
-        return False
-    return True
+    except OSError:  # it may not be looked at: it is there
+        return True
 
 
 def call_before_last_words(close: Callable[[], object]) -> None:

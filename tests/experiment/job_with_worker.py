@@ -15,13 +15,13 @@ from volseg.cli import main
 from volseg.config.schema import ExperimentConfig
 from volseg.experiment import kernel_worker, training
 from volseg.experiment.compiled_kernels import CompiledKernels
-from volseg.experiment.kernel_worker import Gpu, KernelWorker, make_order, serve_kernels
+from volseg.experiment.kernel_worker import KernelWorker, OwnGpu, make_order, serve_kernels
 from volseg.experiment.reading import Follower
 from volseg.forecast.candidate import Candidate
 from volseg.lifetime import end_with_launcher
 from volseg.parallel.devices import count_processes, find_local_rank, find_rank
 
-GPU = Gpu(name="NVIDIA H200", processors=132, memory=140 * 2**30, capability=(9, 0))
+GPU = OwnGpu(name="NVIDIA H200", processors=132, memory=140 * 2**30, capability=(9, 0))
 
 build_model, prepare = training.build_model, Follower.prepare
 mode, folder = "", Path()

@@ -16,13 +16,13 @@ import torch
 from volseg.errors import ParallelError
 from volseg.experiment import kernel_worker
 from volseg.experiment.compiled_kernels import CompiledKernels
-from volseg.experiment.kernel_worker import BESIDE_TRAINING, Gpu, KernelWorker, compile_for_training, make_order
+from volseg.experiment.kernel_worker import BESIDE_TRAINING, KernelWorker, OwnGpu, compile_for_training, make_order
 from volseg.forecast.candidate import Candidate
 from volseg.parallel import launch
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kernels are compiled on Linux")
 
-GPU = Gpu(name="NVIDIA H200", processors=132, memory=140 * 2**30, capability=(9, 0))
+GPU = OwnGpu(name="NVIDIA H200", processors=132, memory=140 * 2**30, capability=(9, 0))
 
 WORKER = """
 import json, os, signal, sys, time

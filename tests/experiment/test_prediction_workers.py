@@ -144,7 +144,11 @@ def test_an_error_that_is_no_cases_own_ends_all():
 
 def list_children():
     """Return the processes that this one has started; see also `ready_python`, which keeps one."""
-    return {int(number) for file in Path("/proc/self/task").glob("*/children") for number in file.read_text().split()}
+    return {
+        int(number)
+        for file in Path("/proc/self/task").glob("*/children")
+        for number in file.read_text(encoding="ascii").split()
+    }
 
 
 def test_who_stops_listening_leaves_no_process():

@@ -33,7 +33,7 @@ from volseg.parallel.devices import count_processes, find_local_rank
 from volseg.parallel.processes.progress import report_progress
 from volseg.parallel.processes.workers import WorkerPool, open_channel
 
-__all__ = ["Gpu", "KernelWorker", "compile_for_training", "make_order", "serve_kernels"]
+__all__ = ["KernelWorker", "OwnGpu", "compile_for_training", "make_order", "serve_kernels"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
+class OwnGpu:
     """What kernels are compiled for."""
 
     name: str
@@ -58,7 +58,7 @@ class Gpu:
     capability: tuple[int, int]
 
     @classmethod
-    def find(cls, device: torch.device) -> "Gpu":
+    def find(cls, device: torch.device) -> "OwnGpu":
         """Return what a GPU of this process is."""
         found = torch.cuda.get_device_properties(device)
         return cls(
@@ -148,13 +148,13 @@ def compile_for_training(config: ExperimentConfig, candidate: Candidate, device:
     if device.type != "cuda" or not can_compile() or find_local_rank() != 0:
         return KernelWorker()
     try:
-        return KernelWorker(make_order(config, candidate, Gpu.find(device), count_processes()))
+        return KernelWorker(make_order(config, candidate, OwnGpu.find(device), count_processes()))
     except OSError as fault:  # a cache that may not be looked into
         logger.info("kernels are not compiled beforehand: %s", fault)
         return KernelWorker()
 
 
-def make_order(config: ExperimentConfig, candidate: Candidate, gpu: Gpu, processes: int) -> dict[str, Any] | None:
+def make_order(config: ExperimentConfig, candidate: Candidate, gpu: OwnGpu, processes: int) -> dict[str, Any] | None:
     """Return what the worker of a job is to do; None where there is nothing, or nobody could follow the step."""
     is_alone = processes == 1
     in_turns = candidate.data * (1 if is_alone else candidate.spatial) != processes  # one computes several replicas
@@ -183,7 +183,7 @@ def serve_kernels(compile_each: Callable[..., CompiledKernels] = compile_kernels
         os.setpriority(os.PRIO_PGRP, 0, max(own, BESIDE_TRAINING))  # this worker, and those that compile for it
         channel.send({"ready": True})
 
-    gpu = Gpu(**{**order["gpu"], "capability": tuple(order["gpu"]["capability"])})
+    gpu = OwnGpu(**{**order["gpu"], "capability": tuple(order["gpu"]["capability"])})
     try:
         config = load_config(order["config"])
         compiled = compile_each(

@@ -4,7 +4,6 @@ What is judged is the age of the last sign of life by this machine's clock. Whet
 its own machine alone, in the same space of process ids (a container has its own).
 """
 
-import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from volseg.errors import DataError
+from volseg.lifetime import is_running
 from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, read_status
 
 __all__ = ["Look", "find_runs", "look_at", "parse_age", "tell_speed"]
@@ -117,7 +117,7 @@ def look_at(folder: str | Path) -> Look:
             "age may be wrong by as much"
         )
     is_here = status.host == socket.gethostname() and status.process_space == find_process_space()
-    is_gone = is_here and not status.has_ended and not _is_there(status.pid)
+    is_gone = is_here and not status.has_ended and not is_running(status.pid)
     if is_gone:
         remarks.append(f"process {status.pid} is gone and said nothing; go on with the run by --resume")
     return Look(folder=folder, status=status, age=max(age, 0.0), is_gone=is_gone, remarks=tuple(remarks))
@@ -151,16 +151,6 @@ def tell_speed(voxels_per_second: float) -> str:
 
 def _is_run(folder: Path) -> bool:
     return (folder / CONFIG).is_file() or (folder / STATUS).is_file()
-
-
-def _is_there(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
 
 
 def _tell_progress(status: RunStatus) -> str:

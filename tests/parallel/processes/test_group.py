@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from volseg.errors import ParallelError
+from volseg.lifetime import is_running
 from volseg.parallel import launch
-from volseg.parallel.processes.supervision import is_running
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 

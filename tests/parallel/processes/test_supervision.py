@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from volseg.lifetime import is_running
 from volseg.parallel.processes import supervision as module
 from volseg.parallel.processes.progress import Milestone, find_milestone, report_progress
-from volseg.parallel.processes.supervision import Supervision, is_running, name_machine
+from volseg.parallel.processes.supervision import Supervision, name_machine
 
 TIMEOUT = 1.0
 

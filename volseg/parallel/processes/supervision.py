@@ -35,6 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from volseg.lifetime import is_running
 from volseg.parallel.processes.progress import Milestone, find_milestone
 from volseg.parallel.processes.rendezvous import Store
 
@@ -335,17 +336,6 @@ def name_machine() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # another system than Linux: every process is on a machine of its own
         return f"process {os.getpid()}"
-
-
-def is_running(pid: int) -> bool:
-    """Tell whether a process of this machine runs; one that has ended and was not yet asked for does not."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except FileNotFoundError:
-        return False
-    except OSError:  # it may not be looked at: it is there
-        return True
 
 
 def _first_line(fault: BaseException) -> str:
