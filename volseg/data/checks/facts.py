@@ -12,9 +12,12 @@ from torch import Tensor
 from volseg.data.cases import Case, Task
 from volseg.data.checks.borders import LabelShape, measure_shape
 from volseg.data.checks.reading import CheckedCase
-from volseg.data.checks.texture import Texture, draw_thumbnail, measure_texture
+from volseg.data.checks.texture import Texture, compute_thumbnail, measure_texture
 
-__all__ = ["ChannelFacts", "ComparedCase", "ImageFacts", "find_axes", "measure", "turn_upright"]
+__all__ = ["AXES", "ChannelFacts", "ComparedCase", "ImageFacts", "find_axes", "measure", "turn_upright"]
+
+AXES = ("left-right", "front-back", "head-feet")
+"""Of an upright volume."""
 
 SAMPLES = 1 << 20
 """Voxels that percentiles are taken of."""
@@ -26,7 +29,7 @@ INCOMPARABLE = {"size", "not-finite", "constant", "image-is-label", "swapped"}
 """Kinds of problems with which a case would stand out by what follows from them."""
 
 UNLIKE_LABELS = {"label-reordered", "label-channels", "label-fractions", "label-undeclared"}
-"""Kinds of problems with which a label would."""
+"""The same of a label."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +84,9 @@ class ComparedCase:
     """Voxels of each value; empty without a label that can be read."""
     label_digest: str | None = None
     label: LabelShape | None = None
-    """None without structures on the image's grid, and of a label that is partly to be ignored."""
+    """None without structures on the image's grid, and where voxels are to be ignored."""
     thumbnail: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """The image's first channel, small and upright; None where ``image`` is."""
+    """Of the image's upright first channel, as `compute_thumbnail` returns it; None where ``image`` is."""
 
 
 def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
@@ -105,22 +108,22 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
     facts = _measure_image(image, label if is_labelled else None, task)
     first, limits = turn_upright(image), (facts.channels[0].low, facts.channels[0].high)
     shape = None
+    # Voxels to be ignored leave the size and the border of a label unknown.
     if is_comparable and task.ignore not in checked.label_counts and checked.label_counts.keys() - {0}:
-        # Of a label that is partly to be ignored neither size nor border are known.
-        # On the image's grid by its voxels, whatever its own header says: that is a finding of its own.
-        shape = measure_shape(first, turn_upright(label, image), task.ignore, facts.spacing, limits)
-    return replace(known, image=facts, label=shape, thumbnail=draw_thumbnail(first, *limits))
+        # On the image's grid, whatever the label's own header says: that is a finding of its own.
+        shape = measure_shape(first, turn_upright(label, image), facts.spacing, limits)
+    return replace(known, image=facts, label=shape, thumbnail=compute_thumbnail(first, *limits))
 
 
 def find_axes(volume: MetaTensor) -> tuple[list[int], list[bool]]:
-    """Return the file's axis along right-left, front-back and head-feet, and whether each points to the latter."""
+    """Return the file's axes along right-left, front-back and head-feet, and which point left, back or to the feet."""
     codes = nibabel.orientations.io_orientation(volume.affine.numpy())
     order = [int(axis) for axis in codes[:, 0].argsort()]
     return order, [bool(codes[axis, 1] < 0) for axis in order]
 
 
 def turn_upright(volume: MetaTensor, place: MetaTensor | None = None) -> np.ndarray:
-    """Return the first channel with its axes towards right, front and head, by the affine of ``place``; a view."""
+    """Return the first channel with axes to the right, front and head, by the affine of ``place``; a view."""
     order, turned = find_axes(volume if place is None else place)
     channel: np.ndarray = volume.as_tensor()[0].permute(order).numpy()
     return channel[tuple(slice(None, None, -1 if is_turned else 1) for is_turned in turned)]
