@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from volseg.data.cases import Case, Task
-from volseg.data.checks.facts import AXES, ChannelFacts, ComparedCase, ImageFacts
+from volseg.data.checks.facts import AXES, ChannelFacts, ComparedCase, ImageFacts, StructureFacts
 from volseg.data.checks.kinds import Finding
 from volseg.data.checks.outliers import FEWEST_CASES, RARE, find_odd_images, find_odd_labels, find_outliers
 from volseg.data.names import list_some
@@ -77,8 +77,7 @@ def compare_cases(facts: Sequence[ComparedCase], task: Task) -> list[Finding]:
         is_ct = modality.strip().lower() == "ct"
         channels = [(case, image.channels[index]) for case, image in images if len(image.channels) == task.num_channels]
         found += _find_ct(channels, where) if is_ct else _find_scales(channels, where)
-        found += _find_contrasts(channels, where)
-        found += _find_labels_on_air(channels, where, is_ct=is_ct)
+        found += _find_odd_structures(channels, where, is_ct=is_ct)
     return list({(one.case, one.kind): one for one in reversed(found)}.values())[::-1]
 
 
@@ -196,43 +195,34 @@ def _find_ct(channels: Channels, where: str) -> Iterator[Finding]:
             yield Finding.of(case, "ct-clipped", detail)
 
 
-def _find_contrasts(channels: Channels, where: str) -> Iterator[Finding]:
-    contrasts = [_contrast(channel) for _, channel in channels]
-    known = [contrast for contrast in contrasts if contrast is not None]
-    if len(known) < FEW_CASES:
-        return
-    usual = float(np.sign(np.median(known)))
-    clear = [contrast for contrast in known if contrast * usual > LEAST_CONTRAST]
-    if len(clear) < (1 - RARE) * len(known) and len(known) - len(clear) > 1:
-        return
-    for (case, _), contrast in zip(channels, contrasts, strict=True):
-        if contrast is not None and contrast * usual < -LEAST_CONTRAST:
-            usually = float(np.median(known))
-            yield Finding.of(case, "contrast", f"{where}{contrast:+.2f} of the range, elsewhere about {usually:+.2f}")
+def _find_odd_structures(channels: Channels, where: str, *, is_ct: bool) -> Iterator[Finding]:
+    """Remark on cases whose largest structure lies on air, or is dark where it is bright in the other cases.
+
+    Each structure is compared with the same one: in a cropped CT, lungs may be the only one.
+    """
+    by_label: dict[int, list[tuple[Case, StructureFacts, bool]]] = defaultdict(list)
+    for case, channel in channels:
+        for rank, (value, structure) in enumerate(channel.structures.items()):
+            by_label[value].append((case, structure, rank == 0))
+    for held in by_label.values():
+        if len(held) < FEW_CASES:
+            continue
+        contrasts = np.array([structure.contrast for _, structure, _ in held])
+        usual = np.nanmedian(contrasts) if np.isfinite(contrasts).any() else 0.0
+        clear, reverse = (sign * np.sign(usual) * contrasts > LEAST_CONTRAST for sign in (1, -1))
+        has_sign = np.isfinite(contrasts).sum() - clear.sum() <= max(1, RARE * len(held))
+        on_air = [_lies_on_air(structure, is_ct=is_ct) for _, structure, _ in held]
+        is_tissue = sum(on_air) <= max(1, RARE * len(held))  # neither lungs nor the darkest structure
+        for (case, structure, is_largest), is_reverse, is_on_air in zip(held, reverse, on_air, strict=True):
+            if is_largest and has_sign and is_reverse:
+                message = f"{where}{structure.contrast:+.2f} of the range, elsewhere about {usual:+.2f}"
+                yield Finding.of(case, "contrast", message)
+            if is_largest and is_tissue and is_on_air:
+                yield Finding.of(case, "label-on-air", f"{where}its median voxel is {structure.median:g}", "label")
 
 
-def _contrast(channel: ChannelFacts) -> float | None:
-    width = channel.high - channel.low
-    if channel.foreground is None or channel.background is None or width <= 0:
-        return None
-    return (channel.foreground - channel.background) / width
-
-
-def _find_labels_on_air(channels: Channels, where: str, *, is_ct: bool) -> Iterator[Finding]:
-    known = [(case, channel) for case, channel in channels if channel.foreground is not None]
-    if len(known) < FEW_CASES:
-        return
-    off = [_lies_on_air(channel, is_ct=is_ct) for _, channel in known]
-    if sum(off) > max(1, RARE * len(known)):  # lungs, or structures that are the darkest
-        return
-    for (case, channel), is_off in zip(known, off, strict=True):
-        if is_off:
-            yield Finding.of(case, "label-on-air", f"{where}its median voxel is {channel.foreground:g}", "label")
-
-
-def _lies_on_air(channel: ChannelFacts, *, is_ct: bool) -> bool:
-    assert channel.foreground is not None
-    return channel.foreground_lowest > 0.5 or (is_ct and channel.foreground < CLIPPED_ABOVE)
+def _lies_on_air(structure: StructureFacts, *, is_ct: bool) -> bool:
+    return structure.share_lowest > 0.5 or (is_ct and structure.median < CLIPPED_ABOVE)
 
 
 def describe_data(facts: Sequence[ComparedCase], task: Task) -> dict[str, object]:

@@ -1,8 +1,9 @@
 """What is kept of a case that was read, so that it can be compared with the others: a few numbers, no voxels."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import gcd
+from math import gcd, nan
+from typing import NamedTuple
 
 import nibabel
 import numpy as np
@@ -14,7 +15,16 @@ from volseg.data.checks.borders import LabelShape, measure_shape
 from volseg.data.checks.reading import CheckedCase
 from volseg.data.checks.texture import Texture, compute_thumbnail, measure_texture
 
-__all__ = ["AXES", "ChannelFacts", "ComparedCase", "ImageFacts", "find_axes", "measure", "turn_upright"]
+__all__ = [
+    "AXES",
+    "ChannelFacts",
+    "ComparedCase",
+    "ImageFacts",
+    "StructureFacts",
+    "find_axes",
+    "measure",
+    "turn_upright",
+]
 
 AXES = ("left-right", "front-back", "head-feet")
 """Of an upright volume."""
@@ -32,6 +42,16 @@ UNLIKE_LABELS = {"label-reordered", "label-channels", "label-fractions", "label-
 """The same of a label."""
 
 
+class StructureFacts(NamedTuple):
+    """Intensities of the voxels with one label."""
+
+    median: float
+    contrast: float
+    """From the median of the unlabelled voxels to that of these, in ranges of intensities; NaN if either is unknown."""
+    share_lowest: float
+    """Share of the voxels that have the channel's lowest value."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelFacts:
     """Intensities of a channel."""
@@ -46,12 +66,8 @@ class ChannelFacts:
     share_lowest: float
     """Share of the voxels that have the lowest value."""
     texture: Texture
-    foreground: float | None = None
-    """Median of the labelled voxels; None without any."""
-    background: float | None = None
-    """Median of the others."""
-    foreground_lowest: float = 0.0
-    """Share of the labelled voxels that have the lowest value."""
+    structures: Mapping[int, StructureFacts]
+    """By label, the largest structure first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,34 +148,33 @@ def turn_upright(volume: MetaTensor, place: MetaTensor | None = None) -> np.ndar
 def _measure_image(image: MetaTensor, label: MetaTensor | None, task: Task) -> ImageFacts:
     order, _ = find_axes(image)
     steps = image.affine[:3, :3].norm(dim=0).tolist()
-    foreground = None
-    if label is not None:
-        structures = label.as_tensor()[0]
-        foreground = structures > 0 if task.ignore is None else (structures > 0) & (structures != task.ignore)
     shape, spacing = ([values[axis] for axis in order] for values in (image.shape[1:], steps))
     codes = nibabel.orientations.io_orientation(image.affine.numpy())
+    labels = None if label is None else label.as_tensor()[0]
     return ImageFacts(
         shape=(int(shape[0]), int(shape[1]), int(shape[2])),
         spacing=(spacing[0], spacing[1], spacing[2]),
         orientation="".join(nibabel.orientations.ornt2axcodes(codes)),
-        channels=tuple(_measure_channel(channel, foreground, order) for channel in image.as_tensor()),
+        channels=tuple(_measure_channel(channel, labels, order, task.foreground) for channel in image.as_tensor()),
     )
 
 
-def _measure_channel(channel: Tensor, foreground: Tensor | None, order: list[int]) -> ChannelFacts:
+def _measure_channel(channel: Tensor, labels: Tensor | None, order: list[int], values: Iterable[int]) -> ChannelFacts:
     lowest, highest = channel.aminmax()
     taken = _choose_samples(channel.numel())
     samples = channel.flatten()[taken]
     low, median, high = (_percentile(samples, part) for part in RANGE)
-    inside = outside = None
-    on_lowest = 0.0
-    if foreground is not None and foreground.any():
-        # Of the labelled voxels, which may be few, as many as there are.
-        labelled = channel[foreground]
-        labelled = labelled[_choose_samples(labelled.numel())]
-        inside, on_lowest = _percentile(labelled, 0.5), (labelled == lowest).float().mean().item()
-        others = samples[~foreground.flatten()[taken]]
-        outside = _percentile(others, 0.5) if others.numel() else None
+    structures: dict[int, StructureFacts] = {}
+    if labels is not None:
+        others = samples[labels.flatten()[taken] == 0]
+        background = _percentile(others, 0.5) if others.numel() else nan
+        for value, voxels in _sample_structures(channel, labels, values):
+            middle = _percentile(voxels, 0.5)
+            structures[value] = StructureFacts(
+                median=middle,
+                contrast=(middle - background) / ((high - low) or nan),
+                share_lowest=(voxels == lowest).float().mean().item(),
+            )
     return ChannelFacts(
         lowest=lowest.item(),
         highest=highest.item(),
@@ -168,10 +183,18 @@ def _measure_channel(channel: Tensor, foreground: Tensor | None, order: list[int
         high=high,
         share_lowest=(samples == lowest).float().mean().item(),
         texture=measure_texture(channel.permute(order), low, high),
-        foreground=inside,
-        background=outside,
-        foreground_lowest=on_lowest,
+        structures=structures,
     )
+
+
+def _sample_structures(channel: Tensor, labels: Tensor, values: Iterable[int]) -> list[tuple[int, Tensor]]:
+    """Return voxels of each structure, the largest first."""
+    # A sample of all voxels could miss small structures.
+    is_labelled = labels > 0
+    taken = _choose_samples(int(is_labelled.sum()))
+    intensities, held = channel[is_labelled][taken], labels[is_labelled][taken]
+    found = [(value, intensities[held == value]) for value in values]
+    return sorted(((value, voxels) for value, voxels in found if voxels.numel()), key=lambda item: -item[1].numel())
 
 
 def _choose_samples(count: int) -> slice:

@@ -305,13 +305,13 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "export it with all its values",
         ),
         "contrast": _look(
-            "the structures are darker than the rest where they are brighter in the other cases, or the reverse",
-            "the sign of 90 % of the cases",
+            "the largest structure is dark where it is bright in the other cases, or the reverse",
+            "brighter or darker than the background, as this structure is in 90 % of the cases",
             "is the image inverted, of another sequence, or the label displaced?",
         ),
         "label-on-air": _look(
             "the label lies on air",
-            "fewer than half of its voxels at the image's lowest value or, in CT, below -500, as in the other cases",
+            "fewer than half of the largest structure's voxels at the lowest value or, in CT, below -500",
             "is it shifted or mirrored against the image?",
         ),
     }
