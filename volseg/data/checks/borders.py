@@ -50,9 +50,6 @@ MOST_BORDER = 8192
 FEWEST_VOXELS = 3
 """Voxels that a cell needs for a mean."""
 
-FEWEST_PAIRS = 200
-"""Pairs of neighbours that a label needs for an agreement: two lesions of one voxel each are no noise."""
-
 
 class Move(NamedTuple):
     """A shift or mirroring of a label that may undo its misplacement."""
@@ -125,7 +122,7 @@ def measure_shape(
     return LabelShape(
         volume=size * float(np.prod(spacing)),
         unlabelled=1 - size / label.size,
-        agreement=1.0 if np.isnan(agreement := measure_agreement(label, FEWEST_PAIRS)) else agreement,
+        agreement=1.0 if np.isnan(agreement := measure_agreement(label)) else agreement,
         stray=_measure_stray(coarse[tuple(map(slice, first, last + 1))], sides),
         on_faces=_count_on_faces(labelled) / size ** (2 / 3),
         offset=tuple(((first + last + 1 - coarse.shape) / 2).tolist()),

@@ -43,7 +43,7 @@ FOLDS = 5
 """Of nnU-Net's cross-validation, which is ours too."""
 
 LEAST_CONTRAST = 0.05
-"""Of the range of intensities, between labelled voxels and the others; less of it has no sign."""
+"""Least contrast with a sign, in ranges of intensities."""
 
 LEAST_DOUBLED = 64
 """Labelled voxels from which on two equal label maps are no chance."""
@@ -114,7 +114,7 @@ def _find_same_labels(facts: Sequence[ComparedCase], task: Task) -> Iterator[Fin
         if fact.label_digest is not None and _count_structures(fact, task) >= LEAST_DOUBLED:
             by_digest[fact.label_digest].append(fact)
     for first, *rest in by_digest.values():
-        # Two names for one image are told as such.
+        # Equal images are a finding of their own.
         others = [fact.case["case"] for fact in rest if fact.image != first.image]
         if others:
             yield Finding.of(first.case, "same-label", f"also {list_some(others)}", "label")

@@ -36,10 +36,10 @@ RANGE = (0.005, 0.5, 0.995)
 """Percentiles between which intensities count: single hot voxels do not."""
 
 INCOMPARABLE = {"size", "not-finite", "constant", "image-is-label", "swapped"}
-"""Kinds of problems with which a case would stand out by what follows from them."""
+"""Kinds of problems whose consequences would make a case an outlier."""
 
 UNLIKE_LABELS = {"label-reordered", "label-channels", "label-fractions", "label-undeclared"}
-"""The same of a label."""
+"""Kinds of problems after which the shape of a label is unknown."""
 
 
 class StructureFacts(NamedTuple):
@@ -198,7 +198,7 @@ def _sample_structures(channel: Tensor, labels: Tensor, values: Iterable[int]) -
 
 
 def _choose_samples(count: int) -> slice:
-    """Return which of ``count`` voxels are looked at: evenly, and by a step that meets every row and column."""
+    """Return the voxels of ``count`` to sample: evenly, by a step that meets every row and column."""
     step = max(1, count // SAMPLES)
     while gcd(step, count) > 1:
         step += 1

@@ -186,7 +186,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "image-copy": _look(
             "the image is a cropped, mirrored or rescaled copy of another case's image",
-            "in any mirroring, shift and scale, a difference of at least a quarter of that between neighbouring voxels",
+            "a difference of at least a quarter of the step between neighbouring voxels, after alignment",
             "keep one; otherwise it counts twice, and may be in training and test",
         ),
         "label-full": _look(
@@ -201,12 +201,12 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "label-absent": _look(
             "a label that nearly all cases have is missing",
-            "every label that at least 95 % of 20 or more cases have",
+            "every label that at least 95 % of the cases have, in a data set of 20 or more",
             "was it merged into another label, or forgotten? it may be absent after surgery",
         ),
         "label-ragged": _look(
             "the label is as ragged as noise",
-            "neighbours that agree at most 12 percentage points less often than the median",
+            "a share of equal neighbours at most 12 percentage points below the median",
             "is it the right file, stored as integers? many small structures look like this too",
         ),
         "label-scattered": _look(
@@ -216,17 +216,17 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "label-cut": _look(
             "the label reaches the faces of the volume",
-            "at most 3 percentage points more of its surface on them than the median",
+            "a part of its surface on them at most 3 percentage points above the median",
             "is the volume cut off, or the label shifted? the field of view may be smaller",
         ),
         "label-shifted": _look(
             "the label is probably shifted against the image",
-            "image intensities along its border, and its place, that match the other cases best where it lies",
+            "no other place where the label and the image along its border match the other cases much better",
             "view both together; the patient may be unusual",
         ),
         "label-mirrored": _look(
             "the label is probably mirrored against the image",
-            "image intensities along its border, and its place, that match the other cases best where it lies",
+            "no other place where the label and the image along its border match the other cases much better",
             "view both together; the patient may be unusual",
         ),
         "labels-exchanged": _look(
@@ -270,23 +270,23 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "noise, swapped bytes and integer overflows look like this; another protocol may too",
         ),
         "slices-unlike": _look(
-            "neighbouring slices differ more than in the other cases",
-            "a roughness along the axis, relative to the other axes, within 1.5 times the median",
+            "neighbouring slices differ more than those of other cases",
+            "roughness along one axis, divided by the roughness along the others, at most 1.5 times the median",
             "are slices missing, or is the spacing wrong? thicker slices look like this too",
         ),
         "wrapped": _look(
             "intensities jump as after an integer overflow",
-            "at most 0.5 percentage points more neighbours that differ by over 90 % of the range than the median",
+            "steps over 90 % of the range in at most 0.5 percentage points more of the neighbours than the median",
             "export it in a type that holds its values, such as float32",
         ),
         "saturated": _look(
             "many voxels have the highest value",
-            "at most 1 percentage point more of them than the median",
+            "a share of them at most 1 percentage point above the median",
             "export it with all its values; padding and masks look like this too",
         ),
         "empty-slices": _look(
             "slices hold a single value",
-            "at most 10 percentage points more of them than the median",
+            "a share of them at most 10 percentage points above the median",
             "are slices missing? padding looks like this too",
         ),
         "intensity-mixed": _look(
@@ -311,7 +311,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "label-on-air": _look(
             "the label lies on air",
-            "fewer than half of the largest structure's voxels at the lowest value or, in CT, below -500",
+            "at most half of the largest structure's voxels at the lowest value, and in CT a median of -500 or more",
             "is it shifted or mirrored against the image?",
         ),
     }

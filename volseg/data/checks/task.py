@@ -76,7 +76,7 @@ class TaskCheck:
         return {"ok": counts["ok"], "look": counts["look"], "bad": counts["bad"]}
 
     def lines(self) -> list[str]:
-        """Return the table: bad findings, a row for all that say the same, a row per kind of the others, and counts."""
+        """Return the table: a row per message of bad findings, a row per kind of remarks, and counts."""
         rows = [*_list_problems(self.problems)]
         by_kind: dict[str, list[Finding]] = defaultdict(list)
         for remark in self.remarks:
@@ -120,7 +120,7 @@ class TaskCheck:
 
 
 def _list_problems(problems: Sequence[Finding]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield a row for each message, whatever file it is about; of several cases it lists the first ones."""
+    """Yield a row for each message without its file, with the names of the first cases."""
     alike: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in problems:
         alike[finding.kind, finding.message.replace(str(finding.file), "").strip()].append(finding)
@@ -156,9 +156,9 @@ def check_task(
     ----------
     splits : sequence of Split, optional
         No image may train in one of them in which it validates; by default the data set's own, else nnU-Net's five
-        folds, by patient where there are several cases of one.
+        folds, which keep the cases of a patient together.
     group : str, optional
-        How cases are grouped by patient, as ``split.group``; by default as the data set tells.
+        Which cases belong to one patient, as ``split.group``; by default as the data set shows.
     workers, progress
         As for `check_cases`.
     """

@@ -54,6 +54,9 @@ MOST_LABELS, LEAST_AGREEMENT = 256, 0.6
 """Most values of a label map, and its least agreement. Images of 8 bits have a tenth, noise of two values a half, the
 hippocampus three quarters."""
 
+FEWEST_PAIRS = 200
+"""Pairs of neighbours that an agreement needs: two lesions of one voxel each are no noise."""
+
 COMPARED_VOXELS = 1 << 22
 """About how many voxels are compared with their neighbours."""
 
@@ -243,10 +246,11 @@ def resembles_labels(image: Tensor) -> bool:
     return measure_agreement(channel.numpy()) > LEAST_AGREEMENT
 
 
-def measure_agreement(labels: np.ndarray, fewest_pairs: int = 1) -> float:
+def measure_agreement(labels: np.ndarray) -> float:
     """Return the share of neighbours with equal values, among those of which at least one is labelled.
 
-    Neighbours lie in planes along the first axis, in a large volume in some of the planes. NaN of fewer pairs.
+    Neighbours share a plane along the first axis; in a large volume some planes are compared. NaN if there are fewer
+    than `FEWEST_PAIRS`.
     """
     planes = labels[:: -(-labels.size // COMPARED_VOXELS)]
     pairs = same = 0
@@ -254,7 +258,7 @@ def measure_agreement(labels: np.ndarray, fewest_pairs: int = 1) -> float:
         counts = (one > 0) | (other > 0)
         pairs += int(counts.sum())
         same += int((counts & (one == other)).sum())
-    return same / pairs if pairs >= fewest_pairs else math.nan
+    return same / pairs if pairs >= FEWEST_PAIRS else math.nan
 
 
 def find_place_fault(image: MetaTensor, label: MetaTensor) -> Fault | None:
