@@ -65,6 +65,7 @@ __all__ = [
     "keep_gpu_busy",
     "left_out_of_compilation",
     "lerp_each_",
+    "list_script_graphs",
     "log_softmax",
     "make_wrapper_subclass",
     "multiply_each",
@@ -326,6 +327,16 @@ def watching_scripts(look: Callable[[Any], None]) -> Iterator[None]:
         yield
     finally:
         _LOOK_AT_SCRIPT.reset(token)
+
+
+def list_script_graphs(script: Any) -> list[Any]:
+    """Return the graph of a TorchScript function or method and those that it forks, with all calls inlined."""
+    graphs = [script.inlined_graph]
+    for graph in graphs:  # which grows
+        for node in graph.findAllNodes("prim::fork"):
+            graphs.append(node.g("Subgraph").copy())
+            torch._C._jit_pass_inline(graphs[-1])
+    return graphs
 
 
 @cache

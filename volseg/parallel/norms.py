@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from volseg.device.first_order import first_order
 from volseg.device.norm.running import Running, check_sizes
 from volseg.device.pretended import is_pretended, is_recording
-from volseg.device.torch_internals import ScriptMethod, find_saved_tensors_hooks, watching_scripts
+from volseg.device.torch_internals import ScriptMethod, find_saved_tensors_hooks, list_script_graphs, watching_scripts
 from volseg.errors import ParallelError
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -248,8 +249,7 @@ def check_script(replicas: Replicas, script: Any) -> None:
 
 def _find_norm_of_script(script: Any) -> str | None:
     """Return the name of the first norm over the batch that is not frozen in evaluation."""
-    graph = script.inlined_graph  # its nodes do not keep it alive
-    for name in (*BATCH_NORMS, "instance_norm"):
+    for graph, name in product(list_script_graphs(script), (*BATCH_NORMS, "instance_norm")):
         for node in graph.findAllNodes(f"aten::{name}"):
             given = [None if value.node().mustBeNone() else value.toIValue() is not False for value in node.inputs()]
             if find_norm_of_batch(name, given, {}):
