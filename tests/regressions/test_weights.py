@@ -216,7 +216,7 @@ def test_files_without_checksums_and_of_two_networks_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"Older files carry no checksums.*save it again: torch\.save"):
         read_weights(tmp_path / "old.pt")
     torch.save({"model": network.state_dict(), "state_dict": network.state_dict()}, tmp_path / "two.pt")
-    with pytest.raises(CheckpointError, match="holds weights under state_dict and model; save those that are wanted"):
+    with pytest.raises(CheckpointError, match="holds weights under state_dict and model; save the ones that you want"):
         read_weights(tmp_path / "two.pt")
     with zipfile.ZipFile(tmp_path / "twice.pt", "w") as archive:
         archive.writestr("archive/data.pkl", b"")
