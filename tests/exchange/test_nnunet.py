@@ -126,8 +126,8 @@ def test_plans_that_would_be_followed_otherwise_are_refused(model, changes, why)
     ("key", "value", "why"),
     [
         ("strides", [[1, 2, 2], [1, 2, 2], [2, 2, 2]], r"a first stage of stride \[1, 2, 2\]; needed: 1"),
-        ("features_per_stage", [4, -1, 8], r"with filters \[4, -1, 8\]; needed: whole positive numbers"),
-        ("kernel_sizes", [[1, 3, None]] * 3, "with kernel_size .*needed: whole positive numbers"),
+        ("features_per_stage", [4, -1, 8], r"with filters \[4, -1, 8\]; needed: 3 positive whole numbers"),
+        ("kernel_sizes", [[1, 3, None]] * 3, "with kernel_size .*needed: 3 positive whole numbers"),
         ("n_stages", "x", "of .x. stages; needed: 2 to 32"),
     ],
 )

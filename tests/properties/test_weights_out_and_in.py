@@ -1,7 +1,7 @@
-"""Every way of a run's weights out of it and back in gives the bits that ``volseg predict RUN`` uses.
+"""Weights that are exported and loaded again have the bits that ``volseg predict RUN`` uses, for every format.
 
-Networks are drawn: with modules that run twice, modules that are registered twice, parameters and buffers of several
-names, a buffer that is a view of a parameter, and a network of MONAI's that names its layers twice.
+The networks are random. They have modules that run twice, modules that are registered twice, parameters and buffers of
+several names, and buffers that are views of parameters. MONAI's DynUNet names its layers twice.
 """
 
 import random
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Drawn(nn.Module):
-    """A network of a few blocks, by a number."""
+    """A random network of a few blocks, from a seed."""
 
     divisors = (1, 1, 1)
 
@@ -64,7 +64,7 @@ class Drawn(nn.Module):
         draw = random.Random(seed)
         width, norm = draw.choice([2, 3, 4]), draw.choice(["batch", "instance"])
         idioms = [draw.choice(IDIOMS) for _ in range(draw.randint(2, 4))]
-        idioms[-1] = IDIOMS[seed % len(IDIOMS)]  # so that each comes
+        idioms[-1] = IDIOMS[seed % len(IDIOMS)]  # so that each occurs
         self.stem = nn.Conv3d(in_channels, width, 3, padding=1)
         self.blocks, self.late = nn.ModuleList(), nn.ModuleDict()
         for number, idiom in enumerate(idioms):
@@ -95,14 +95,14 @@ class Drawn(nn.Module):
 
 
 class Truth(Hook):
-    """Keep what a training would validate with at its end, by its own average."""
+    """Keep the weights that a training validates with at its end."""
 
     def on_training_end(self, training):
         self.weights = training.validate(lambda: clone(training.network.state_dict()))
 
 
 class Begun(Hook):
-    """Keep the weights that a training begins with, and end it."""
+    """Keep the weights that a training starts with, and stop it."""
 
     def on_training_begin(self, training):
         self.weights = clone(training.network.state_dict())
@@ -135,7 +135,7 @@ def build(seed):
 
 
 @pytest.mark.parametrize("decay", [0.7, None])
-def test_a_hundred_checkpoints_give_the_bits_of_the_average(decay, tmp_path):
+def test_checkpoints_give_the_bits_of_the_average(decay, tmp_path):
     counts = Counter()
     for seed in range(50):
         network, truth = build(seed), Truth()
@@ -203,7 +203,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_on_several_devices_is_exported_and_begun_with_as_it_predicts(strategy, config_of, tmp_path):
+def test_a_run_on_several_devices_gives_the_bits_that_it_predicts_with(strategy, config_of, tmp_path):
     network = [DYNUNET, "training.ema=0.7", *STRATEGIES[strategy]]
     run, expected = run_of(config_of, tmp_path, *network)
     require_bits(load_trained(run, overrides=["parallel={}"]).models[0].state_dict(), expected)
@@ -214,18 +214,18 @@ def test_a_run_on_several_devices_is_exported_and_begun_with_as_it_predicts(stra
 
 
 @pytest.mark.parametrize(("seed", "ema"), [*((seed, "0.7") for seed in range(len(IDIOMS))), (0, "null"), (3, "null")])
-def test_every_way_gives_the_bits_of_the_run(seed, ema, config_of, tmp_path):
+def test_every_format_gives_the_bits_of_the_run(seed, ema, config_of, tmp_path):
     network = [f"network={{name: Drawn, seed: {seed}}}", f"training.ema={ema}"]
     run, expected = run_of(config_of, tmp_path, *network)
-    require_every_way(run, expected, network, config_of, tmp_path)
+    require_every_format(run, expected, network, config_of, tmp_path)
 
 
-def test_every_way_gives_the_bits_of_monais_network_that_names_its_layers_twice(config_of, tmp_path):
-    """47 of 49 parameters of an exported or fine-tuned DynUNet were the raw ones, and not their average."""
+def test_every_format_gives_the_bits_of_monais_dynunet(config_of, tmp_path):
+    """47 of 49 parameters of an exported or fine-tuned DynUNet were raw, and not averaged."""
     network = [DYNUNET, "training.ema=0.7"]
     run, expected = run_of(config_of, tmp_path, *network)
     assert len(expected) > 1.5 * len([*load_trained(run).models[0].parameters()])
-    require_every_way(run, expected, network, config_of, tmp_path)
+    require_every_format(run, expected, network, config_of, tmp_path)
     bundle = export(run, tmp_path / "bundle", to="monai-bundle")
     plain = DynUNet(3, 1, 3, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8])
     plain.load_state_dict(torch.load(bundle / "models" / "model.pt", weights_only=True))
@@ -233,7 +233,7 @@ def test_every_way_gives_the_bits_of_monais_network_that_names_its_layers_twice(
 
 
 def shares_within_a_module(network):
-    """Say whether one module has a tensor of its own under two names, which TorchScript does not take."""
+    """Say whether one module has a tensor under two names, which TorchScript refuses."""
     for module in network.modules():
         named = module.named_parameters, module.named_buffers
         own = [id(value) for each in named for _, value in each(recurse=False, remove_duplicate=False)]
@@ -242,7 +242,7 @@ def shares_within_a_module(network):
     return False
 
 
-def require_every_way(run, expected, network, config_of, folder):
+def require_every_format(run, expected, network, config_of, folder):
     require_bits(load_trained(run).models[0].state_dict(), expected)
     archive = export(run, folder / "model.zip")
     require_bits(load_trained(archive).models[0].state_dict(), expected)

@@ -35,7 +35,7 @@ MOST_MANIFEST = 1 << 24
 MOST_MEMBERS = 10_000
 
 DAMAGES = (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError, OverflowError, MemoryError, struct.error)
-"""What zipfile raises for damaged archives: their version number, names, offsets, lengths."""
+"""What zipfile raises for damaged archives: for their version number, names, offsets or lengths."""
 
 LONG_AGO = (1980, 1, 1, 0, 0, 0)
 """The earliest date that zip can write: the date is the same whenever it is written."""

@@ -1,11 +1,10 @@
-"""Trained networks that no training here made: their files become the same objects as a run's."""
+"""Load trained networks from nnU-Net's folders and from exported files as the same objects as a run's."""
 
-import hashlib
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -166,26 +165,24 @@ def load_archive(file: str | Path, overrides: Sequence[str] = (), *, checkpoint:
         if checkpoint not in ("latest", exported):
             raise ConfigError(f"{file} holds the {exported} checkpoint, not {checkpoint}; leave --checkpoint out")
         return [
-            replace(_load_member(file, *member, overrides), postprocessing=archive.postprocessing)
-            for member in zip(archive.runs, archive.weights, strict=True)
+            replace(_load_member(file, *network, overrides), postprocessing=archive.postprocessing)
+            for network in archive.networks
         ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """What `volseg export` wrote, while it is open."""
+    """An open file of `volseg export`."""
 
     manifest: Mapping[str, Any]
-    runs: list[RunFolder] = field(default_factory=list)
-    """Config, task and network of each network; they have no checkpoints and no cases."""
-    weights: list[bytes] = field(default_factory=list)
-    """Of each network, as `unpack_tensors` takes them."""
+    networks: list[tuple[RunFolder, bytes]]
+    """A run folder with config, task and plan, without checkpoints and cases; and the weights for `unpack_tensors`."""
     postprocessing: Postprocessing | None
 
 
 @contextmanager
 def open_archive(file: Path) -> Iterator[Archive]:
-    """Read an archive, whose hashes are compared, and lay out its runs until the block ends.
+    """Read an archive, compare its hashes, and write its runs into a temporary folder until the block ends.
 
     Raises
     ------
@@ -203,7 +200,7 @@ def open_archive(file: Path) -> Iterator[Archive]:
         if (content := members.get(POSTPROCESSING)) is not None:
             (Path(folder) / POSTPROCESSING).write_bytes(content)
             order = Postprocessing.load(Path(folder) / POSTPROCESSING)
-        archive = Archive(manifest=manifest, postprocessing=order)
+        networks = []
         for number in range(count):
             run = RunFolder(Path(folder) / str(number))
             run.path.mkdir()
@@ -212,9 +209,8 @@ def open_archive(file: Path) -> Iterator[Archive]:
                     (run.path / name).write_bytes(content)
             if (content := members.get(f"{number}/{WEIGHTS}")) is None:
                 raise CheckpointError(f"{file} has no {number}/{WEIGHTS}; copy it again")
-            archive.runs.append(run)
-            archive.weights.append(content)
-        yield archive
+            networks.append((run, content))
+        yield Archive(manifest=manifest, networks=networks, postprocessing=order)
 
 
 def _load_member(file: Path, run: RunFolder, weights: bytes, overrides: Sequence[str]) -> Trained:
@@ -232,5 +228,5 @@ def _load_member(file: Path, run: RunFolder, weights: bytes, overrides: Sequence
         task=task,
         preprocessing=preprocessing_of(config),
         models=(model.eval(),),
-        weights=hashlib.sha256(weights).hexdigest(),
+        weights=blake2b(weights, digest_size=16).hexdigest(),
     )

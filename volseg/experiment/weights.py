@@ -85,12 +85,13 @@ def _read_run(file: Path, state: TrainingState) -> Weights:
 
 def _read_archive(path: Path) -> Weights:
     with open_archive(path) as archive:
-        if len(archive.runs) != 1:
+        if len(archive.networks) != 1:
             raise ConfigError(
-                f"training.start_from: {path} holds {len(archive.runs)} networks; export the run of one fold and name "
-                "that file"
+                f"training.start_from: {path} holds {len(archive.networks)} networks; export the run of one fold and "
+                "name that file"
             )
-        return Weights(file=path, values=unpack_tensors(archive.weights[0], str(path)), task=archive.runs[0].task())
+        [(run, weights)] = archive.networks
+        return Weights(file=path, values=unpack_tensors(weights, str(path)), task=run.task())
 
 
 def _find_state_dict(content: Any, path: Path) -> Mapping[str, Any]:

@@ -153,7 +153,9 @@ class _ParameterBudget(TorchFunctionMode):
             self.num_bytes -= func(*args, **{**kwargs, "device": "meta"}).nbytes
             self.num_tensors -= 1
             if self.num_bytes < 0:
-                raise ConfigError("its parameters do not fit into half of the free memory; take fewer channels or stages")
+                raise ConfigError(
+                    "its parameters do not fit into half of the free memory; take fewer channels or stages"
+                )
             if self.num_tensors < 0:
                 raise ConfigError(f"it has more than {MOST_TENSORS} parameters and buffers; take fewer blocks")
         return func(*args, **kwargs)

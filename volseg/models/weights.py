@@ -153,6 +153,8 @@ def _require_kind(name: str, value: Tensor, tensor: Tensor) -> None:
     """Raise for a value that torch cannot copy into the network's tensor, or would copy without a part of it."""
     form = "quantised" if value.is_quantized else "without values" if value.is_meta else str(value.layout)
     is_dense = form == str(torch.strided) and not value.is_nested
+    if is_dense and value.shape != tensor.shape and value.nbytes > value.untyped_storage().nbytes():
+        is_dense, form = False, f"expanded to {value.nbytes} bytes"  # which a copy would take
     has_fraction, needs_fraction = (one.is_floating_point() or one.is_complex() for one in (value, tensor))
     if is_dense and has_fraction >= needs_fraction and value.is_complex() <= tensor.is_complex():
         return

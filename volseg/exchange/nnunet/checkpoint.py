@@ -1,4 +1,4 @@
-"""nnU-Net's checkpoints: which values of them a prediction needs."""
+"""Read from nnU-Net's checkpoints what a prediction needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,7 +44,9 @@ def read_checkpoint(path: Path) -> NnunetWeights:
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise CheckpointError(f"{path}: network_weights should be named tensors, got {type(weights).__name__}")
     if strange := [name for name, value in weights.items() if not _is_stored(value)]:
-        raise CheckpointError(f"{path}: network_weights.{strange[0]} should be a tensor of stored numbers")
+        raise CheckpointError(
+            f"{path}: network_weights.{strange[0]} should be a dense tensor, neither quantised nor expanded"
+        )
     configuration = arguments.get("configuration") if isinstance(arguments, dict) else None
     if not isinstance(configuration, str):
         raise CheckpointError(f"{path}: init_args should name the configuration, got {configuration!r}")
@@ -60,7 +62,7 @@ def read_checkpoint(path: Path) -> NnunetWeights:
 
 
 def _is_stored(value: object) -> bool:
-    """Say whether a value is a dense tensor whose every number is stored, none of them expanded."""
+    """Say whether a value is a dense tensor whose storage holds all of its numbers."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_quantized or value.is_meta:
         return False
-    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    return value.nbytes <= value.untyped_storage().nbytes()

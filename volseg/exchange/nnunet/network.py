@@ -75,7 +75,7 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
         count, kind = stages - (key == "decoder_blocks"), _is_size if key in ("strides", "kernel_size") else _is_count
         if key != "name" and not (len(of_stages) == count and all(map(kind, of_stages))):
             raise ConfigError(
-                f"{where} builds {name} with {key} {of_stages!r:.200}; needed: whole positive numbers, {count} of them"
+                f"{where} builds {name} with {key} {of_stages!r:.200}; needed: {count} positive whole numbers"
             )
     # No tensor tells it, and the logits would lie on a coarser grid than the image.
     if spec["strides"][0] not in (1, [1, 1, 1]):
@@ -84,12 +84,12 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
 
 
 def _is_count(value: Any) -> bool:
-    """Say whether a value is a whole positive number that torch can count to."""
+    """Say whether a value is a positive whole number of 31 bits."""
     return type(value) is int and 0 < value < 2**31
 
 
 def _is_size(value: Any) -> bool:
-    """Say whether a value is a whole positive number, or three of them."""
+    """Say whether a value is a positive whole number, or three of them."""
     return all(map(_is_count, value)) if isinstance(value, list) and len(value) == 3 else _is_count(value)
 
 
@@ -108,7 +108,10 @@ def _read_architecture(configuration: Mapping[str, Any], where: str) -> tuple[st
     blocks, up, kernels, strides = (configuration[key] for key in old)
     base, most = (configuration[key] for key in numbers)
     if not (isinstance(blocks, list) and len(blocks) <= MOST_STAGES and _is_count(base) and _is_count(most)):
-        raise ConfigError(f"{where} should give each stage its convolutions, and two numbers of features")
+        raise ConfigError(
+            f"{where} should list the convolutions of at most {MOST_STAGES} stages, and give "
+            f"{' and '.join(numbers)} as whole numbers"
+        )
     return name, {
         "n_stages": len(blocks),
         "features_per_stage": [min(base * 2**stage, most) for stage in range(len(blocks))],

@@ -93,11 +93,7 @@ def _read_plan(plans: Any, file: Path, name: str) -> NnunetPlan:
     if reader not in READERS:
         raise ConfigError(f"{where} reads images by {reader}; what can be followed: {', '.join(READERS)}")
     schemes, masked = given.get("normalization_schemes"), given.get("use_mask_for_norm")
-    if (
-        not isinstance(schemes, list)
-        or not isinstance(masked, list)
-        or list(map(type, masked)) != [bool] * len(schemes)
-    ):
+    if not (isinstance(schemes, list) and isinstance(masked, list)) or [*map(type, masked)] != [bool] * len(schemes):
         raise DataError(f"{where} should give each channel a scheme and a mask, got {schemes} and {masked}")
     if unknown := [scheme for scheme in schemes if scheme not in SCHEMES]:
         raise ConfigError(f"{where} normalises by {unknown[0]}; what can be followed: {', '.join(SCHEMES)}")
