@@ -6,31 +6,26 @@ several names, and buffers that are views of parameters. MONAI's DynUNet names i
 
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
-import yaml
 from monai.networks.nets import DynUNet
+from tiny_trainings import DYNUNET, FirstWeights, clone, config_factory, make_training
 from torch import nn
 
 import volseg
-from volseg.data.synthetic import make_task
 from volseg.errors import ConfigError
 from volseg.exchange.tensors import pack_tensors, unpack_tensors
-from volseg.experiment import REGISTRIES, export, load_config, train
+from volseg.experiment import REGISTRIES, export, train
 from volseg.experiment.sources import load_trained
 from volseg.experiment.weights import read_weights
 from volseg.models.transfer import transfer_weights
 from volseg.models.weights import list_tensors, load_weights
-from volseg.workflow import Checkpoints, Hook, Named, Training, load_checkpoint
+from volseg.workflow import Hook, load_checkpoint
 from volseg.workflow.checkpoints import LATEST
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-
-DYNUNET = (
-    "network={name: DynUNet, kernel_size: [3, 3, 3], strides: [1, 2, 2], upsample_kernel_size: [2, 2], "
-    "filters: [4, 8, 8]}"
-)
 
 IDIOMS = ("runs_twice", "registered_twice", "tied", "tied_bias", "shared_buffer", "view", "tied_scalar")
 
@@ -101,32 +96,7 @@ class Truth(Hook):
         self.weights = training.validate(lambda: clone(training.network.state_dict()))
 
 
-class Begun(Hook):
-    """Keep the weights that a training starts with, and stop it."""
-
-    def on_training_begin(self, training):
-        self.weights = clone(training.network.state_dict())
-        training.stop("seen")
-
-
-def clone(state):
-    return {name: value.clone() for name, value in state.items()}
-
-
-def require_bits(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-class Batches:
-    def __len__(self):
-        return 3
-
-    def epoch(self, number, start=0):
-        for position in range(start, 3):
-            torch.manual_seed(position)
-            yield {"image": torch.randn(2, 1, 4, 4, 4), "label": torch.randint(3, (2, 4, 4, 4)), "case": ["a", "b"]}
+require_bits = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def build(seed):
@@ -139,11 +109,7 @@ def test_checkpoints_give_the_bits_of_the_average(decay, tmp_path):
     counts = Counter()
     for seed in range(50):
         network, truth = build(seed), Truth()
-        model = Named(network, inputs=["image"], outputs=["logits"])
-        loss = Named(nn.functional.cross_entropy, inputs=["logits", "label"], outputs=["loss"])
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.3)
-        hooks = [truth, Checkpoints(tmp_path)]
-        training = Training(model, loss, optimizer, Batches(), epochs=1, average_decay=decay, hooks=hooks)
+        training = make_training(network, tmp_path, 3, truth, decay=decay)
         training.run()
         expected, raw = truth.weights, clone(network.state_dict())
         assert decay is None or any(not torch.equal(raw[name], expected[name]) for name in raw)
@@ -170,22 +136,8 @@ def test_checkpoints_give_the_bits_of_the_average(decay, tmp_path):
 
 @pytest.fixture(scope="module")
 def config_of(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("weights")
-    values = {
-        "name": "drawn",
-        "data": {"root": str(make_task(folder / "Task00_Synthetic", num_cases=2, num_test=0))},
-        "preprocessing": [{"name": "Spacing", "spacing": [4.0, 4.0, 4.0]}, {"name": "ZScore"}],
-        "split": {"num_folds": 2, "validation": "none"},
-        "patch": {"size": [8, 8, 8], "batch": 2},
-        "augmentation": {"enabled": False},
-        "network": {"name": "Drawn", "seed": 0},
-        "optimizer": {"name": "SGD", "lr": 0.3},
-        "training": {"epochs": 1, "iterations": 3},
-    }
-    file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(values), encoding="utf-8")
     volseg.register("network", "Drawn")(Drawn)
-    yield lambda output, *more: load_config(file, [f"output={output}", *more])
+    yield config_factory(tmp_path_factory.mktemp("weights"))
     REGISTRIES["network"].forget("Drawn")
 
 
@@ -204,11 +156,11 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_on_several_devices_gives_the_bits_that_it_predicts_with(strategy, config_of, tmp_path):
-    network = [DYNUNET, "training.ema=0.7", *STRATEGIES[strategy]]
+    network = [DYNUNET, *STRATEGIES[strategy]]
     run, expected = run_of(config_of, tmp_path, *network)
     require_bits(load_trained(run, overrides=["parallel={}"]).models[0].state_dict(), expected)
     require_bits(load_trained(export(run, tmp_path / "model.zip")).models[0].state_dict(), expected)
-    begun = Begun()
+    begun = FirstWeights()
     train(config_of(tmp_path / "begun", f"training.start_from={run}", *network), hooks=[begun])
     require_bits(begun.weights, expected)
 
@@ -222,7 +174,7 @@ def test_every_format_gives_the_bits_of_the_run(seed, ema, config_of, tmp_path):
 
 def test_every_format_gives_the_bits_of_monais_dynunet(config_of, tmp_path):
     """47 of 49 parameters of an exported or fine-tuned DynUNet were raw, and not averaged."""
-    network = [DYNUNET, "training.ema=0.7"]
+    network = [DYNUNET]
     run, expected = run_of(config_of, tmp_path, *network)
     assert len(expected) > 1.5 * len([*load_trained(run).models[0].parameters()])
     require_every_format(run, expected, network, config_of, tmp_path)
@@ -261,6 +213,6 @@ def require_every_format(run, expected, network, config_of, folder):
     torch.save(unique, folder / "unique.pt")
     sources = [run, run / "checkpoints" / "latest.pt", archive]
     for number, source in enumerate([*sources, *(folder / f"{name}.pt" for name in ("plain", "wrapped", "unique"))]):
-        begun = Begun()
+        begun = FirstWeights()
         train(config_of(folder / f"begun_{number}", f"training.start_from={source}", *network), hooks=[begun])
         require_bits(begun.weights, expected)

@@ -2,65 +2,39 @@
 
 import random
 import re
+import shutil
 import zipfile
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
+from tiny_trainings import DYNUNET, FirstWeights, config_factory, make_training
 from torch import nn
 
-from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError, ConfigError, VolsegError
 from volseg.exchange.archive import write_archive
 from volseg.exchange.nnunet.checkpoint import read_checkpoint
 from volseg.exchange.tensors import pack_tensors
-from volseg.experiment import export, load_config, predict, train
+from volseg.experiment import export, predict, train
 from volseg.experiment.sources import load_trained
 from volseg.experiment.weights import read_weights
 from volseg.files import digest_file
 from volseg.models import FitGrid
 from volseg.models.transfer import transfer_weights
 from volseg.models.weights import load_weights, strip_prefixes
-from volseg.workflow import Checkpoints, Hook, Named, Training, load_checkpoint, save_checkpoint
+from volseg.workflow import load_checkpoint
 from volseg.workflow.checkpoints import LATEST
 
 NNUNET = Path(__file__).parents[1] / "exchange" / "nnunet" / "model" / "fold_0" / "checkpoint_final.pth"
 
 
-class Begun(Hook):
-    """Keep the weights that a training starts with, and stop it."""
-
-    def on_training_begin(self, training):
-        self.weights = {name: value.clone() for name, value in training.network.state_dict().items()}
-        training.stop("seen")
-
-
 @pytest.fixture(scope="module")
 def config_of(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("weights")
-    values = {
-        "name": "dynunet",
-        "data": {"root": str(make_task(folder / "Task00_Synthetic", num_cases=2, num_test=1))},
-        "preprocessing": [{"name": "Spacing", "spacing": [2.0, 2.0, 2.0]}, {"name": "ZScore"}],
-        "split": {"num_folds": 2, "validation": "none"},
-        "patch": {"size": [16, 16, 16], "batch": 2},
-        "augmentation": {"enabled": False},
-        "network": {
-            "name": "DynUNet",
-            "kernel_size": [3, 3, 3],
-            "strides": [1, 2, 2],
-            "upsample_kernel_size": [2, 2],
-            "filters": [4, 8, 8],
-            "norm_name": "batch",
-        },
-        "optimizer": {"name": "SGD", "lr": 0.3},
-        "training": {"epochs": 1, "iterations": 3, "ema": 0.7},
-    }
-    file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return lambda output, *more: load_config(file, [f"output={output}", *more])
+    make = config_factory(tmp_path_factory.mktemp("weights"))
+    return lambda output, *settings: make(output, DYNUNET, *settings)
 
 
 @pytest.fixture(scope="module")
@@ -91,104 +65,77 @@ def test_an_exported_run_predicts_as_the_run(run, images, tmp_path):
     assert any(not torch.equal(state.model[name], expected[name]) for name in expected if "skip_layers" in name)
 
 
-@pytest.mark.parametrize("source", ["", "checkpoints/latest.pt", "model.zip"])
-def test_a_training_starts_with_the_averaged_weights_under_all_names(run, source, config_of, tmp_path, caplog):
-    """As above for ``training.start_from``, whose log said "100.0% of all weights"."""
+@pytest.mark.parametrize(("ending", "share"), [("", "100.0"), ("output_block.conv.conv.bias", "99.9")])
+def test_the_log_counts_each_parameter_once_and_rounds_the_share_down(ending, share, run, config_of, tmp_path, caplog):
+    """The log said "100.0% of all weights" after 47 of 49 parameters had got raw weights instead of averages."""
     caplog.set_level("INFO", "volseg.experiment.starting")
-    path = export(run, tmp_path / "model.zip") if source == "model.zip" else run / source
-    begun = Begun()
-    train(config_of(tmp_path / "begun", f"training.start_from={path}"), hooks=[begun])
     network = load_trained(run).models[0]
-    assert equal(begun.weights, network.state_dict())
-    count = len([*network.parameters()])
-    assert f"{count} of {count} parameters taken, 100.0% of all weights" in caplog.text
-
-
-def test_the_log_counts_each_parameter_once_and_rounds_the_share_down(run, config_of, tmp_path, caplog):
-    caplog.set_level("INFO", "volseg.experiment.starting")
-    state = dict(load_trained(run).models[0].state_dict())
-    missing = [name for name in state if name.endswith("output_block.conv.conv.bias")]
-    assert missing
-    for name in missing:
-        del state[name]
+    state = {name: value for name, value in network.state_dict().items() if not (ending and name.endswith(ending))}
     torch.save(state, tmp_path / "most.pt")
     settings = [f"training.start_from={tmp_path / 'most.pt'}", "training.start_strict=false"]
-    train(config_of(tmp_path / "begun", *settings), hooks=[Begun()])
-    count = len([*load_trained(run).models[0].parameters()])
-    assert f"{count - 1} of {count} parameters taken, 99.9% of all weights" in caplog.text
+    train(config_of(tmp_path / "begun", *settings), hooks=[FirstWeights()])
+    count = len([*network.parameters()])
+    assert f"{count - bool(ending)} of {count} parameters taken, {share}% of all weights" in caplog.text
+
+
+def count_refused_flips(read, file, places):
+    """Flip a bit at each place of a file, require the same weights or a refusal, and return the number of refusals."""
+    whole, expected, refused = file.read_bytes(), read(file), 0
+    for place, bit in places:
+        changed = bytearray(whole)
+        changed[place] ^= 1 << bit
+        file.write_bytes(changed)
+        try:
+            found = read(file)
+        except VolsegError:
+            refused += 1
+        else:
+            assert all(map(equal, found, expected)), (place, bit)
+    return refused
+
+
+def read_parts(file):
+    weights = read_weights(file)
+    return [weights.values, weights.average or {}]
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "state_dict", "nnU-Net", "archive"])
 def test_a_flipped_bit_is_harmless_or_refused(kind, run, tmp_path):
     """``torch.load`` compares no checksums. After 150 flips in latest.pt, 103 gave other weights; in plain files 91 of
     150, in nnU-Net's checkpoints 65 of 120."""
-    file, read = tmp_path / "flipped", read_weights
-    if kind == "checkpoint":
-        whole = (run / "checkpoints" / LATEST).read_bytes()
-    elif kind == "state_dict":
+    file, read, draw = tmp_path / "flipped", read_parts, random.Random(7)
+    if kind == "state_dict":
         torch.save(load_trained(run).models[0].state_dict(), file)
-        whole = file.read_bytes()
     elif kind == "archive":
-        whole = export(run, tmp_path / "model.zip").read_bytes()
+        file = export(run, tmp_path / "model.zip")
     else:
-        whole, read = NNUNET.read_bytes(), lambda path: read_checkpoint(path).weights
-    file.write_bytes(whole)
-    expected, draw, refused = read(file), random.Random(7), 0
+        shutil.copy(NNUNET if kind == "nnU-Net" else run / "checkpoints" / LATEST, file)
+    if kind == "nnU-Net":
+        read = lambda path: [read_checkpoint(path).weights]  # noqa: E731
+    size = file.stat().st_size
     # Anywhere; in the first headers and the pickle; in the directory at the end.
-    places = [
-        *(draw.randrange(len(whole)) for _ in range(150)),
-        *range(0, 600, 12),
-        *range(len(whole) - 1000, len(whole), 20),
-    ]
-    for place in places:
-        changed = bytearray(whole)
-        changed[place] ^= 1 << draw.randrange(8)
-        file.write_bytes(changed)
-        try:
-            found = read(file)
-        except VolsegError:
-            refused += 1
-            continue
-        for name in ("values", "average") if read is read_weights else ("it",):
-            one, other = (found, expected) if name == "it" else (getattr(found, name), getattr(expected, name))
-            assert one is other is None or equal(one, other), (place, name)
+    places = [*(draw.randrange(size) for _ in range(150)), *range(0, 600, 12), *range(size - 1000, size, 20)]
+    refused = count_refused_flips(read, file, [(place, draw.randrange(8)) for place in places])
     assert refused > len(places) / 2
 
 
 def test_no_bit_of_the_zip_directory_changes_the_weights(tmp_path):
     """One bit marks a part as a folder. Such a part passes its checksum, and torch returns uninitialised memory."""
-    state, file, refused = nn.Linear(3, 2).state_dict(), tmp_path / "weights.pt", 0
-    torch.save(state, file)
+    file, name = tmp_path / "weights.pt", b"weights/data/0"
+    torch.save(nn.Linear(3, 2).state_dict(), file)
     whole = file.read_bytes()
-    name = b"weights/data/0"
     entry = whole.rindex(name) - 46  # in the directory at the end
     places = [*range(entry, entry + 46 + len(name)), *range(len(whole) - 98, len(whole))]
-    for place in places:
-        for bit in range(8):
-            changed = bytearray(whole)
-            changed[place] ^= 1 << bit
-            file.write_bytes(changed)
-            try:
-                assert equal(read_weights(file).values, state), (place, bit)
-            except VolsegError:
-                refused += 1
+    refused = count_refused_flips(read_parts, file, product(places, range(8)))
     assert refused > 4 * len(places)
-
-
-def damage(file):
-    """Flip a bit of the largest tensor in a file of ``torch.save``."""
-    with zipfile.ZipFile(file) as archive:
-        part = max(archive.infolist(), key=lambda one: one.file_size)
-        first = part.header_offset + 30 + len(part.filename) + 64 + part.file_size // 2
-    whole = bytearray(file.read_bytes())
-    whole[first] ^= 64
-    file.write_bytes(whole)
 
 
 def test_no_training_starts_with_a_damaged_file(run, config_of, tmp_path):
     """The reader of checkpoints refused the file, then ``torch.load`` read it, and the training went on."""
-    save_checkpoint(load_checkpoint(run / "checkpoints" / LATEST), tmp_path / "damaged.pt")
-    damage(tmp_path / "damaged.pt")
+    content = bytearray((run / "checkpoints" / LATEST).read_bytes())
+    largest = max(load_checkpoint(run / "checkpoints" / LATEST).model.values(), key=torch.Tensor.numel)
+    content[content.index(largest.numpy().tobytes())] ^= 64
+    (tmp_path / "damaged.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"damaged\.pt is damaged or no file of torch\.save"):
         train(config_of(tmp_path / "begun", f"training.start_from={tmp_path / 'damaged.pt'}"))
     assert not (tmp_path / "begun").exists()
@@ -217,6 +164,9 @@ def test_files_without_checksums_and_of_two_networks_are_refused(tmp_path):
     torch.save({"model": network.state_dict(), "state_dict": network.state_dict()}, tmp_path / "two.pt")
     with pytest.raises(CheckpointError, match="holds weights under state_dict and model; save the ones that you want"):
         read_weights(tmp_path / "two.pt")
+    (tmp_path / "a.safetensors").write_bytes(pack_tensors(network.state_dict()))
+    with pytest.raises(ConfigError, match="carries no checksums"):
+        read_weights(tmp_path / "a.safetensors")
     with zipfile.ZipFile(tmp_path / "twice.pt", "w") as archive:
         archive.writestr("archive/data.pkl", b"")
         with pytest.warns(UserWarning, match="Duplicate name"):
@@ -269,10 +219,7 @@ def tear(state):
 def test_two_names_of_one_tensor_with_two_values_are_refused(run, tmp_path):
     """The value of the last name was loaded, such as the raw weights in a file that an older volseg exported."""
     said = re.escape("a.weight and b.weight are two names of one tensor of the network, but the weights hold different")
-    for load in (
-        load_weights,
-        lambda network, state: transfer_weights(network, state, stems={}, heads={}, strict=False),
-    ):
+    for load in (load_weights, partial(transfer_weights, stems={}, heads={}, strict=False)):
         network = Tied()
         before = network.a.weight.clone()
         with pytest.raises(CheckpointError, match=said):
@@ -287,29 +234,6 @@ def test_two_names_of_one_tensor_with_two_values_are_refused(run, tmp_path):
     write_archive(tmp_path / "torn.zip", {"networks": 1, "checkpoint": "latest"}, members)
     with pytest.raises(CheckpointError, match=r"torn\.zip: .*are two names of one tensor of the network"):
         load_trained(tmp_path / "torn.zip")
-
-
-def training_of(network, folder, decay=0.5):
-    class Batches:
-        def __len__(self):
-            return 2
-
-        def epoch(self, number, start=0):
-            for position in range(start, 2):
-                torch.manual_seed(position)
-                yield {"image": torch.randn(1, 1, 4, 4, 4), "label": torch.zeros(1, 4, 4, 4).long(), "case": ["a"]}
-
-    return Training(
-        Named(network, inputs=["image"], outputs=["logits"]),
-        Named(
-            lambda logits, label: logits.square().mean() + 0 * label.sum(), inputs=["logits", "label"], outputs=["loss"]
-        ),
-        torch.optim.SGD(network.parameters(), lr=0.1),
-        Batches(),
-        epochs=1,
-        average_decay=decay,
-        hooks=[Checkpoints(folder)],
-    )
 
 
 class Keeps(nn.Module):
@@ -345,7 +269,7 @@ def test_the_extra_state_of_a_network_is_restored(copies, tmp_path):
             network.register_state_dict_post_hook(copy_all)
         made.append(FitGrid(network, (1, 1, 1)))
     made[0].net.said = "something"
-    training_of(made[0], tmp_path).run()
+    make_training(made[0], tmp_path, 2).run()
     state = load_checkpoint(tmp_path / LATEST)
     load_weights(made[1], state.model, state.averaged)
     transfer_weights(made[2], state.model, state.averaged, stems={}, heads={})
@@ -372,66 +296,50 @@ def test_a_checkpoint_with_two_values_of_one_tensor_is_not_resumed(tmp_path):
         def forward(self, image):
             return self.b(self.a(image))
 
-    training = training_of(Net(), tmp_path)
+    training = make_training(Net(), tmp_path, 1)
     training.run()
     state = training.state_dict()
     with pytest.raises(CheckpointError, match=r"model: a\.weight and b\.weight are two names of one tensor"):
-        training_of(Net(), tmp_path).load_state_dict({**state, "model": tear(state["model"])})
+        make_training(Net(), tmp_path, 1).load_state_dict({**state, "model": tear(state["model"])})
 
 
-def test_safetensors_files_are_refused_as_they_carry_no_checksums(tmp_path):
-    (tmp_path / "a.safetensors").write_bytes(pack_tensors(nn.Linear(2, 2).state_dict()))
-    with pytest.raises(ConfigError, match="carries no checksums"):
-        read_weights(tmp_path / "a.safetensors")
+ONES = torch.ones(3, 3)
+
+REFUSED = {
+    "complex64": lambda: torch.complex(ONES, ONES),
+    "int8": ONES.char,
+    "bool": ONES.bool,
+    "qint8 .quantised.": lambda: torch.quantize_per_tensor(ONES, 0.1, 0, torch.qint8),
+    "sparse_coo": ONES.to_sparse,
+    "without values": lambda: ONES.to("meta"),
+    "float64 .expanded to 8000000000000 bytes.": lambda: torch.zeros(1, dtype=torch.float64).expand(10**6, 10**6),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    {
-        "complex": "complex64",
-        "whole numbers": "int8",
-        "truth values": "bool",
-        "quantised": "qint8 .quantised.",
-        "sparse": "sparse_coo",
-        "without values": "without values",
-        "expanded": "float64 .expanded to 8000000000000 bytes.",
-    }.items(),
-)
-@pytest.mark.parametrize("is_tied", [False, True])
+def one_layer(times):
+    """Return a network that registers one layer several times."""
+    return nn.Sequential(*[nn.Linear(3, 3, bias=False)] * times)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
-def test_weights_of_another_kind_of_number_are_refused(kind, told, is_tied):
+def test_weights_of_another_kind_of_number_are_refused(kind, times):
     """A complex weight lost its imaginary part and a quantised integer its scale, without an error. Sparse, meta and
     expanded weights ended in errors of torch, and quantised weights of a tied layer ended the process."""
-    made = {
-        "complex": lambda: torch.complex(torch.ones(3, 3), torch.ones(3, 3)),
-        "whole numbers": lambda: torch.ones(3, 3, dtype=torch.int8),
-        "truth values": lambda: torch.ones(3, 3, dtype=torch.bool),
-        "quantised": lambda: torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint8),
-        "sparse": lambda: torch.eye(3).to_sparse(),
-        "without values": lambda: torch.empty(3, 3, device="meta"),
-        "expanded": lambda: torch.zeros(1, dtype=torch.float64).expand(10**6, 10**6),
-    }
-    network = tied() if is_tied else nn.Sequential(nn.Linear(3, 3, bias=False))
-    values = {name: made[kind]() for name in network.state_dict()}
-    with pytest.raises(CheckpointError, match=f"0.weight holds .*{told}.* the network needs float32"):
-        load_weights(network, values)
-    with pytest.raises(CheckpointError, match=f"0.weight holds .*{told}.* the network needs float32"):
-        transfer_weights(network, values, stems={}, heads={})
+    network = one_layer(times)
+    values = {name: REFUSED[kind]() for name in network.state_dict()}
+    for load in (load_weights, partial(transfer_weights, stems={}, heads={})):
+        with pytest.raises(CheckpointError, match=f"0.weight holds .*{kind}.* the network needs float32"):
+            load(network, values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_floats_of_other_sizes_are_loaded(dtype, is_tied):
+@pytest.mark.parametrize("times", [1, 2])
+def test_floats_of_other_sizes_are_loaded(dtype, times):
     """Weights of eight bits ended in an error of torch, which cannot tell whether they are finite."""
-    network = tied() if is_tied else nn.Sequential(nn.Linear(3, 3, bias=False))
+    network = one_layer(times)
     weight = torch.tensor([[0.5, -2.0, 0.25], [1.0, 0.0, 4.0], [-0.125, 8.0, 3.0]])
-    values = {name: weight.to(dtype) for name in network.state_dict()}
-    transfer_weights(network, values, stems={}, heads={})
-    assert all(torch.equal(value, weight) for value in network.state_dict().values())
-    load_weights(network, {name: (-weight).to(dtype) for name in values})
-    assert all(torch.equal(value, -weight) for value in network.state_dict().values())
-
-
-def tied():
-    layer = nn.Linear(3, 3, bias=False)
-    return nn.Sequential(layer, layer)
+    for sign, load in ((1, load_weights), (-1, partial(transfer_weights, stems={}, heads={}))):
+        load(network, {name: (sign * weight).to(dtype) for name in network.state_dict()})
+        assert all(torch.equal(value, sign * weight) for value in network.state_dict().values())

@@ -34,22 +34,24 @@ from volseg.models.weights import load_weights
 
 __all__ = ["NNUNET_CHECKPOINTS", "Archive", "load_archive", "load_nnunet", "open_archive"]
 
-WEIGHTS = "weights.safetensors"
 logger = logging.getLogger(__name__)
+
+WEIGHTS = "weights.safetensors"
 
 POSTPROCESSING = "postprocessing.json"
 
 MEASURED_BY_NNUNET = "crossval_results*/postprocessing.pkl"
-"""Where nnU-Net writes what it measured to help."""
-MEMBERS = ("task.json", "network.json", "components.json")
-"""Files of a run folder that an archive holds of each network as they are, where there are any."""
+"""File of nnU-Net with the postprocessing that improved its scores."""
+
+MEMBERS = ("config.yaml", "task.json", "network.json", "components.json")
+"""Files of a run folder that an archive holds for each network, if the run has them."""
 
 NNUNET_CHECKPOINTS = {
     "latest": "checkpoint_final.pth",
     "best": "checkpoint_best.pth",
     "previous": "checkpoint_latest.pth",
 }
-"""nnU-Net's names of the checkpoints that a run has too."""
+"""A run's checkpoints, and nnU-Net's names for them."""
 
 
 def load_nnunet(
@@ -86,7 +88,7 @@ def load_nnunet(
     device = choose_device(config)
     models = []
     for file, weights in zip(read.checkpoints, read.weights, strict=True):
-        with torch.device("meta"):  # only its names and shapes are compared with the checkpoint's
+        with torch.device("meta"):  # only the names and shapes of its tensors matter
             plain = build_network(
                 config.network.spec(), in_channels=read.task.num_channels, out_channels=read.task.num_outputs
             )
@@ -100,7 +102,7 @@ def load_nnunet(
             "nnUNetv2_apply_postprocessing as well, which takes these label maps",
             found[0],
         )
-    # What the plans say of an image's preparation is in no config, unlike a run's.
+    # The digest covers the plans, as the config does not describe their preprocessing.
     digests = [digest_file(file) for file in (*read.checkpoints, *(read.folder / name for name in FILES))]
     return Trained(
         source=read.folder,
@@ -115,7 +117,7 @@ def load_nnunet(
 
 
 def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
-    """Return a config that says what the plans do; its optimizer is nnU-Net's and trains nothing."""
+    """Return a config with the values of the plans; its optimizer is never used."""
     plan = read.plan
     values: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "_", f"{plan.dataset}_{plan.name}").lstrip("._-") or plan.name,
@@ -141,7 +143,7 @@ def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
 
 
 def load_archive(file: str | Path, overrides: Sequence[str] = (), *, checkpoint: str = "latest") -> list[Trained]:
-    """Load what `volseg export` wrote: a network, or those of the folds of a cross-validation.
+    """Load a file of `volseg export`: one network, or the networks of a cross-validation's folds.
 
     Parameters
     ----------
@@ -204,7 +206,7 @@ def open_archive(file: Path) -> Iterator[Archive]:
         for number in range(count):
             run = RunFolder(Path(folder) / str(number))
             run.path.mkdir()
-            for name in (*MEMBERS, "config.yaml"):
+            for name in MEMBERS:
                 if (content := members.get(f"{number}/{name}")) is not None:
                     (run.path / name).write_bytes(content)
             if (content := members.get(f"{number}/{WEIGHTS}")) is None:

@@ -1,4 +1,4 @@
-"""Begin a training with the weights of another one: of a run, a checkpoint, or anybody's ``state_dict``."""
+"""Start a training with the weights of a run, a checkpoint, an exported run, or a ``state_dict``."""
 
 import logging
 import math

@@ -27,13 +27,13 @@ from volseg.models.vnet import VNet
 __all__ = ["NETWORKS", "build_network", "complete_spec"]
 
 LARGEST = 1 << 16
-"""Whole number that a network of volseg or MONAI takes: channels, blocks, sides."""
+"""Largest whole number in the parameters of networks of volseg and MONAI: channels, blocks, sides."""
 
 MOST_TENSORS = 5_000
 """Parameters and buffers; a FlexibleUNet of ResNet-200, the largest that MONAI offers, has 1,288."""
 
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
-"""Functions of torch by which modules make their parameters."""
+"""Functions of torch with which modules create their parameters."""
 
 _DATA = ("in_channels", "out_channels")
 
@@ -125,7 +125,7 @@ def build_network(
             raise ConfigError(f"network {name} must take {' and '.join(_DATA)}, which follow from the data, by keyword")
     if NETWORKS.accepts(name, "spatial_dims"):
         fixed["spatial_dims"] = 3
-    # A network of the user's own may make any number of tensors and drop them.
+    # A network of the user's own may create any number of tensors and drop them.
     is_bounded = NETWORKS.find_source(name) is None
     large = [value for value in list_values(completed) if isinstance(value, int) and abs(value) > LARGEST]
     if large and is_bounded:
@@ -138,7 +138,7 @@ def build_network(
 
 
 class _ParameterBudget(TorchFunctionMode):
-    """Count the tensors that modules make, and raise `ConfigError` before one that memory does not hold."""
+    """Count the tensors that modules create, and raise `ConfigError` before they do not fit into memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _ParameterBudget(TorchFunctionMode):
         self.num_tensors = MOST_TENSORS
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch; ask the meta device, which takes no memory, how large its result is."""
+        """Call a function of torch, after its result was counted on the meta device, which takes no memory."""
         del types
         kwargs = kwargs or {}
         if func in FACTORIES:

@@ -1,4 +1,4 @@
-"""Load weights into a network by its tensors, each of which may have several names.
+"""Load weights into a network whose tensors may have several names.
 
 A network that registers a module twice (MONAI's DynUNet), or ties two parameters, has one tensor under several names in
 its ``state_dict`` and under one name in ``named_parameters()``. Averaged weights are stored under the latter names. So
@@ -15,15 +15,23 @@ from torch import Tensor, nn
 
 from volseg.errors import CheckpointError
 
-__all__ = ["NamedTensor", "copy_parameters", "list_tensors", "load_weights", "resolve_weights", "strip_prefixes"]
+__all__ = [
+    "NamedTensor",
+    "copy_parameters",
+    "find_value",
+    "list_tensors",
+    "load_weights",
+    "resolve_weights",
+    "strip_prefixes",
+]
 
 PREFIXES = ("module.", "model.", "network.", "_orig_mod.")
-"""What wrappers of networks put before every name: DataParallel, Lightning and many scripts, torch.compile."""
+"""Prefixes of all names in wrapped networks: DataParallel, Lightning and many scripts, torch.compile."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A parameter or buffer of a network, and all of its names."""
+    """A parameter or buffer of a network, with all of its names."""
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
@@ -74,9 +82,9 @@ def resolve_weights(
     """
     resolved: dict[str, Any] = copy.copy(values)  # type: ignore[arg-type]  # keeps the attribute _metadata
     for one in list_tensors(network):
-        value = _read_value(values, one.names, one.tensor)
+        value = find_value(values, one.names, one.tensor)
         if average is not None and one.parameter_names:
-            averaged = _read_value(average, one.parameter_names, one.tensor)
+            averaged = find_value(average, one.parameter_names, one.tensor)
             if (value is None) != (averaged is None):
                 what = "no average" if averaged is None else "only an average"
                 raise CheckpointError(
@@ -133,8 +141,14 @@ def strip_prefixes(values: Mapping[str, Any], known: Iterable[str]) -> Mapping[s
     return best
 
 
-def _read_value(values: Mapping[str, Any], names: Iterable[str], tensor: Tensor) -> Any:
-    """Return the value that all given names of one tensor have; None if there is none."""
+def find_value(values: Mapping[str, Any], names: Iterable[str], tensor: Tensor) -> Any:
+    """Return the value of a network's tensor from its names in ``values``; None if no name is there.
+
+    Raises
+    ------
+    CheckpointError
+        If the names have different values, or a value is not a dense tensor of the network's kind of number.
+    """
     given = [name for name in names if name in values]
     for name in given:
         if isinstance(value := values[name], Tensor):
@@ -150,11 +164,11 @@ def _read_value(values: Mapping[str, Any], names: Iterable[str], tensor: Tensor)
 
 
 def _require_kind(name: str, value: Tensor, tensor: Tensor) -> None:
-    """Raise for a value that torch cannot copy into the network's tensor, or would copy without a part of it."""
+    """Raise if torch cannot copy a value into the network's tensor, or would lose a part of the value."""
     form = "quantised" if value.is_quantized else "without values" if value.is_meta else str(value.layout)
     is_dense = form == str(torch.strided) and not value.is_nested
     if is_dense and value.shape != tensor.shape and value.nbytes > value.untyped_storage().nbytes():
-        is_dense, form = False, f"expanded to {value.nbytes} bytes"  # which a copy would take
+        is_dense, form = False, f"expanded to {value.nbytes} bytes"  # a copy would need them
     has_fraction, needs_fraction = (one.is_floating_point() or one.is_complex() for one in (value, tensor))
     if is_dense and has_fraction >= needs_fraction and value.is_complex() <= tensor.is_complex():
         return
@@ -167,7 +181,7 @@ def _require_kind(name: str, value: Tensor, tensor: Tensor) -> None:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Say whether two values have the same bits, so that NaN equals itself; NaN is refused elsewhere."""
+    """Say whether two values have the same bits. NaN equals itself here; other code refuses it."""
     if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other
     if (one.shape, one.dtype) != (other.shape, other.dtype):

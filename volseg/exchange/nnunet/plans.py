@@ -1,4 +1,4 @@
-"""What nnU-Net's plans say of one configuration: its geometry, its intensities, its network."""
+"""Read the geometry, the intensities and the network of one configuration from nnU-Net's plans."""
 
 import math
 from collections.abc import Mapping
@@ -66,9 +66,9 @@ def read_plan(file: Path, name: str) -> NnunetPlan:
     plans = read_json(file, has_nan=True)
     try:
         return _read_plan(plans, file, name)
-    except (TypeError, AttributeError, KeyError, IndexError) as fault:  # a value of a kind that no plans have there
+    except (TypeError, AttributeError, KeyError, IndexError) as fault:  # a value of a wrong type
         raise DataError(
-            f"{file} is not as nnU-Net 2 writes it, and cannot be read ({fault}); copy the model folder again"
+            f"{file} differs from what nnU-Net 2 writes, and cannot be read ({fault}); copy the model folder again"
         ) from fault
 
 
