@@ -186,7 +186,7 @@ class Rebuilt:
 @pytest.mark.parametrize(("harm", "named"), [(Malicious, "system"), (Rebuilt, "_reconstruct")])
 def test_a_checkpoint_that_could_run_code_is_refused(model, harm, named):
     change_weights(model, lambda content: content.update(logging=harm()))
-    with pytest.raises(CheckpointError, match=f"could run anybody's code .*{named}.*trainer_name"):
+    with pytest.raises(CheckpointError, match=f"could run arbitrary code .*{named}.*trainer_name"):
         load_nnunet(model)
 
 

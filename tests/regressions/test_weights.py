@@ -184,7 +184,7 @@ def test_numbers_of_numpy_beside_weights_are_read(tmp_path):
     assert equal(read_weights(tmp_path / "a.pt").values, state)
     torch.save({"state_dict": state, "curve": np.zeros(3)}, tmp_path / "b.pt")
     with pytest.raises(
-        CheckpointError, match=r"anybody's code \(GLOBAL numpy\.\w+\.multiarray\._reconstruct\)\. If you"
+        CheckpointError, match=r"arbitrary code \(GLOBAL numpy\.\w+\.multiarray\._reconstruct\)\. If you"
     ):
         read_weights(tmp_path / "b.pt")
 

@@ -1,7 +1,7 @@
 """Read files of ``torch.save``: compare every checksum before deserialising, and run no code from the file.
 
 This is the only place where volseg calls ``torch.load``. Torch compares no checksum, so a flipped bit would change
-weights without an error. The checks and torch read the same open file, which nobody can replace in between.
+weights without an error. The checks and torch read the same open file, so it cannot be replaced in between.
 """
 
 import pickle
@@ -47,7 +47,7 @@ def read_torch_file(path: Path, device: torch.device | str = "cpu") -> Any:
     except pickle.UnpicklingError as fault:
         raise CheckpointError(
             f"{path} holds more than tensors, plain values and numpy's numbers, so it is not read: opening it could "
-            f"run anybody's code ({_name_global(fault)}). If you trust its source, load it with the program that wrote "
+            f"run arbitrary code ({_name_global(fault)}). If you trust its source, load it with the program that wrote "
             "it and save only the tensors: torch.save(network.state_dict(), FILE). From a checkpoint of nnU-Net, save "
             "a dict of network_weights, init_args, trainer_name and inference_allowed_mirroring_axes"
         ) from fault

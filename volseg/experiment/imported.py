@@ -43,8 +43,8 @@ POSTPROCESSING = "postprocessing.json"
 MEASURED_BY_NNUNET = "crossval_results*/postprocessing.pkl"
 """File of nnU-Net with the postprocessing that improved its scores."""
 
-MEMBERS = ("config.yaml", "task.json", "network.json", "components.json")
-"""Files of a run folder that an archive holds for each network, if the run has them."""
+MEMBERS = ("task.json", "network.json", "components.json")
+"""Files of a run folder that an archive holds unchanged for each network, if the run has them."""
 
 NNUNET_CHECKPOINTS = {
     "latest": "checkpoint_final.pth",
@@ -206,7 +206,7 @@ def open_archive(file: Path) -> Iterator[Archive]:
         for number in range(count):
             run = RunFolder(Path(folder) / str(number))
             run.path.mkdir()
-            for name in MEMBERS:
+            for name in (*MEMBERS, "config.yaml"):
                 if (content := members.get(f"{number}/{name}")) is not None:
                     (run.path / name).write_bytes(content)
             if (content := members.get(f"{number}/{WEIGHTS}")) is None:
