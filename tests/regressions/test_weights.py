@@ -144,14 +144,16 @@ def test_no_training_starts_with_a_damaged_file(run, config_of, tmp_path):
 def test_a_checkpoint_of_another_format_is_refused(run, tmp_path):
     """It was read as a file of another program: raw weights under the key ``model``, without the average."""
     state = load_checkpoint(run / "checkpoints" / LATEST)
-    for change, message in (
-        ({"format": 99}, "has format 99, this volseg reads 2"),
-        ({"format": 2, "more": 1}, r"holds no training state of format 2: .*has \['more'\] besides"),
+    whole = state.as_checkpoint()
+    for content, message in (
+        ({**whole, "format": 99}, "has format 99, this volseg reads 2"),
+        ({**whole, "format": 2, "more": 1}, r"holds no training state of format 2: .*has \['more'\] besides"),
+        ({name: value for name, value in whole.items() if name != "optimizer"}, r"it lacks \['optimizer'\]"),
     ):
-        torch.save({**state.as_checkpoint(), **change}, tmp_path / "other.pt")
+        torch.save(content, tmp_path / "other.pt")
         with pytest.raises(CheckpointError, match=message):
             read_weights(tmp_path / "other.pt")
-    torch.save(state.as_checkpoint(), tmp_path / "plain.pt")  # as `Training.state_dict` returns it
+    torch.save(whole, tmp_path / "plain.pt")  # as `Training.state_dict` returns it
     assert equal(read_weights(tmp_path / "plain.pt").average, state.average["average"])
 
 

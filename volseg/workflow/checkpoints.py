@@ -100,22 +100,19 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Tra
 
 
 def parse_checkpoint(content: Any, path: Path) -> TrainingState | None:
-    """Return the training state that the content of a file holds; None if it holds none.
+    """Return the training's state in a file's content; None if it holds none.
 
     Raises
     ------
     CheckpointError
-        If the state has another format, or a part of it is missing.
+        If the state is of another format or not whole.
     """
-    if not isinstance(content, Mapping):
-        return None
-    if isinstance(layout := content.get("format"), int):
+    layout = content.get("format") if isinstance(content, Mapping) else None
+    if isinstance(layout, int):
         if layout != FORMAT:
-            raise CheckpointError(
-                f"{path} has format {layout}, this volseg reads {FORMAT}; use the volseg that wrote it"
-            )
-    elif not content.keys() >= {"model", "average", "optimizer"}:  # which `Training.state_dict` returns without format
-        return None
+            raise CheckpointError(f"{path} has format {layout}, this volseg reads {FORMAT}: update volseg")
+    elif not (isinstance(content, Mapping) and isinstance(content.get("model"), Mapping) and "average" in content):
+        return None  # neither what `save_checkpoint` wrote nor what `Training.state_dict` returned
     return TrainingState.from_checkpoint(content, path)
 
 
