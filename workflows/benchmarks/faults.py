@@ -1,4 +1,4 @@
-"""Kill trainings in every way that a cluster does, start them again, and see that no work was lost; the result is JSON.
+"""Kill trainings in every way that a cluster does, start them again, and check that no work was lost.
 
 python workflows/benchmarks/faults.py --result workflows/benchmarks/results/unet_cpu_faults.json
 python workflows/benchmarks/faults.py --only kill --kill 5 --result /tmp/faults.json      # a part of it, quickly
@@ -14,6 +14,9 @@ signals    SIGINT, SIGTERM or SIGHUP at random moments of the first ten seconds 
 Trainings run as `volseg` itself, on a synthetic task. Those of one process are forked off this one, which has imported
 everything: starting Python and torch would take most of the time, and kills would mostly hit imports. The processes of
 `signals` start as a user starts them.
+
+The result is JSON: a list of sittings, to which each call of this script adds one. A sitting holds counts, and the runs
+that did not end well.
 """
 
 import argparse
@@ -39,7 +42,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from early_signals import NUMBERS, Command, summarise_tries, try_signal
+from early_signals import NUMBERS, summarise_tries, try_signal
 
 from volseg import cli, experiment  # noqa: F401  (the forked trainings find it imported)
 from volseg.commands import run_module
@@ -160,6 +163,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # imports what optimizers import late, so that no fork does
     result: dict = {"command": shlex.join(["python", *sys.argv]), "environment": environment()}
+    chosen.result.parent.mkdir(parents=True, exist_ok=True)
+    earlier = json.loads(chosen.result.read_text(encoding="utf-8"))["sittings"] if chosen.result.exists() else []
     with tempfile.TemporaryDirectory(prefix="faults") as place:
         bench = Bench(Path(place), chosen.seed, chosen.side_by_side)
         if chosen.only != ["signals"]:
@@ -167,9 +172,8 @@ def main() -> None:
         for part in chosen.only:
             begin = time.perf_counter()
             result[part] = {**PARTS[part](bench, getattr(chosen, part)), "took_seconds": time.perf_counter() - begin}
-            print(part, json.dumps({key: value for key, value in result[part].items() if key != "runs"}), flush=True)
-            chosen.result.parent.mkdir(parents=True, exist_ok=True)
-            chosen.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            print(part, json.dumps(result[part]), flush=True)
+            chosen.result.write_text(json.dumps({"sittings": [*earlier, result]}, indent=1) + "\n", encoding="utf-8")
     failed = [part for part in chosen.only if not result[part]["all_well"]]
     sys.exit(f"not all well: {', '.join(failed)}" if failed else 0)
 
@@ -278,23 +282,34 @@ def kill(bench: Bench, count: int) -> dict:
             sitting.wait()
             faults += examine(folder)["faults"]
         status = bench.start(folder).end()
+        equal = status == 0 and bench.is_like_undisturbed(folder)
+        left_over = sorted(path.name for path in (folder / "checkpoints").glob(".*"))
         return {
             "killed_in": wheres,
             "checkpoints_unreadable": faults,
             "status": status,
-            "equal": status == 0 and bench.is_like_undisturbed(folder),
-            "left_over": sorted(path.name for path in (folder / "checkpoints").glob(".*")),
+            "equal": equal,
+            "left_over": left_over,
+            "well": equal and not faults and not left_over,
         }
 
     runs = bench.each(count, run)
-    well = [found["equal"] and not found["checkpoints_unreadable"] and not found["left_over"] for found in runs]
     return {
-        "all_well": all(well),
-        "runs_equal_to_undisturbed": sum(found["equal"] for found in runs),
+        **count_well(runs),
         "kills": sum(len(found["killed_in"]) for found in runs),
         "killed_in": Counter(where for found in runs for where in found["killed_in"]),
         "unreadable_checkpoints": sum(len(found["checkpoints_unreadable"]) for found in runs),
-        "runs": runs,
+    }
+
+
+def count_well(runs: Sequence[dict]) -> dict:
+    """Return how many runs came to the bits of the undisturbed one, and the runs that did not end well."""
+    wrong = [found for found in runs if not found["well"]]
+    return {
+        "all_well": not wrong,
+        "runs": len(runs),
+        "runs_equal_to_undisturbed": sum(found["equal"] for found in runs),
+        "not_well": wrong,
     }
 
 
@@ -337,6 +352,7 @@ def ask_to_stop(
     lost = max(0.0, before - latest.stat().st_mtime) if latest.exists() else 0.0
     found = examine(folder)
     last = bench.start(folder, *more).end()
+    equal = last == 0 and fingerprint(load_checkpoint(latest)) == expected
     return {
         "where": where,
         "status": status,
@@ -345,7 +361,8 @@ def ask_to_stop(
         "checkpoints_unreadable": found["faults"],
         "progress": found["progress"],
         "status_at_last": last,
-        "equal": last == 0 and fingerprint(load_checkpoint(latest)) == expected,
+        "equal": equal,
+        "well": equal and status == 128 + signal.SIGTERM and not found["faults"] and seconds <= 20 and lost <= 5,
     }
 
 
@@ -354,18 +371,14 @@ def summarise(runs: list[dict]) -> dict:
     stopped = [run for run in runs if run["where"] != "over"]
     gone = [run["seconds_until_gone"] for run in stopped]
     lost = [run["seconds_lost"] for run in stopped]
-    well = [
-        run["equal"] and run["status"] == 128 + signal.SIGTERM and not run["checkpoints_unreadable"] for run in stopped
-    ]
+    counted = count_well(stopped)
     return {
-        "all_well": all(well) and max(gone) <= 20 and max(lost) <= 5 and len(stopped) > 0.8 * len(runs),
-        "stopped": len(stopped),
+        **counted,
+        "all_well": counted["all_well"] and len(stopped) > 0.8 * len(runs),
         "where": Counter(run["where"] for run in stopped),
         "statuses": Counter(run["status"] for run in stopped),
-        "runs_equal_to_undisturbed": sum(run["equal"] for run in stopped),
         "seconds_until_gone": {"median": statistics.median(gone), "largest": max(gone)},
         "seconds_lost": {"median": statistics.median(lost), "largest": max(lost)},
-        "runs": runs,
     }
 
 
@@ -453,18 +466,21 @@ def worker(bench: Bench, count: int) -> dict:
         os.kill(victims[victim], signal.SIGKILL)
         begin = time.monotonic()
         status = running.wait(timeout=LIMIT)
+        seconds = time.monotonic() - begin
+        equal = status == 0 and fingerprint(load_checkpoint(folder / "checkpoints" / "latest.pt")) == expected
+        left_over = children_of_group(folder)
         runs.append(
             {
                 "killed": victim,
                 "processes": len(victims),
                 "status": status,
-                "seconds_to_the_end": time.monotonic() - begin,
-                "equal": status == 0 and fingerprint(load_checkpoint(folder / "checkpoints" / "latest.pt")) == expected,
-                "left_over": children_of_group(folder),
+                "seconds_to_the_end": seconds,
+                "equal": equal,
+                "left_over": left_over,
+                "well": equal and len(victims) == 4 and not left_over,
             }
         )
-    well = [run["equal"] and run["processes"] == 4 and not run["left_over"] for run in runs]
-    return {"all_well": all(well), "went_on_to_the_same_bits": sum(run["equal"] for run in runs), "runs": runs}
+    return {**count_well(runs), "seconds_to_the_end": {"largest": max(run["seconds_to_the_end"] for run in runs)}}
 
 
 def children(pid: int) -> list[int]:
@@ -510,25 +526,25 @@ def torchrun(bench: Bench, count: int) -> dict:
 
 
 def signals(bench: Bench, count: int) -> dict:
-    """Send signals to processes of their own that are about to begin."""
-    # Under nohup, or in the background of a script, this process ignores these, and so would those that it starts.
+    """Send signals to commands that a user would type, in their first seconds."""
+    # Under nohup, or in the background of a script, this process ignores signals, and its children would inherit that.
     for ignored in NUMBERS:
         if signal.getsignal(ignored) is signal.SIG_IGN:
             signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
-    large = make_task(bench.place / "Task01_Large", num_cases=200)  # which takes more than ten seconds
+    large = make_task(bench.place / "Task01_Large", num_cases=200)  # takes more than ten seconds
     run = bench.place / "predicts"
     if bench.start(run).end() != 0:
         raise SystemExit(run.with_suffix(".log").read_text(encoding="utf-8")[-3000:])
     endless = ["--set", "training.epochs=100000", "--set", "training.checkpoint_minutes=60"]
-    commands = (
-        Command("train", lambda folder: [str(bench.config), "-o", str(folder / "run"), "--no-cache", *endless]),
-        Command("predict", lambda folder: [str(run), str(large / "imagesTr"), "-o", str(folder / "predictions")]),
-        Command("data check", lambda _: [str(large)]),
-    )
 
     def attempt(number: int, chance: random.Random) -> dict:
         folder = bench.place / f"signal_{number}"
-        return try_signal(commands[number % 3], NUMBERS[number // 3 % 3], folder, chance)
+        verb, arguments = (
+            ("train", [str(bench.config), "-o", str(folder / "run"), "--no-cache", *endless]),
+            ("predict", [str(run), str(large / "imagesTr"), "-o", str(folder / "predictions")]),
+            ("data check", [str(large)]),
+        )[number % 3]
+        return try_signal(verb, arguments, NUMBERS[number // 3 % 3], folder, chance)
 
     return summarise_tries(bench.each(count, attempt))
 
