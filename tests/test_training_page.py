@@ -27,7 +27,7 @@ def test_a_part_of_a_config_is_accepted(text):
 
 
 def test_the_page_has_all_kinds_of_split():
-    assert len(SPLITS) == 4
+    assert len(SPLITS) == 5
 
 
 @pytest.mark.parametrize("code", [text for kind, text in BLOCKS if kind == "python"])
