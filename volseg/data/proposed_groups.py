@@ -84,7 +84,13 @@ class GroupProposal:
     reason: str
     evident: bool
     """Whether the groups are taken by default; else they are a guess that a person has to judge."""
-    num_patients: int
+    patients: Mapping[str, str]
+    """The patient of each case."""
+
+    @property
+    def num_patients(self) -> int:
+        """The number of patients."""
+        return len(set(self.patients.values()))
 
 
 def propose_group(names: Iterable[str]) -> GroupProposal | None:
@@ -117,7 +123,7 @@ def describe_groups(
         f"by {source}, {len(groups)} cases {are} of {len(cases)} patients: {first} and {second} {are} of one, and a "
         "patient must not train and validate"
     )
-    return GroupProposal(group=group, reason=reason, evident=evident, num_patients=len(cases))
+    return GroupProposal(group=group, reason=reason, evident=evident, patients=groups)
 
 
 def _propose(pattern: str, names: Sequence[str], most: float, *, evident: bool = True) -> GroupProposal | None:
