@@ -1,4 +1,4 @@
-"""Which cases are of one patient: by a column of the data set, by DICOM's ``PatientID``, or by their names.
+"""Group cases by patient: by a column of the data set, by DICOM's ``PatientID``, or by the names of cases.
 
 Two frames, visits or sides of one patient resemble each other more than two patients do. If one trains and the other
 validates, the Dice is higher than that of any new patient, and no other number of the training shows it.
@@ -67,7 +67,7 @@ def find_groups(task: Task, group: str | None) -> dict[str, str] | None:
         return _require_all(task, task.columns[name], f"the column {name!r} is empty for", "fill it in")
     if group.casefold() == PATIENT_ID.casefold():
         remedy = "set split.group to a pattern of names, or list the patients in a table (CSV)"
-        return _require_all(task, _read_patient_ids(task), f"no DICOM {PATIENT_ID} is known of", remedy)
+        return _require_all(task, _read_patient_ids(task), f"no DICOM {PATIENT_ID} is known for", remedy)
     if "(" not in group:
         known = [*task.columns, *([PATIENT_ID] if _is_dicom(task) else [])]
         raise ConfigError(

@@ -1,9 +1,8 @@
-"""Find out from the names of cases which of them are of one patient. Pure.
+"""Group cases by patient from their names only.
 
-*Evident* rules know words: in ``patient001_frame01``, ``sub-07_ses-1``, ``case_0001_t0`` and ``P3_left``, the patient
-stands beside a frame, a visit, a time, a side. ``configure`` takes such groups. *Possible* rules know only numbers:
-``MMS_003_01`` may be the first visit of patient 3 or the first patient of site 3. Such groups are reported and not
-taken.
+*Evident* groups follow from words: in ``patient001_frame01``, ``sub-07_ses-1``, ``case_0001_t0`` and ``P3_left``, the
+patient stands beside a frame, a visit, a time, a side. ``configure`` sets such groups. *Possible* groups follow from
+numbers: ``MMS_003_01`` may be the first visit of patient 3 or the first patient of site 3. They are only reported.
 """
 
 import re
@@ -14,13 +13,13 @@ from dataclasses import dataclass, replace
 __all__ = ["GroupProposal", "describe_groups", "propose_group"]
 
 MOST_IN_GROUP = 12
-"""Cases of one patient where a word says what distinguishes them; more are believed if there are more patients."""
+"""Most cases of a patient if a word distinguishes them; more are allowed if there are as many patients."""
 
 MOST_COUNTED = 3
-"""The same where that word may count patients of a site or a year too (`COUNTED`)."""
+"""Most cases of a patient if that word may count patients of a site or a year too (`COUNTED`)."""
 
 MOST_NUMBERED = 6
-"""Cases of one patient where only numbers distinguish them: ``patient_2_014`` may be of site 2."""
+"""Most cases of a patient if only numbers distinguish them: ``patient_2_014`` may be of site 2."""
 
 SEPARATOR = "[-_. ]"
 
@@ -34,7 +33,7 @@ PATIENT = rf"(?:sub-(?!{DATE})[A-Za-z0-9]+|(?:{PEOPLE})[-_ ]?[A-Za-z]{{0,3}}(?!{
 COUNTED = "run|scan|exam|acq|study|series"
 
 WORDS = rf"frame|session|ses|visit|timepoint|time|tp|follow-?up|fu|baseline|bl|phase|month|week|day|year|{COUNTED}"
-"""For one of several recordings; whatever follows such a word describes the recording."""
+"""Words for one of several recordings; the rest of the name describes the recording."""
 
 TAGS = "|".join(
     [
@@ -47,7 +46,7 @@ TAGS = "|".join(
         r"i\d{4,}",  # numbers of images
     ]
 )
-"""For one of several recordings, where nothing else follows."""
+"""Marks of one of several recordings, at the end of a part of the name."""
 
 ENDING = "|".join(
     [
@@ -57,10 +56,10 @@ ENDING = "|".join(
         r"(?<=\d)[lr]",
     ]
 )
-"""What follows the patient in a name."""
+"""The part of a name after the patient."""
 
 BEGINNING = rf"(?:(?:{DATE}|(?:{WORDS})[-_ ]?\d*|{TAGS}){SEPARATOR})*"
-"""What stands before the word for a person if it describes the recording, and not a site."""
+"""The part of a name before the patient that describes the recording, and not a site."""
 
 ANY = "^(.+?)"
 """The beginning of a pattern of endings."""
@@ -72,7 +71,7 @@ PLACES = re.compile(
     r"[-_ ]?\w{0,3}",
     re.IGNORECASE,
 )
-"""Groups of cases that are no patients."""
+"""Groups of cases other than patients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +82,7 @@ class GroupProposal:
     """For ``split.group``."""
     reason: str
     evident: bool
-    """Whether the groups are taken by default; else they are a guess that a person has to judge."""
+    """Whether the groups are used by default; else they are a guess, for the user to judge."""
     patients: Mapping[str, str]
     """The patient of each case."""
 
@@ -94,7 +93,7 @@ class GroupProposal:
 
 
 def propose_group(names: Iterable[str]) -> GroupProposal | None:
-    r"""Return a pattern by which names of cases seem to hold patients; None if no two cases seem to be of one.
+    r"""Return the pattern that finds patients in the names of cases; None if no two cases seem to be of one patient.
 
     Examples
     --------
@@ -111,7 +110,7 @@ def propose_group(names: Iterable[str]) -> GroupProposal | None:
 def describe_groups(
     groups: Mapping[str, str], group: str, source: str, *, evident: bool = True
 ) -> GroupProposal | None:
-    """Return the proposal to take ``groups``, case to patient; None if each has one case, or one has all."""
+    """Return a proposal of ``groups``, case to patient; None if each patient has one case, or one has all."""
     cases: dict[str, list[str]] = defaultdict(list)
     for name in sorted(groups):
         cases[groups[name]].append(name)
@@ -121,7 +120,7 @@ def describe_groups(
     are = "are" if evident else "may be"
     reason = (
         f"by {source}, {len(groups)} cases {are} of {len(cases)} patients: {first} and {second} {are} of one, and a "
-        "patient must not train and validate"
+        "patient must not both train and validate"
     )
     return GroupProposal(group=group, reason=reason, evident=evident, patients=groups)
 
@@ -139,7 +138,7 @@ def _propose(pattern: str, names: Sequence[str], most: float, *, evident: bool =
 
 
 def _propose_called(names: Sequence[str]) -> GroupProposal | None:
-    """Return the groups of names that hold a word for a person."""
+    """Return the groups of names with a word for a person."""
     found = [match for name in names if (match := re.search(rf"(?<![A-Za-z]){PATIENT}", name, re.IGNORECASE))]
     found = [match for match in found if len(match[0]) < len(match.string)]
     if not found:
@@ -149,7 +148,7 @@ def _propose_called(names: Sequence[str]) -> GroupProposal | None:
     called = f"(?:{called})" if "|" in called else called
     matches = [match for name in names if (match := re.search(called, name))]
     starts = {match.string[: match.start()] for match in matches}
-    # What stands before may be a site, or a recording: ses-1_sub-07.
+    # The part before it may be a site, or a recording: ses-1_sub-07.
     has_site = not all(re.fullmatch(BEGINNING, start, re.IGNORECASE) for start in starts)
     pattern = f"^({called})" if starts == {""} else f"^(.*?{called})" if has_site else f"({called})"
     ends = [match.string[match.end() :] for match in matches]
@@ -161,7 +160,7 @@ def _propose_called(names: Sequence[str]) -> GroupProposal | None:
 
 
 def _spell_patient(word: str, found: Sequence[str]) -> str:
-    """Return the pattern of a patient by one word, as short as possible."""
+    """Return the pattern of a patient with one word, as short as possible."""
     if word.casefold() == "sub-":
         return f"{word}[A-Za-z0-9]+"
     has_letters = any(re.fullmatch(rf"{word}[-_ ]?[A-Za-z]+\d+", each) for each in found)
@@ -183,7 +182,7 @@ def _propose_ended(names: Sequence[str]) -> GroupProposal | None:
 
 
 def _split_endings(name: str) -> tuple[str, list[str]]:
-    """Return a name without its endings, and those."""
+    """Return a name without its endings, and the endings."""
     found = []
     while match := re.fullmatch(f"(.+?)({ENDING})", name, re.IGNORECASE):
         name = match[1]
@@ -206,14 +205,14 @@ def _propose_numbered(names: Sequence[str]) -> GroupProposal | None:
     stems = [match[1] for name in names if (match := re.search(NUMBERED, name))]
     num_patients = len(set(stems))
     numbers = {name[len(stem) :] for name, stem in zip(names, stems, strict=False)}
-    # Few numbers come again and again in visits; a running number is believed if most patients have one case.
+    # Visits repeat few numbers. Running numbers count only if most patients have one case.
     if len(stems) < len(names) or (len(numbers) >= num_patients and 2 * num_patients <= len(names)):
         return None
     return _propose(NUMBERED, names, min(MOST_NUMBERED, num_patients), evident=False)
 
 
 def _add_coarser(found: GroupProposal, names: Sequence[str]) -> GroupProposal:
-    """Add to the reason that what precedes a modality or a side ends in a number too, which may count studies."""
+    """Add coarser possible groups to the reason: the number before a modality or a side may count studies."""
     stems = sorted({match[1] for name in names if (match := re.search(found.group, name))})
     if not found.group.startswith(ANY) or _propose_numbered(stems) is None:
         return found

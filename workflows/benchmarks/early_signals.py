@@ -1,4 +1,4 @@
-"""Send signals to commands in their first ten seconds, while they import modules: a part of `faults`."""
+"""Send signals to commands in their first ten seconds, while they import modules; a part of `faults`."""
 
 import os
 import random
@@ -19,9 +19,9 @@ __all__ = ["NUMBERS", "summarise_tries", "try_signal"]
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FIRST_SECONDS = 10.0
 LIMIT = 60.0
-"""Seconds after which a process that received a signal counts as hung; the machine may be busy."""
+"""Seconds after a signal until a process counts as hung, on a busy machine too."""
 SECONDS_TO_FOLLOW = 10.0
-"""In which the child processes of an ended process must end."""
+"""Time for the child processes of an ended process to end."""
 
 MARKS = (("libtorch_cpu", "with torch"), ("_multiarray_umath", "with numpy"))
 """How far the imports are, by the libraries in the process's memory; the first match counts."""
@@ -30,7 +30,7 @@ MARKS = (("libtorch_cpu", "with torch"), ("_multiarray_umath", "with numpy"))
 def try_signal(
     verb: str, arguments: Sequence[str], number: signal.Signals, folder: Path, chance: random.Random
 ) -> dict:
-    """Send a signal at a random moment of the first ten seconds; return how the process ended.
+    """Send a signal at a random moment of a command's first ten seconds; return how the process ends.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def try_signal(
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            start_new_session=True,  # its number finds the child processes
+            start_new_session=True,  # to find its child processes
         )
         try:
             process.wait(moment)
@@ -71,9 +71,9 @@ def try_signal(
     left = _end_left(process.pid)
     process.wait()
     errors = (folder / "err").read_text(encoding="utf-8", errors="replace")
-    told = errors.count("volseg: interrupted")
+    lines = errors.count("volseg: interrupted")
     by_signal = process.returncode == -number  # before the first statement of volseg
-    well = (process.returncode == 128 + number and told == 1) or (by_signal and told == 0)
+    well = (process.returncode == 128 + number and lines == 1) or (by_signal and lines == 0)
     well = well and not hung and not left and "Traceback" not in errors
     # Python handles Ctrl-C itself in its first hundredths of a second, before it runs a line of volseg.
     in_python_start = "KeyboardInterrupt" in errors and "/volseg/" not in errors
@@ -115,14 +115,14 @@ def _list_session(session: int) -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended
             continue
         if int(fields[3]) == session and fields[0] not in (b"Z", b"X"):
             yield int(folder.name)
 
 
 def summarise_tries(runs: Sequence[dict]) -> dict:
-    """Return counts by verb and signal, and the tries that went wrong; a process that was over earlier is no try."""
+    """Return counts by verb and signal, and the failed tries; a process that ended before its signal is no try."""
     tries = [run for run in runs if run["where"] != "over"]
     gone = [run["seconds_until_gone"] for run in tries]
     wrong = [run for run in tries if not run["well"]]

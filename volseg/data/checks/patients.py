@@ -39,7 +39,7 @@ def check_patients(
         Finding(
             cut.training,
             files[cut.training],
-            f"is of {cut.patient}, as {cut.validation}, which validates in fold {cut.fold}",
+            f"is of patient {cut.patient}, and so is {cut.validation}, which validates in fold {cut.fold}",
             "patient-cut",
         )
         for cut in find_cut_patients(splits, groups or {})
