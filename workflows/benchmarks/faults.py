@@ -35,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,13 +102,17 @@ class Sitting:
         status = self.wait()
         if status is None:
             where = self.look()
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait()
+            self.kill()
             raise SystemExit(f"a training hung for {LIMIT} s in {where}; its log:\n{read_tail(self.log)}")
         return status
 
+    def kill(self) -> None:
+        """Kill the process."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.wait()
+
     def look(self) -> str:
-        """Return where the process is: it writes its own traceback, without Python's help."""
+        """Return where the process is, by the traceback that faulthandler writes."""
         self.traceback.write_bytes(b"")
         os.kill(self.pid, signal.SIGUSR2)
         for _ in range(50):
@@ -115,7 +120,7 @@ class Sitting:
             if text := self.traceback.read_text(encoding="utf-8"):
                 break
         else:
-            return "start"  # it had not come to install the handler yet
+            return "start"  # before the handler is installed
         return next((phase for phase, marks in PHASES if any(mark in text for mark in marks)), "start or end")
 
 
@@ -124,7 +129,7 @@ def read_tail(log: Path) -> str:
     return log.read_text(encoding="utf-8")[-3000:]
 
 
-def _be_training(arguments: list[str], log: Path, traceback: Path, environ: dict[str, str]) -> None:
+def _be_training(arguments: list[str], log: Path, where: Path, environ: dict[str, str]) -> None:
     """Run `volseg` with these arguments in the forked process; does not return."""
     status = 70
     try:
@@ -133,7 +138,7 @@ def _be_training(arguments: list[str], log: Path, traceback: Path, environ: dict
         with log.open("ab") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        faulthandler.register(signal.SIGUSR2, file=traceback.open("wb"), all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=where.open("wb"), all_threads=True)
         sys.argv = ["volseg", *arguments]
         try:
             cli.main()
@@ -143,9 +148,7 @@ def _be_training(arguments: list[str], log: Path, traceback: Path, environ: dict
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:
-        import traceback as printed  # only a training that fails needs it
-
-        printed.print_exc()
+        traceback.print_exc()
     finally:
         os._exit(status)
 
@@ -155,13 +158,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
-    counts = {"kill": 50, "terminate": 20, "spot": 20, "worker": 5, "torchrun": 100, "signals": 200}
-    for name, count in counts.items():
+    for name, (_, count) in PARTS.items():
         parser.add_argument(f"--{name}", type=int, default=count, metavar="RUNS")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--side-by-side", type=int, default=2, help="trainings of one process that run at the same time"
-    )
+    parser.add_argument("--side-by-side", type=int, default=2, help="runs at the same time")
     chosen = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -175,7 +175,8 @@ def main() -> None:
             result["undisturbed"] = bench.reference()
         for part in chosen.only:
             begin = time.perf_counter()
-            result[part] = {**PARTS[part](bench, getattr(chosen, part)), "took_seconds": time.perf_counter() - begin}
+            result[part] = PARTS[part][0](bench, getattr(chosen, part))
+            result[part]["took_seconds"] = time.perf_counter() - begin
             print(part, json.dumps(result[part]), flush=True)
             chosen.result.write_text(json.dumps({"sittings": [*earlier, result]}, indent=1) + "\n", encoding="utf-8")
     failed = [part for part in chosen.only if not result[part]["all_well"]]
@@ -283,8 +284,7 @@ def kill(bench: Bench, count: int) -> dict:
             if status is not None:  # it ended before
                 break
             wheres.append(sitting.look())
-            os.kill(sitting.pid, signal.SIGKILL)
-            sitting.wait()
+            sitting.kill()
             faults += examine(folder)["faults"]
         status = bench.start(folder).end()
         equal = status == 0 and fingerprint(folder) == bench.weights
@@ -431,15 +431,12 @@ def metadata_service() -> Iterator[tuple[str, Callable[[], None]]]:
         def log_message(self, *ignored: object) -> None:
             del ignored
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", ending.set
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", ending.set
+        finally:
+            server.shutdown()
 
 
 def worker(bench: Bench, count: int) -> dict:
@@ -550,7 +547,15 @@ def signals(bench: Bench, count: int) -> dict:
     return summarise_tries(bench.each(count, attempt))
 
 
-PARTS = {part.__name__: part for part in (kill, terminate, spot, worker, torchrun, signals)}
+PARTS = {
+    "kill": (kill, 50),
+    "terminate": (terminate, 20),
+    "spot": (spot, 20),
+    "worker": (worker, 5),
+    "torchrun": (torchrun, 100),
+    "signals": (signals, 200),
+}
+"""Each part, and how many runs it has by default."""
 
 if __name__ == "__main__":
     main()
