@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from volseg.device.pretended import find_pretended, is_pretended, move_in_place, read_clock
+from volseg.device.pretended import is_gpu, is_pretended, move_in_place, read_clock
 from volseg.device.torch_internals import keep_gpu_busy, pytree, without_overrides
 from volseg.errors import PartitionError, VolsegError
 from volseg.forecast.copying import copying_by_clones
@@ -33,7 +33,8 @@ from volseg.parallel.state.random import own_random_numbers
 __all__ = ["Measured", "copy_network", "find_activations", "measure", "move_call", "observe_copy"]
 
 REPEATS = 2
-"""Timed passes after one to warm up; the quickest counts."""
+"""Timed passes on a GPU after one to warm up; the quickest counts. On a host the first pass counts: observing the
+network has warmed it up, and three passes would take longer than the batch."""
 
 # Long enough for the host to queue a part before the device starts on it, else the host would be timed.
 SLEEP_CYCLES = 2_000_000
@@ -94,7 +95,7 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
         If it cannot be copied.
     """
     try:
-        with copying_by_clones() if find_pretended() is not None else contextlib.nullcontext():
+        with copying_by_clones():
             probe = copy.deepcopy(net)
     except Exception as failure:
         raise PartitionError(
@@ -111,9 +112,7 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
     return probe
 
 
-def measure(
-    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, repeats: int = REPEATS
-) -> Measured:
+def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Measured:
     """Time every segment of a copy of the network on one device.
 
     Parameters
@@ -124,8 +123,6 @@ def measure(
         A micro-batch.
     device
         Where to run.
-    repeats
-        Timed passes after one to warm up; the quickest counts.
 
     Raises
     ------
@@ -138,14 +135,14 @@ def measure(
         probe, trace, observer = observe_copy(net, args, kwargs, device)
         found = find_segments(trace)
         passes = []
-        for _ in range(repeats + 1):
+        for _ in range(1 + REPEATS if is_gpu(device) else 1):
             own_args, own_kwargs = move_call((args, kwargs), device)
             with torch.enable_grad(), Stopwatch(probe, found, device) as watch:
                 probe(*own_args, **own_kwargs)
                 watch.finish()
             passes.append(watch.times)
         host_ms = _measure_host_ms(probe, *move_call((args, kwargs), device)) if on_gpu else 0.0
-    times = np.fmin.reduce(np.stack(passes[1:]))  # NaN for a segment that no timed pass ran, as the path varies
+    times = np.fmin.reduce(np.stack(passes[1:] or passes))  # NaN for segments that no timed pass ran: the path varies
     np.copyto(times, np.nanmean(times, 0), where=np.isnan(times))
     activations = find_activations(observer, found)
     sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
