@@ -15,9 +15,9 @@ from volseg.data.layouts import load_task
 from volseg.data.twins import make_twin
 from volseg.experiment.run_folder import RunFolder
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "datasets"))
 
-from msd_plans import BEGIN, CONFIGS, END, PAGE, TASKS, file_name, make_table, plan_task, write_task_config
+from plan_msd import BEGIN, CONFIGS, END, PAGE, TASKS, file_name, make_table, plan_task, write_task_config
 
 
 def config_of(task, *overrides):
@@ -26,7 +26,7 @@ def config_of(task, *overrides):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_config_is_what_the_rules_make(task, tmp_path):
-    """After a change of the rules: ``python workflows/benchmarks/msd_plans.py``."""
+    """After a change of the rules: ``python datasets/plan_msd.py``."""
     made, committed = (
         re.sub(r"volseg [\d.]+\w*", "volseg", path.read_text(encoding="utf-8"))
         for path in (write_task_config(task, tmp_path), CONFIGS / file_name(task))

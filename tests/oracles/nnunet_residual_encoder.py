@@ -1,7 +1,7 @@
 """Write ``tests/equivalence/residual_encoder.json``: what nnU-Net's own residual encoder U-Net puts out.
 
 Needs dynamic_network_architectures, which the tests do not:
-``python workflows/benchmarks/nnunet_residual_encoder.py``. Weights
+``python tests/oracles/nnunet_residual_encoder.py``. Weights
 and input are sines of the place at which a number stands, so that none has to be stored.
 """
 

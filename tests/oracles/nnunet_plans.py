@@ -1,6 +1,6 @@
 """Write ``tests/planning/nnunet_plans.json``: fingerprints, and what nnU-Net's own planners make of them.
 
-Needs nnunetv2, which the tests do not: ``python workflows/benchmarks/nnunet_plans.py``. Its planners run as they are,
+Needs nnunetv2, which the tests do not: ``python tests/oracles/nnunet_plans.py``. Its planners run as they are,
 but for two things that no figure of the full-resolution plan depends on and that take hours: no 2D network and no
 cascade is planned, and networks are counted on meta tensors.
 """
@@ -89,7 +89,7 @@ def list_data_sets():
             "num_labels": labels,
             "kept": kept,
         }
-    rng = random.Random(0)  # noqa: S311
+    rng = random.Random(0)
     for number in range(230):
         yield {"name": f"drawn {number}", **draw_data_set(rng)}
 
@@ -147,7 +147,7 @@ def run_planner(data_set, planner, memory):
 
 def main():
     """Plan each data set by several planners."""
-    rng = random.Random(1)  # noqa: S311
+    rng = random.Random(1)
     plans = []
     for number, data_set in enumerate(list_data_sets()):
         runs = [("ExperimentPlanner", 8), ("nnUNetPlannerResEncM", 8)]

@@ -1,4 +1,4 @@
-"""The benchmark of a convolution's forms in small, on the CPU."""
+"""The benchmark of single kernels in small, on the CPU."""
 
 import json
 import sys
@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernels import DEVICE, with_kernels
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
-import convolution_forms as benchmark
-from convolution_forms import SHAPES, Shape
+import kernel_timings as benchmark
+from kernel_timings import SHAPES, Shape
 
 DIRECTIONS = ["forward", "input gradient", "weight gradient"]
 SMALL = [
@@ -21,11 +22,17 @@ SMALL = [
 ]
 
 
-def test_every_form_is_timed_and_equals_torchs(tmp_path, capsys):
-    shapes, result = tmp_path / "shapes.json", tmp_path / "forms.json"
-    shapes.write_text(json.dumps(SMALL), encoding="utf-8")
-    benchmark.main(["--device", "cpu", "--shapes", str(shapes), "--result", str(result)])
-    told = json.loads(result.read_text(encoding="utf-8"))
+def measure(tmp_path, part, *options, shapes=None, device="cpu"):
+    result, given = tmp_path / "new" / "result.json", [part, "--device", device, *options]
+    if shapes is not None:
+        (tmp_path / "shapes.json").write_text(json.dumps(shapes), encoding="utf-8")
+        given += ["--shapes", str(tmp_path / "shapes.json")]
+    benchmark.main([*given, "--result", str(result)])
+    return json.loads(result.read_text(encoding="utf-8"))
+
+
+def test_every_form_of_a_convolution_is_timed_and_equals_torchs(tmp_path):
+    told = measure(tmp_path, "convolutions", shapes=SMALL)
     assert (told["left_out"], told["environment"]["libraries"]["torch"]) == ([], torch.__version__)
     padded = ["padded in", "padded out", "padded both"]
     groups = ["pairs", "fours"]
@@ -42,15 +49,20 @@ def test_every_form_is_timed_and_equals_torchs(tmp_path, capsys):
             assert list(times) == ["torch", *named], (shape, direction)
             assert min(times.values()) > 0
             assert max(row["difference"][direction].values()) < 1e-5
-    printed = capsys.readouterr().out
-    assert "24 to 8, 3^3, 8^3\n  forward         torch" in printed
-    assert "32 to 32, 3^3, 3 x 4 x 6, halo" in printed
+
+
+@with_kernels
+def test_each_reduction_of_a_norm_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "BYTES", 2**20)
+    rows = measure(tmp_path, "norms", shapes=[[5, 4], [8, 3]], device=DEVICE)["rows"]
+    kernels = ["moments", "sums", "sums of two norms"]
+    found = [(row["channels"], row["side"], row["kernel"]) for row in rows]
+    assert found == [(c, side, kernel) for c, side in ((5, 4), (8, 3)) for kernel in kernels]
+    assert all(row["us"] > 0 for row in rows)
 
 
 def test_no_shape_is_begun_behind_the_seconds(tmp_path):
-    result = tmp_path / "forms.json"
-    benchmark.main(["--device", "cpu", "--seconds", "-1", "--result", str(result)])
-    told = json.loads(result.read_text(encoding="utf-8"))
+    told = measure(tmp_path, "convolutions", "--seconds", "-1")
     assert (told["rows"], told["left_out"]) == ([], [str(shape) for shape in SHAPES])
 
 
@@ -59,7 +71,7 @@ def test_a_form_that_fails_is_named_and_the_others_are_timed(monkeypatch):
         raise RuntimeError("no kernel\nfor it")
 
     monkeypatch.setattr(benchmark.choice, "compute_in_form", fail)
-    row = benchmark.measure(Shape(32, 32, 3, 1, 4), torch.device("cpu"))
+    [row] = benchmark.measure_convolution(Shape(32, 32, 3, 1, 4), torch.device("cpu"))
     turned = [f"{one}, {form}turned round" for one in DIRECTIONS[:2] for form in ("", "pairs, ", "fours, ")]
     grouped = [f"{one}, {form}" for one in DIRECTIONS for form in ("pairs", "fours")]
     assert row["failed"] == dict.fromkeys([*turned, *grouped], "no kernel")
@@ -72,9 +84,15 @@ def test_shapes_have_names_of_their_own():
 
 
 @pytest.mark.gpu
-def test_forms_are_recorded_on_a_gpu(tmp_path):
-    row = benchmark.measure(Shape(48, 48, 3, 1, 32), torch.device("cuda"))
+def test_forms_norms_and_attention_are_recorded_on_a_gpu(tmp_path, monkeypatch):
+    [row] = benchmark.measure_convolution(Shape(48, 48, 3, 1, 32), torch.device("cuda"))
     assert row["failed"] == {}
     for direction, times in row["us"].items():
         assert {"torch", "pairs", "padded in", "padded out", "padded both"} <= set(times)
         assert max(row["difference"][direction].values()) < 4 * 2**-8
+    monkeypatch.setattr(benchmark, "ATTENTION", {"small": (2, 64, 64, 16, 0, 3), "terms": (2, 64, 64, 16, 2, 3)})
+    rows = measure(tmp_path, "attention", device="cuda")["rows"]
+    assert [set(row["ms"]) for row in rows] == [
+        {"ours, forward", "ours, backward", "torch, forward"},
+        {"ours, forward", "ours, backward"},
+    ]

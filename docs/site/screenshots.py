@@ -1,7 +1,7 @@
 """Take the pictures of the docs: a run's report and its TensorBoard, in a browser without a window.
 
-    python workflows/benchmarks/screenshots.py DIR/Task04_Hippocampus         trains for some minutes on a CPU first
-    python workflows/benchmarks/screenshots.py --run runs/task04_unet         of a run that is there
+    python docs/site/screenshots.py DIR/Task04_Hippocampus         trains for some minutes on a CPU first
+    python docs/site/screenshots.py --run runs/task04_unet         of a run that is there
 
 Chromium is needed (Debian: apt install chromium). TensorBoard's server listens on 127.0.0.1 alone.
 """

@@ -2,7 +2,7 @@
 
     pip install --target SITE --no-deps surface-distance medpy panoptica scikit-image connected-components-3d pandas \
         lazy-loader ruamel.yaml plotly narwhals
-    python workflows/benchmarks/scores_compared.py --site SITE --labels Task04_Hippocampus/labelsTr CT_LABELS.nii.gz
+    python tests/oracles/scores_compared.py --site SITE --labels Task04_Hippocampus/labelsTr CT_LABELS.nii.gz
 
 Compared are random shapes at random spacings, isotropic or not, and real label maps with themselves moved, grown,
 shrunk, or with another case's. ``surface-distance`` is DeepMind's, by which the Decathlon was judged, and whose
@@ -31,8 +31,8 @@ from volseg.evaluation.lesions import MINIMUM_OVERLAP, match_lesions
 from volseg.evaluation.overlap import evaluate_case
 from volseg.evaluation.surfaces import measure_surfaces
 
-HERE = Path(__file__).parent
-FIXTURES = HERE.parent / "tests" / "evaluation" / "scores_reference.json"
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "evaluation" / "scores_reference.json"
 SPACINGS = [(1, 1, 1), (0.7, 0.7, 0.7), (1, 1, 3), (0.625, 0.625, 3.6), (5, 0.8, 0.8), (0.24, 1.25, 1.25), (2, 1.5, 1)]
 
 
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--labels", type=Path, nargs="*", default=[], help="label maps, or folders of them")
     parser.add_argument("--random", type=int, default=200, help="number of random pairs")
     parser.add_argument("--step", type=int, default=1, help="of the label maps, every so manieth")
-    parser.add_argument("--output", type=Path, default=HERE / "benchmarks" / "results" / "scores_cpu_compared.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "workflows/benchmarks/results/scores_cpu_compared.json")
     given = parser.parse_args()
     prepare_packages(given.site)
     import panoptica  # of --site

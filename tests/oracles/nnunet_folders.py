@@ -3,7 +3,7 @@
 Needs nnunetv2 beside volseg, in an environment of its own:
 
     pip install nnunetv2==2.8.1 volseg
-    python workflows/benchmarks/nnunet_folders.py --folder DIR --json nnunet_cpu_folders.json
+    python tests/oracles/nnunet_folders.py --folder DIR --json nnunet_cpu_folders.json
 
 Each case is a model folder that nnU-Net's own trainer wrote: a small network, trained for some dozens of steps on
 synthetic volumes so that its label maps mean something, and one with random weights. ``--store`` keeps a tiny one with

@@ -1,6 +1,6 @@
 """Plan the Decathlon's ten tasks: ``configs/msd/*.yaml``, and the table of ``docs/tasks.md`` beside nnU-Net's plans.
 
-python workflows/benchmarks/msd_plans.py
+python datasets/plan_msd.py
 
 Both follow from the manifests in ``datasets/msd`` by the rules of `volseg.planning`; a test makes and compares them.
 """
@@ -16,11 +16,11 @@ from volseg.files import replacing
 from volseg.planning import Plan, plan, write_config
 from volseg.planning.published import MOSTLY_ZERO, published_fingerprint
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 CONFIGS = REPOSITORY / "configs" / "msd"
 PAGE = REPOSITORY / "docs" / "tasks.md"
 TASKS = [public.name for public in list_public_tasks()]
-BEGIN, END = "<!-- made by workflows/benchmarks/msd_plans.py -->", "<!-- end -->"
+BEGIN, END = "<!-- made by datasets/plan_msd.py -->", "<!-- end -->"
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def write_task_config(task: str, folder: Path) -> Path:
     path = write_config(plan_task(task), folder / file_name(task), overwrite=True)
     known = (
         f"# volseg train configs/msd/{path.name} --set data.root=DIR/{task}\n"
-        "# Made by workflows/benchmarks/msd_plans.py from "
+        "# Made by datasets/plan_msd.py from "
         f"datasets/msd/{task}.yaml: what the comments say of the cases\n"
         "# follows from published medians, as if every case were the median one.\n"
     )
