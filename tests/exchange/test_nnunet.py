@@ -1,5 +1,5 @@
 """Model folders of nnU-Net 2; the one that is stored here, and what nnU-Net predicts with it, made by
-``workflows/benchmarks/nnunet_folders.py --store tests/exchange/nnunet``."""
+``tests/oracles/nnunet_folders.py --store tests/exchange/nnunet``."""
 
 import json
 import logging
