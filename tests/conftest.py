@@ -33,6 +33,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([SHARED, *PATHS])  # once, also in a 
 SESSION_CACHE = tempfile.mkdtemp(prefix="volseg_cache_")
 os.environ["VOLSEG_CACHE"] = SESSION_CACHE
 
+collect_ignore = ["oracles"]  # these write fixtures by packages that the tests do not need
+
 LOCALE = locale.setlocale(locale.LC_ALL)
 
 # Under nohup, or in the background of a script, the processes that tests start would ignore these signals as this one

@@ -1,4 +1,4 @@
-"""Our residual encoder U-Net is nnU-Net's, as ``workflows/benchmarks/nnunet_residual_encoder.py`` has recorded it."""
+"""Our residual encoder U-Net is nnU-Net's, as ``tests/oracles/nnunet_residual_encoder.py`` has recorded it."""
 
 import json
 from pathlib import Path

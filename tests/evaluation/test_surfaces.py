@@ -17,7 +17,7 @@ from volseg.evaluation.overlap import evaluate_case
 from volseg.evaluation.surfaces import measure_surfaces
 
 REFERENCES = json.loads(Path(__file__).with_name("scores_reference.json").read_text(encoding="utf-8"))
-"""Masks and what others make of them; workflows/benchmarks/scores_compared.py wrote it."""
+"""Masks and what others make of them; tests/oracles/scores_compared.py wrote it."""
 
 
 def unpack(text, shape):

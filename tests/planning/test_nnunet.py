@@ -1,4 +1,4 @@
-"""Our plans are nnU-Net's: recorded from its own planners by ``workflows/benchmarks/nnunet_plans.py``."""
+"""Our plans are nnU-Net's: recorded from its own planners by ``tests/oracles/nnunet_plans.py``."""
 
 import json
 from pathlib import Path

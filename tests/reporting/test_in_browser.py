@@ -9,7 +9,7 @@ import pytest
 from tests.reporting.run_folders import LABELS, SCRIPT, make_crossed, make_run
 from volseg.reporting import write_report
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "site"))
 
 from headless_browser import Browser, find_chromium
 from screenshots import MOST_BYTES, take_report

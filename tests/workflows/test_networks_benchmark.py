@@ -15,13 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
 import networks
 import networks_rows
-from networks_followed import WAYS, follow
 from networks_listed import NETWORKS, build, fit
-from networks_plot import compare, plot
+from networks_rows import compare, plot
 
 from volseg.device import compiler_internals
 from volseg.device.torch_internals import tree_leaves
-from volseg.forecast.gpu_kinds import find_kind
 from volseg.parallel import CompiledNetwork
 
 SMALL = {"network": "UNet", "sides": (16, 8, 8), "small": True, "device": "cpu", "gpu": 0, "number": 0}
@@ -134,15 +132,6 @@ def test_ratios_are_to_the_best_of_each_kind(tmp_path):
     assert found["failed"] == ["compiled, channels last"]
     plot(compared, tmp_path / "plot.svg")
     assert "1.50 x compiled" in (tmp_path / "plot.svg").read_text(encoding="utf-8")
-
-
-def test_a_followed_step_is_counted_by_kind():
-    gpu = find_kind("h200")
-    plain, ours = (follow("UNet", (32, 32, 32), way, gpu) for way in (WAYS["plain"], WAYS["ours"]))
-    norms = {"batch norm", "norm of ours"}
-    assert (norms & plain["kinds"].keys(), norms & ours["kinds"].keys()) == ({"batch norm"}, {"norm of ours"})
-    for found in (plain, ours):
-        assert sum(group["kernels"] for group in found["kinds"].values()) == found["total"]["kernels"]
 
 
 def test_there_are_twelve():

@@ -40,7 +40,7 @@ def test_no_more_is_chosen_than_fits():
     assert all(each.gpus == 1 for each in one)
     assert any(each.gpus == 2 for each in two)
     assert one[0].name == "tests"
-    assert choose(1, 590, [], {"tests", "fusions"})[0].name == "compiled beforehand"
+    assert choose(1, 590, [], {"tests", "tiles"})[0].name == "convolutions"
     assert [each.name for each in choose(1, 590, ["networks"])] == ["networks"]
     assert choose(1, 100, ["networks"]) == []
     with pytest.raises(SystemExit, match="there is no measurement"):

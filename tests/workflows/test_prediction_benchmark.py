@@ -34,15 +34,6 @@ def test_a_row_is_measured_in_this_process(monkeypatch, capsys, tmp_path, row, s
     assert nibabel.load(written).shape == (12, 9, 10)
 
 
-def test_a_profile_says_where_the_time_goes(monkeypatch, tmp_path):
-    result = tmp_path / "profile.json"
-    run(monkeypatch, "--profile", CASE, "--result", result)
-    found = json.loads(result.read_text(encoding="utf-8"))
-    assert len(found["pass_ms"]) == 12
-    assert found["host_ms"]
-    assert found["seconds"] > 0
-
-
 def test_the_image_is_a_ct_in_air(tmp_path):
     image = nibabel.load(prediction.make_image(tmp_path, (20, 24, 16)))
     voxels = np.asarray(image.dataobj)

@@ -1,7 +1,7 @@
 """Prepared cases on disk, for the next fold, restart or resume: what is prepared the same way is prepared once.
 
 A stored case is called by the digest of everything that its bits follow from, so it is never brought up to date: where
-anything has changed, another name is looked for. See ``docs/decisions/0063-prepared-cases-on-disk.md``.
+anything has changed, another name is looked for. See ``docs/decisions/case-store.md``.
 """
 
 import errno

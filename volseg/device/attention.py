@@ -55,7 +55,7 @@ def choose_tile(kernel: str, query: Tensor, value: Tensor, terms: int) -> Tile:
     """Return the tile of a kernel: ``"result"``, ``"query"``, ``"key"`` or ``"term"``.
 
     Measured for windows of 343 tokens, 16 features and two terms, and for 64 features without terms, of 512 to 8000
-    tokens (``workflows/benchmarks/attention_tiles.py``).
+    tokens (``workflows/benchmarks/results/attention_h100_tiles.json``).
     """
     features = max(query.shape[3], value.shape[3])
     if terms == 0 and FEW_FEATURES < features <= MANY_FEATURES:

@@ -1,7 +1,7 @@
 """What one kernel does instead of several, by name, to be switched off for a comparison.
 
-``workflows/benchmarks/fusions.py`` measures a step with each of them off. Results are the same up to round-off either
-way; `"doubling"` also decides the type of an upsampled volume under autocast.
+Results are the same up to round-off either way; `"doubling"` also decides the type of an upsampled volume under
+autocast. ``workflows/benchmarks/results/networks_h200_fusions.json`` has a step with each of them off.
 """
 
 from collections.abc import Iterator

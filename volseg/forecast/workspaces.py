@@ -1,7 +1,7 @@
 """How much scratch memory cuDNN takes for a convolution: as it took for the most similar one that was measured.
 
 Torch hands cuDNN a block of its own allocator for the time of each call. An H200 was asked for it for thousands of
-shapes (cuDNN 9, ``workflows/benchmarks/convolution_workspaces.py``). What it takes has two causes:
+shapes (cuDNN 9). What it takes has two causes:
 
 - most of cuDNN's kernels read and write volumes with channels last. Where they lie otherwise, or in float32, some of
   input, output and weight are copied there and back, with channels filled up to a multiple of 16 bytes;

@@ -40,8 +40,7 @@ from queue import Empty, Queue
 from typing import Any, ClassVar
 
 from networks_listed import NETWORKS, fit
-from networks_plot import compare, plot
-from networks_rows import BY_DEFAULT, ROWS, Row
+from networks_rows import BY_DEFAULT, ROWS, Row, compare, plot
 
 from volseg.files import replacing
 from volseg.monitoring.environment import environment

@@ -3,7 +3,7 @@
     python workflows/benchmarks/on_gpus.py --list
     python workflows/benchmarks/on_gpus.py --prepare --output runs/gpu      # what needs no GPU, in minutes
     python workflows/benchmarks/on_gpus.py --gpus 1 --seconds 560 --task DIR/Task04_Hippocampus --output runs/gpu
-    python workflows/benchmarks/on_gpus.py --only networks fusions --seconds 590 --output runs/gpu
+    python workflows/benchmarks/on_gpus.py --only networks convolutions --seconds 590 --output runs/gpu
 
 The kernels' tests come first: no figure of a kernel that is wrong is worth its time. One measurement's failure ends no
 other. None begins that would not end in time by what it is expected to take, and each is stopped at twice that.
@@ -83,20 +83,11 @@ def _list_tiled() -> str:
 
 _ON_TWO = "networks.py --gpus 2 --seconds 520 --result {result}"
 _ACCURACY = "plan_accuracy.py --skip-done --result {result}"
-_PIPELINE = "--set parallel.strategy=pipeline --set parallel.devices=2 --set patch.batch=8 --rounds 5 --iterations 60"
 
 MEASUREMENTS = (
     # Each test's name as it ends: a run that is cut off tells which failed.
     Measurement("tests", 1, 240, "-m pytest -v -n 8 --dist load -m gpu -p no:cacheprovider"),
     Measurement("tests of several", 2, 90, "-m pytest -q -m multi_gpu -p no:cacheprovider"),
-    Measurement("fusions", 1, 80, "fusions.py --seconds 60 --result {result}", "networks_h200_fusions.json"),
-    Measurement(
-        "compiled beforehand",
-        1,
-        90,
-        "compiled_beforehand.py configs/task04_unet.yaml {task} --cores 2 --result {result}",
-        "dynunet_h200_compiled_beforehand.json",
-    ),
     Measurement(
         "tiles",
         1,
@@ -105,21 +96,14 @@ MEASUREMENTS = (
         "dynunet_vnet_h200_tiles.json",
     ),
     Measurement(
-        "convolution forms",
+        "convolutions",
         1,
         60,
-        "convolution_forms.py --seconds 36 --result {result}",
+        "kernel_timings.py convolutions --seconds 36 --result {result}",
         "convolution_h200_forms.json",
     ),
-    Measurement(
-        "few channels",
-        1,
-        45,
-        "few_channel_convolutions.py --tiles --result {result}",
-        "convolution_h200_few_channels.json",
-    ),
-    Measurement("roofline", 1, 40, "roofline.py --result {result}", "dynunet_h200_roofline.json"),
-    Measurement("reductions", 1, 60, "norm_reductions.py --result {result}", "norms_h200_reductions.json"),
+    Measurement("norms", 1, 60, "kernel_timings.py norms --result {result}", "norms_h200_reductions.json"),
+    Measurement("attention", 1, 60, "kernel_timings.py attention --result {result}", "attention_h200_passes.json"),
     Measurement(
         "networks",
         1,
@@ -173,13 +157,6 @@ MEASUREMENTS = (
         200,
         f"{_ACCURACY} --only spatial2 --seconds 170",
         "networks_h200x2_plan_accuracy_later.json",
-    ),
-    Measurement(
-        "watching a pipeline",
-        2,
-        60,
-        f"logging_cost.py configs/task04_unet.yaml {{task}} {_PIPELINE} --result {{result}}",
-        "unet_h200x2_pipeline_logging_later.json",
     ),
     Measurement(
         "random sizes",

@@ -6,7 +6,6 @@ In four minutes of one H200, rows of further calls are added to the same file:
 
     prediction.py --rows ours --total 200 --result FILE
     prediction.py --rows ours_torch monai nnunet --cases 512x512x600x3 --total 150 --result FILE
-    prediction.py --profile 512x512x200x3 --result PROFILE
     prediction.py --rows ours --spacing file --cases 512x512x600x3 512x512x600x117 --total 150 --result FILE
 
 Every row of every case is a process of its own, with a limit: one that is cut or fails keeps the parts that it ended,
@@ -16,7 +15,7 @@ to 0.82 x 0.82 x 1.02 mm and back, which leaves the 441 windows of 512 x 512 x 6
 as it is). A small volume goes first, so that libraries are loaded, kernels compiled and recorded: ``warm_up``.
 
 - ``ours``: what ``volseg predict`` does: `overlapped` around `Predictor.stream`, fast kernels, recorded; the image is
-  prepared on the GPU, unless ``--prepare-on-cpu``. ``of_read_the_file`` is the part of ``read`` for file and checks.
+  prepared on the GPU. ``of_read_the_file`` is the part of ``read`` for file and checks.
 - ``ours_torch``: the same with torch's kernels, recorded; ``ours_eager``: these launched one by one.
 - ``monai``: ``SlidingWindowInferer``, blended on the device, ``SpatialResample`` back and arg-max there.
 - ``nnunet``: nnunetv2's ``predict_sliding_window_return_logits`` and its export's resampling of logits; both MONAI's
@@ -91,14 +90,12 @@ def main() -> None:
     parser.add_argument(
         "--windows", type=int, help="that go through the network together; by default as predict chooses"
     )
-    parser.add_argument("--prepare-on-cpu", action="store_true", help="of ours, even where the GPU could")
     parser.add_argument("--repeat", type=int, default=1, help="times that the case is predicted after the warm-up")
     parser.add_argument("--seconds", type=float, default=90, help="limit of a row on a case, the warm-up included")
     parser.add_argument("--total", type=float, default=float("inf"), help="seconds after which no row is begun")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--scratch", type=Path, help="folder for images and label maps; by default one that is removed")
     parser.add_argument("--result", type=Path, help="JSON; rows that it has of the same settings stay")
-    parser.add_argument("--profile", metavar="CASE", help="where the time of ours goes, to the result's file, and end")
     parser.add_argument("--only", nargs=2, metavar=("ROW", "CASE"), help="measure here; a line of JSON after each part")
     chosen = parser.parse_args()
     if chosen.only:
@@ -109,11 +106,6 @@ def main() -> None:
     rows = chosen.rows or [row for row in ROWS if row != "ours_eager" and (row != "nnunet" or find_spec("nnunetv2"))]
     with tempfile.TemporaryDirectory() as scratch:
         chosen.scratch = chosen.scratch or Path(scratch)
-        if chosen.profile:
-            found = json.dumps(profile(chosen), indent=1)
-            print(found)
-            chosen.result.write_text(found + "\n", encoding="utf-8")
-            return
         measure_all(rows, chosen)
 
 
@@ -128,7 +120,6 @@ def measure_all(rows: Sequence[str], chosen: argparse.Namespace) -> None:
             else:
                 outcome = measure_apart(row, case, chosen)
             described = {"row": row, "case": case, "spacing": chosen.spacing, "windows": chosen.windows}
-            described |= {"prepared_on": "CPU"} if chosen.prepare_on_cpu else {}
             measured = [one for one in measured if {key: one.get(key) for key in described} != described]
             measured.append(described | outcome)
             print(json.dumps(measured[-1]), flush=True)
@@ -163,7 +154,6 @@ def measure_apart(row: str, case: str, chosen: argparse.Namespace) -> dict[str, 
     command += ["--device", chosen.device, "--spacing", chosen.spacing, "--repeat", str(chosen.repeat)]
     command += ["--window", *map(str, chosen.window), "--filters", *map(str, chosen.filters)]
     command += [] if chosen.windows is None else ["--windows", str(chosen.windows)]
-    command += ["--prepare-on-cpu"] if chosen.prepare_on_cpu else []
     words = chosen.scratch / "words"
     with words.open("wb") as told:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told)
@@ -321,73 +311,6 @@ def make_preprocessing(chosen: argparse.Namespace) -> Preprocessing:
     return build_preprocessing([*spacing, INTENSITIES])
 
 
-def profile(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return what a pass takes in each way to run it, and what the device and Python do in one prediction of a case."""
-    shape, classes = parse(chosen.profile)
-    device = torch.device(chosen.device, *([0] if chosen.device == "cuda" else []))
-    window = torch.randn(1, 1, *chosen.window, device=device)
-    found: dict[str, Any] = {"pass_ms": {}, "environment": environment()}
-    for kind in ("fast", "torch", "channels_last"):
-        torch.manual_seed(0)
-        network = make_network(chosen.filters, classes).to(device).eval()
-        if kind == "channels_last":
-            network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-        model = FastKernels(network, device) if kind == "fast" else network
-        (recorded,) = record_models([model])
-        for way, run in (("launched", model), ("recorded", recorded)):
-            for count in (1, 2):
-                windows = window.expand(count, -1, -1, -1, -1).contiguous()
-                found["pass_ms"][f"{kind}, {way}, {count}"] = time_pass(run, windows, device)
-    case = prepared(make_image(chosen.scratch, shape), chosen)
-    torch.manual_seed(0)
-    network = make_network(chosen.filters, classes).to(device).eval()
-    (recorded,) = record_models([FastKernels(network, device)])
-    predictor = Predictor(
-        model=(recorded,),
-        num_classes=classes,
-        window=chosen.window,
-        windows_per_step=chosen.windows or choose_windows_per_step(chosen.window, classes, device),
-        device=device,
-        autocast=torch.bfloat16 if device.type == "cuda" else None,
-    )
-    predictor(case)
-    begin = time.perf_counter()
-    predictor(case)
-    found["seconds"] = time.perf_counter() - begin
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with torch.profiler.profile(activities=activities) as watching:
-        predictor(case)
-    events = watching.key_averages()
-    on_device = sorted(events, key=lambda event: -event.self_device_time_total)
-    found["device_seconds"] = sum(event.self_device_time_total for event in events) / 1e6
-    found["device_ms"] = {name_kernel(e.key): [e.self_device_time_total / 1e3, e.count] for e in on_device[:30]}
-    by_host = sorted(events, key=lambda event: -event.self_cpu_time_total)
-    found["host_ms"] = {name_kernel(e.key): [e.self_cpu_time_total / 1e3, e.count] for e in by_host[:30]}
-    found["recorded"] = [getattr(recorded, "num_recorded", 0), getattr(recorded, "refused", "on a CPU")]
-    return found
-
-
-def name_kernel(name: str) -> str:
-    """Return both ends of a long name: torch's kernels differ at the end, cuDNN's at the beginning."""
-    return name if len(name) <= 160 else f"{name[:80]} ... {name[-75:]}"
-
-
-def time_pass(run: Callable[[torch.Tensor], Any], windows: torch.Tensor, device: torch.device) -> float:
-    """Return the milliseconds of one of 20 passes, after 5."""
-    with torch.no_grad():
-        for number in range(25):
-            if number == 5:
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                begin = time.perf_counter()
-            with torch.autocast(device.type, torch.bfloat16, device.type == "cuda"):
-                run(windows)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return (time.perf_counter() - begin) * 50
-
-
 Measure = Callable[[Path, Parts], Path]
 """From an image to the label map's file, part by part."""
 
@@ -408,7 +331,7 @@ def ours(network: nn.Module, classes: int, device: torch.device, chosen: argpars
         return write_prediction(prediction.labels, case["image"], chosen.scratch / f"ours_{kind}.nii.gz")
 
     preprocessing = make_preprocessing(chosen)
-    on_device = suits(preprocessing, device) and not chosen.prepare_on_cpu
+    on_device = suits(preprocessing, device)
     task = Task(name="CT", root=Path(), modalities=("CT",), labels={0: "background"}, training=(), test=())
 
     def measure(image: Path, parts: Parts) -> Path:

@@ -7,8 +7,6 @@ Rows of one number of GPUs run in one group of processes; after a failure the re
 are not all equally fast. A row is forward, loss, backward and optimizer step in bf16 at batch 1, the median of several
 steps. The JSON is rewritten after every group.
 
-A row with `profile` also writes the kernels of two steps on each rank, which `spatial_kernels.py` compares.
-
 `--parts same` prints the peak of N GPUs against one Nth of that of one GPU, for the same volume; `--parts largest`
 searches the largest cube that trains, and writes a table and a plot beside the JSON.
 """
@@ -28,12 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from profiled_kernels import profile
-from spatial_checks import CHECKS
 from spatial_largest import finished, plot, search, table
-from spatial_peers import Stack, shard_tensor_step
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from volseg.commands import run_module
 from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
@@ -51,8 +45,6 @@ def build(name: str) -> nn.Module:
     if name == "dynunet":
         kernels, strides = [3] * 5, [1, 2, 2, 2, 2]
         return DynUNet(3, 1, CLASSES, kernels, strides, strides[1:], filters=[32, 64, 128, 256, 320])
-    if name == "stack":
-        return Stack(CLASSES)
     if name == "small":  # for dry runs
         return DynUNet(3, 1, CLASSES, [3] * 3, [1, 2, 2], [2, 2], filters=[4, 8, 8])
     net = VNet(out_channels=CLASSES)
@@ -62,7 +54,7 @@ def build(name: str) -> nn.Module:
     return net
 
 
-def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
+def measure(row: dict[str, Any]) -> dict[str, Any]:
     """Return time per step, memory and loss of one configuration, in this process group."""
     from monai.losses import DiceCELoss
 
@@ -71,19 +63,15 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
     if cuda:
         torch.cuda.set_device(device)
     torch.manual_seed(0)
-    if row["kind"] in CHECKS:
-        return CHECKS[row["kind"]](row, device)
     net = build(row["net"]).to(device)
     shape = tuple(row["shape"])
     model: Any
     plain = row["kind"] == "plain"
-    peer, alone = row["kind"] == "shardtensor", row["kind"] == "alone"
-    if (peer or alone) and not torch.distributed.is_initialized():
+    alone = row["kind"] == "alone"
+    if alone and not torch.distributed.is_initialized():
         torch.distributed.init_process_group(device_id=device if cuda else None)
     if alone:  # as many networks as GPUs, at the same time
         model, own = ModelParallel(net, strategy="spatial", devices=[device]), (1, 1, *shape)
-    elif peer:
-        model, own = net, (1, 1, shape[0] // int(os.environ["WORLD_SIZE"]), *shape[1:])
     elif plain:
         layout = torch.channels_last_3d if row.get("channels_last") else torch.contiguous_format
         model = net.to(memory_format=layout)
@@ -96,9 +84,7 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
     # Each process makes its own planes: no process could hold a whole large volume.
     image: Any = torch.randn(own, device=device)
     label: Any = torch.randint(0, CLASSES, own, device=device, dtype=torch.uint8)
-    if peer:
-        model, peer_loss = shard_tensor_step(net, image, label, (1, 1, *shape))
-    elif not plain and not alone:
+    if not plain and not alone:
         image, label = (from_slab(model, part, (1, 1, *shape)) for part in (image, label))  # type: ignore[arg-type]
     # The same loss twice: MONAI's holds sixty bytes per voxel by itself.
     monai_loss = plain or row.get("loss") == "monai"
@@ -107,15 +93,9 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
 
     def step(image: Any, label: Any) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        if peer:
-            loss = peer_loss()
-        else:
-            with torch.autocast(device.type, torch.bfloat16):
-                output = model(image)
-            if row["net"] == "stack":  # what its peer computes
-                loss = F.cross_entropy(output.float(), label[:, 0].long())
-            else:
-                loss = objective(output.float(), label) if monai_loss else dice_cross_entropy(output, label, Terms())
+        with torch.autocast(device.type, torch.bfloat16):
+            output = model(image)
+        loss = objective(output.float(), label) if monai_loss else dice_cross_entropy(output, label, Terms())
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -140,13 +120,6 @@ def measure(row: dict[str, Any], path: Path) -> dict[str, Any]:
         if cuda:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) * 1e3)
-    if row.get("profile") and cuda:
-        profile(
-            run,
-            image,
-            label,
-            path.with_name(f"{row['part']}-{row['net']}-{row['gpus']}-rank{os.environ['RANK']}.json.gz"),
-        )
     # A graph's memory is in its private pool, reserved rather than allocated.
     peak = 0
     if cuda:
@@ -195,7 +168,7 @@ def worker(wanted: list[dict[str, Any]], path: Path) -> None:
         torch.backends.cudnn.benchmark = bool(row.get("cudnn_benchmark", False))
         begin = time.time()
         try:
-            results.append(_searched(row, path, tell) if row["kind"] == "largest" else measure(row, path))
+            results.append(_searched(row, tell) if row["kind"] == "largest" else measure(row))
         except Exception:  # the others may wait for this rank: end, and let the launcher start the rest anew
             results.append({"error": traceback.format_exc()[-2000:]})
         gc.collect()
@@ -211,9 +184,9 @@ def worker(wanted: list[dict[str, Any]], path: Path) -> None:
     os._exit(0)
 
 
-def _searched(row: dict[str, Any], path: Path, tell: Callable[[list[dict[str, Any]]], None]) -> dict[str, Any]:
+def _searched(row: dict[str, Any], tell: Callable[[list[dict[str, Any]]], None]) -> dict[str, Any]:
     def attempt(shape: list[int]) -> dict[str, Any]:
-        return measure(row | {"kind": "spatial", "shape": shape}, path)
+        return measure(row | {"kind": "spatial", "shape": shape})
 
     return search(row, attempt, lambda found: tell([found]) if int(os.environ["RANK"]) == 0 else None)
 
@@ -256,20 +229,9 @@ def rows(gpus: list[int], chosen: set[str]) -> list[dict[str, Any]]:
             found.append({"part": "tiled", **common, "shape": [160 * count, 320, 320], "checkpoint": "tiled"})
             found.append({"part": "same", **common, "shape": [640, 320, 320], "steps": 3, "warm": 3})
     for count in gpus:
-        peers = {"part": "peer", "gpus": count, "shape": [128 * count, 128, 128]}
-        found.append(peers | {"kind": "spatial", "net": "stack"})
-        if count > 1:  # each in a group of its own, since a failure ends it
-            found += [peers | {"kind": "shardtensor", "net": net} for net in ("stack", "dynunet", "vnet")]
-    for count in gpus:
         common = {"kind": "spatial", "net": "dynunet", "gpus": count, "checkpoint": "all", "steps": 2, "warm": 1}
         found.append({"part": "huge", **common, "shape": [1024, 512, 512]})
         found.append({"part": "largest", **common, "kind": "largest", "steps": 1})
-        found.append(
-            {"part": "inference", "kind": "inference", "net": "dynunet", "gpus": count, "shape": [192, 160, 160]}
-        )
-        found.append(
-            {"part": "elements", "kind": "elements", "net": "dynunet", "gpus": count, "shape": [320, 480, 480]}
-        )
     return [row for row in found if not chosen or row["part"] in chosen]
 
 
@@ -278,7 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=[torch.cuda.device_count()])
     parser.add_argument("--parts", nargs="*", default=[])
-    parser.add_argument("--nets", nargs="*", default=["dynunet", "vnet", "stack"])
+    parser.add_argument("--nets", nargs="*", default=["dynunet", "vnet"])
     parser.add_argument("--rows", help="JSON list of rows to run instead")
     parser.add_argument("--limit", type=float, default=30, help="seconds per row")
     parser.add_argument("--search", type=float, default=180, help="seconds per search of the largest cube")

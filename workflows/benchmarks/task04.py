@@ -7,7 +7,6 @@ With ``--cold`` each fold has an empty cache of Triton's kernels and none of pre
 nothing has run; else it has what this machine has. The seconds of a fold begin when its process is started and end when
 that has exited: imports, reading, checking, preprocessing, training, validation with mirroring and the writing of the
 predictions lie between. The curve's points are the validations on the way (not mirrored), by the same clock.
-``--beside`` draws nnU-Net's curve (``nnunet.py``).
 """
 
 import argparse
@@ -20,18 +19,84 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from cores import first_cores
-from curve_plot import Curve, draw
+from svg import circle, line, rectangle, text, write
 
 CLOCK = "clock.json"
 """File of a fold's run folder: when its training began and its validations were done, since the process was started."""
 
 COLOURS = ("#1b6ca8", "#2a9d8f", "#8e44ad", "#d9a441", "#6b8e23")
+
+
+WIDTH, HEIGHT, LEFT, TOP = 760, 380, 60, 30
+GRID = "#ddd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One training."""
+
+    title: str
+    colour: str
+    points: Sequence[tuple[float, float]]
+    """Seconds since the start of the process, and Dice."""
+    end: tuple[float, float]
+    """When everything was done, and the Dice of the final predictions."""
+
+
+def draw(curves: Sequence[Curve], path: Path, *, lowest: float = 0.7) -> None:
+    """Draw the curves; Dice below ``lowest`` lies on the lower border."""
+    longest = max(curve.end[0] for curve in curves) or 1.0
+    highest = max(0.9, *(dice for curve in curves for _, dice in (*curve.points, curve.end)))
+
+    def place(point: tuple[float, float]) -> tuple[float, float]:
+        seconds, dice = point
+        height = (max(dice, lowest) - lowest) / (highest - lowest)
+        return LEFT + WIDTH * seconds / longest, TOP + HEIGHT * (1 - height)
+
+    drawn = [text(10, TOP - 12, "mean Dice over seconds since the start of the process")]
+    for tick in range(5):
+        dice, seconds = lowest + (highest - lowest) * tick / 4, longest * tick / 4
+        x, y = place((seconds, dice))
+        drawn += [text(10, y + 4, f"{dice:.3f}"), rectangle(LEFT, y, WIDTH, 1, GRID)]
+        drawn.append(text(x - 10, TOP + HEIGHT + 18, f"{seconds:.0f} s"))
+    for row, curve in enumerate(curves):
+        places = [place(point) for point in (*curve.points, curve.end)]
+        drawn += [line(places, curve.colour), circle(places[-1], curve.colour)]
+        y = TOP + HEIGHT + 40 + 16 * row
+        drawn.append(rectangle(LEFT, y - 9, 11, 11, curve.colour))
+        drawn.append(text(LEFT + 18, y, f"{curve.title}: {curve.end[1]:.4f} after {curve.end[0]:.0f} s"))
+    write(path, drawn, LEFT + WIDTH + 40, TOP + HEIGHT + 50 + 16 * len(curves))
+
+
+def first_cores(count: int, place: int = 0) -> set[int]:
+    """Return the ``place``-th ``count`` cores of those this process may use.
+
+    Raises
+    ------
+    SystemExit
+        If there are fewer.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    chosen = allowed[place * count : (place + 1) * count]
+    if len(chosen) < count:
+        sys.exit(f"--cores {count} for {place + 1} process(es) needs {(place + 1) * count} cores, got {len(allowed)}")
+    return set(chosen)
+
+
+def restart_on(cores: int | None) -> None:
+    """Start this program anew on so many cores; None, or being there already, changes nothing.
+
+    Setting the affinity alone would leave out the threads that imported libraries have started.
+    """
+    if cores is None or len(os.sched_getaffinity(0)) == cores:
+        return
+    os.sched_setaffinity(0, first_cores(cores))
+    os.execv(sys.executable, sys.orig_argv)  # noqa: S606 (this very program, its own arguments)
 
 
 def main() -> None:
@@ -45,7 +110,6 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="folds at a time, each on a GPU of its own")
     parser.add_argument("--cores", type=int, help="CPU cores of each fold; default an equal share of all")
     parser.add_argument("--cold", action="store_true", help="compile all kernels and prepare all cases in each fold")
-    parser.add_argument("--beside", type=Path, nargs="*", default=[], help="results of nnunet.py to draw as well")
     parser.add_argument("--result", type=Path, required=True, help="JSON file; the plot lies beside it")
     parser.add_argument("--train-fold", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -58,7 +122,7 @@ def main() -> None:
     result = gathered(chosen, seconds)
     chosen.result.parent.mkdir(parents=True, exist_ok=True)
     chosen.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    draw([*own_curves(result), *map(nnunet_curve, chosen.beside)], chosen.result.with_suffix(".svg"))
+    draw(own_curves(result), chosen.result.with_suffix(".svg"))
 
 
 def train_folds(chosen: argparse.Namespace) -> dict[int, float]:
@@ -189,19 +253,6 @@ def own_curves(result: Mapping[str, Any]) -> Sequence[Curve]:
         )
         for fold in result["folds"]
     ]
-
-
-def nnunet_curve(path: Path) -> Curve:
-    """Return nnU-Net's curve; on the way it has its pseudo Dice (of patches, averaged over epochs)."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    machine = found["environment"]
-    length = f"fold {found['fold']}, {found['epochs']} epochs"
-    return Curve(
-        title=f"nnU-Net {machine['nnunetv2']}, {length}, {machine['cpu_cores']} cores",
-        colour="#c0392b",
-        points=[(point["seconds"], point["ema_pseudo_dice"]) for point in found["curve"]],
-        end=(found["seconds_from_start_to_predictions"], found["mean_dice"]),
-    )
 
 
 if __name__ == "__main__":

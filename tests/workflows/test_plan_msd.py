@@ -1,0 +1,111 @@
+"""The ten tasks' configs: made by the rules, the same as nnU-Net's plans, and each runs on its twin."""
+
+import math
+import re
+import sys
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from volseg import experiment
+from volseg.data.catalogue import find_public_task
+from volseg.data.layouts import load_task
+from volseg.data.twins import make_twin
+from volseg.experiment.run_folder import RunFolder
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "datasets"))
+
+from plan_msd import BEGIN, CONFIGS, END, PAGE, TASKS, file_name, make_table, plan_task, write_task_config
+
+
+def config_of(task, *overrides):
+    return experiment.load_config(CONFIGS / file_name(task), overrides)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_config_is_what_the_rules_make(task, tmp_path):
+    """After a change of the rules: ``python datasets/plan_msd.py``."""
+    made, committed = (
+        re.sub(r"volseg [\d.]+\w*", "volseg", path.read_text(encoding="utf-8"))
+        for path in (write_task_config(task, tmp_path), CONFIGS / file_name(task))
+    )
+    assert made == committed
+
+
+def test_there_is_no_config_besides():
+    assert sorted(path.name for path in CONFIGS.iterdir()) == sorted(map(file_name, TASKS))
+
+
+def test_the_table_is_what_the_rules_make():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.partition(BEGIN)[2].partition(END)[0].strip() == make_table()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_plan_is_nnunets(task):
+    theirs, config = find_public_task(task).manifest["nnunet"], config_of(task)
+    [spacing] = [step.spec()["spacing"] for step in config.preprocessing if step.name == "Spacing"]
+    assert spacing == pytest.approx(theirs["spacing"], rel=1e-5)  # six digits in both
+    assert list(config.patch.size) == theirs["patch"]
+    assert config.patch.batch == theirs["batch"]
+    network = config.network.spec()
+    assert [network[key] for key in ("strides", "kernel_size", "filters")] == [
+        theirs[key] for key in ("strides", "kernels", "filters")
+    ]
+    [median] = {tuple(np.round(plan_task(task).geometry.median_shape))}
+    assert list(median) == theirs["fingerprint"]["median_shape_resampled"]
+
+
+def small(task, root, output):
+    """Override what takes a CPU long: the size of patches, the width of the network."""
+    network = config_of(task).network.spec()
+    patch = [math.prod(stride[axis] for stride in network["strides"]) for axis in range(3)]
+    return [
+        f"data.root={root}",
+        f"output={output}",
+        f"patch.size={patch}",
+        f"inference.window={patch}",
+        "inference.mirror=false",
+        "inference.overlap=0",
+        "patch.batch=1",
+        f"network.filters={[2] * len(network['filters'])}",
+        "training.epochs=1",
+        "training.iterations=2",
+        "split.num_folds=2",
+    ]
+
+
+def run_all_verbs(task, tmp_path, *overrides, num_cases=2):
+    """Train, validate and predict; return the task's twin and where its predictions lie."""
+    root = make_twin(tmp_path / task, task, num_cases=num_cases, num_test=1, scale=0.05)
+    config = config_of(task, *small(task, root, tmp_path / "run"), *overrides)
+    outcome = experiment.train(config)
+    written = experiment.predict(RunFolder(config.folder), [root / "imagesTs"]).require_all()
+    return load_task(root), outcome, written
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_config_trains_validates_and_predicts_on_its_twin(task, tmp_path):
+    twin, outcome, written = run_all_verbs(task, tmp_path)
+    assert math.isfinite(outcome.history[-1].losses["loss"])
+    assert set(outcome.validated.summary["mean"]) == {str(value) for value in twin.foreground}
+    [(name, path)] = written.items()
+    [image] = [case["image"] for case in twin.test if case["case"] == name]
+    label_map = nibabel.load(path)
+    assert label_map.shape == nibabel.load(image).shape[:3]
+    assert set(np.unique(label_map.dataobj)) <= set(twin.labels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_the_twin_is_learned_by_the_config(task, tmp_path):
+    """A narrow network and sixty batches: the loss of the last of three epochs is well below that of the first."""
+    width = len(config_of(task).network.spec()["filters"])
+    lengths = ("training.epochs=3", "training.iterations=20", "training.validate_every=3", "optimizer.lr=0.003")
+    _, outcome, _ = run_all_verbs(
+        task, tmp_path, f"network.filters={[4, 8, *[16] * (width - 2)]}", *lengths, num_cases=4
+    )
+    losses = [record.losses["loss"] for record in outcome.history]
+    assert losses[-1] < 0.9 * losses[0]
