@@ -55,9 +55,8 @@ from volseg.parallel.devices import (
     uses_gpus,
 )
 from volseg.parallel.processes.first_error import begin_all_anew
-from volseg.parallel.processes.group import find_supervision
+from volseg.parallel.processes.group import find_supervision, gather_over_processes
 from volseg.parallel.processes.progress import find_milestone
-from volseg.workflow.processes import gather_over_processes
 
 __all__ = ["REPLANNED", "BeginAgain", "Replanned", "Replanning", "free_memory"]
 

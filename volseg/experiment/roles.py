@@ -30,10 +30,10 @@ from volseg.monitoring.environment import environment
 from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.run_files import STATUS, TIMES
 from volseg.parallel.devices import is_distributed, is_main_process
+from volseg.parallel.processes.group import gather_over_processes, largest_over_processes
 from volseg.reporting import NAME, write_brief, write_report
 from volseg.reporting.reading import TOLD
 from volseg.workflow.interrupts import StopRequested
-from volseg.workflow.processes import gather_over_processes, largest_over_processes
 
 __all__ = ["Leader", "Member", "choose_role"]
 

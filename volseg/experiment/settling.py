@@ -26,14 +26,13 @@ from volseg.experiment.rehearsing import rehearse_network
 from volseg.experiment.training_mesh import TrainingMesh, describe
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
 from volseg.parallel.mesh import join_mesh
-from volseg.parallel.processes.group import make_group, start_group
+from volseg.parallel.processes.group import gather_over_processes, largest_over_processes, make_group, start_group
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_optimizer
 from volseg.workflow.named import Named
 from volseg.workflow.objective import require_mean_over_samples
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import gather_over_processes, largest_over_processes
 
 __all__ = ["join_processes", "settle_mesh"]
 

@@ -53,12 +53,12 @@ from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.training_log import TrainingLog, list_final
 from volseg.monitoring.waiting import WaitingAdvice
 from volseg.parallel.devices import count_restarts, is_main_process
+from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
 from volseg.reporting.reading import TOLD
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.growing import ForgetOldSizes
 from volseg.workflow.hooks import Hook, Patience
-from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.randomness import deterministic, seed_everything
 from volseg.workflow.records import Score
 from volseg.workflow.training import Training

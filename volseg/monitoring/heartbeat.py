@@ -35,11 +35,11 @@ from volseg.monitoring.run_files import (
 )
 from volseg.parallel.processes.first_error import (
     await_first_error,
-    deferring_signals,
     reporting_first_error,
 )
 from volseg.parallel.processes.group import find_supervision
 from volseg.parallel.processes.progress import find_milestone
+from volseg.signals import deferring_signals
 from volseg.workflow.hooks import Hook
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training

@@ -15,8 +15,8 @@ import torch
 
 from volseg.forecast.memory_use import MemoryUse
 from volseg.parallel.devices import find_rank, list_gpus, uses_gpus
+from volseg.parallel.processes.group import gather_over_processes
 from volseg.workflow.hooks import Hook
-from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 

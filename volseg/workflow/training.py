@@ -20,6 +20,7 @@ from volseg.data.augmented import EpochBatches, remaining_batches
 from volseg.data.cases import Batch
 from volseg.errors import ConfigError
 from volseg.parallel.devices import is_main_process
+from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.epoch_clock import EpochClock
@@ -31,7 +32,6 @@ from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Loss, Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.randomness import random_state, restore_random_state
 from volseg.workflow.records import EpochRecord, Score
 from volseg.workflow.restoring import restore

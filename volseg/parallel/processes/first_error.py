@@ -27,12 +27,10 @@ from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER, find_launch
 from volseg.lifetime import begin_anew, end_now, say_last
 from volseg.parallel.devices import name_own_place
 from volseg.parallel.processes.supervision import ENDED_SILENTLY, Cause, Supervision
-from volseg.signals import ENDING
 
 __all__ = [
     "await_first_error",
     "begin_all_anew",
-    "deferring_signals",
     "describe",
     "end_after",
     "end_by",
@@ -119,27 +117,6 @@ def reporting_first_error(report: Callable[[str], object]) -> Iterator[None]:
         yield
     finally:
         _reports.remove(report)
-
-
-@contextmanager
-def deferring_signals() -> Iterator[None]:
-    """Let signals act behind this block: a launcher ends the other processes of a job as soon as one has failed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard: list[int] = []
-    before = {number: signal.getsignal(number) for number in ENDING}
-    # What C installed Python cannot name, nor put back.
-    held = [number for number, handler in before.items() if handler not in (None, signal.SIG_IGN)]
-    for number in held:
-        signal.signal(number, lambda number, _: heard.append(number))
-    try:
-        yield
-    finally:
-        for number in held:
-            signal.signal(number, before[number])
-    for caught in heard:
-        signal.raise_signal(caught)
 
 
 def begin_all_anew(message: str, supervision: Supervision, variables: Mapping[str, str]) -> NoReturn:

@@ -22,12 +22,14 @@ from volseg.parallel.devices import (
     find_own_device,
     find_rank,
     has_process_group,
+    is_distributed,
     name_own_place,
     note_restarts,
     stay_on_cpu,
 )
 from volseg.parallel.processes.first_error import end_after, end_by
 from volseg.parallel.processes.progress import report_progress
+from volseg.parallel.processes.progress_sync import exchange
 from volseg.parallel.processes.rendezvous import Meeting, PrefixStore, meet, open_store
 from volseg.parallel.processes.supervision import Cause, Supervision, name_machine
 
@@ -36,6 +38,8 @@ __all__ = [
     "agree",
     "find_message_group",
     "find_supervision",
+    "gather_over_processes",
+    "largest_over_processes",
     "leave_processes",
     "make_group",
     "make_groups",
@@ -174,6 +178,22 @@ def agree(yes: bool, groups: Sequence[dist.ProcessGroup], device: torch.device) 
         for group in groups:
             dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
         return bool(vote.item())
+
+
+def largest_over_processes(value: int, device: torch.device) -> int:
+    """Return the largest of the processes' values, to all of them; waits for the slowest."""
+    if not is_distributed():
+        return value
+    values = torch.tensor([value], device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return int(values.item())
+
+
+def gather_over_processes(names: Sequence[str]) -> list[str]:
+    """Return the names that the processes pass, to all of them; each name once, in the order of the processes."""
+    group = dist.group.WORLD if is_distributed() else None
+    told = exchange(names, None if group is None else find_message_group(group))
+    return list(dict.fromkeys(name for one in told for name in one))
 
 
 def leave_processes() -> None:
