@@ -133,7 +133,7 @@ def _train(
             join_processes(config)
             role = choose_role(config, held)
             resume = role.claim(resume or count_restarts() > 0)
-            held.push(role.show_end)  # after the signs of life, which tell how the run ended
+            held.push(role.show_end)  # after the heartbeat, which tells how the run ended
             role.show_life(signs, BeginAgain)
         with signs.span("building"):
             run = _begin(role, resume, hooks, loggers, replanning, signs, held)

@@ -1,6 +1,6 @@
 """Look into a run folder from outside: how far a training is, and whether it still lives; without torch, in a moment.
 
-What is judged is the age of the last sign of life by this machine's clock. Whether the process is there can be told on
+What is judged is the age of the last heartbeat by this machine's clock. Whether the process is there can be told on
 its own machine alone, in the same space of process ids (a container has its own).
 """
 
@@ -34,13 +34,13 @@ class Look:
     status: RunStatus | None
     """None of a run that said nothing of itself: one of an older volseg."""
     age: float | None = None
-    """Seconds since its last sign of life, by this machine's clock."""
+    """Seconds since its last heartbeat, by this machine's clock."""
     is_gone: bool = False
     """Whether its process is gone though it did not end; known on its own machine alone."""
     remarks: Sequence[str] = ()
 
     def find_fault(self, max_age: float) -> str | None:
-        """Return what is wrong with the run if its last sign of life may be so old; None where all is well."""
+        """Return what is wrong with the run if its last heartbeat may be so old; None where all is well."""
         if self.status is None:
             return "no status is known"
         if self.status.state == "failed":
@@ -51,7 +51,7 @@ class Look:
             return f"its process {self.status.pid} is gone"
         assert self.age is not None
         if self.age > max_age:
-            return f"the last sign of life is {_tell_seconds(self.age)} old"
+            return f"the last heartbeat is {_tell_seconds(self.age)} old"
         return None
 
     def as_json(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Look:
             lines.append(f"  time    {', '.join(speed)}")
         doing = "" if status.has_ended or not status.message else f" ({status.message})"
         assert self.age is not None
-        lines.append(f"  sign    {_tell_seconds(self.age)} ago, by process {status.pid} on {status.host}{doing}")
+        lines.append(f"  alive   {_tell_seconds(self.age)} ago, by process {status.pid} on {status.host}{doing}")
         return [*lines, *(f"  note    {remark}" for remark in self.remarks)]
 
 

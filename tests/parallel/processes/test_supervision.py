@@ -105,7 +105,7 @@ def test_one_without_a_sign_of_life_is_named_soon(monkeypatch):
         running.ended[2] = running.ended[2] or module.Cause(message="lost", is_own=True)
         told, again, _ = running.wait(10, 0, 1)
         assert told == again
-        assert "process 2 of 3 (host2, cpu) gives no sign of life for" in told
+        assert "process 2 of 3 (host2, cpu) sends no heartbeat for" in told
         assert "its machine or the network to it is gone" in told
 
 

@@ -102,7 +102,7 @@ def await_first_error(fault: BaseException, supervision: Supervision | None) -> 
     if not gone:
         return fault
     return ParallelError(
-        f"{gone} gives no sign of life any more and its connections broke; {ENDED_SILENTLY} ({_shorten(str(fault))})"
+        f"{gone} sends no heartbeat any more and its connections broke; {ENDED_SILENTLY} ({_shorten(str(fault))})"
     )
 
 

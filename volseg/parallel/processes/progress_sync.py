@@ -193,7 +193,7 @@ def run_together(
     num_counts : int
         How many things the work counts.
     heard : callable, optional
-        Called with the counts of every process, by its number, again and again: a sign of life. By a thread.
+        Called with the counts of every process, by its number, again and again: a heartbeat. By a thread.
     stops : type of exception, optional
         With which work may end early without having failed; it is raised in every process.
     poll : callable, optional

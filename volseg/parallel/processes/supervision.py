@@ -6,11 +6,11 @@ GPU, a file system. What is watched is progress, and not how long somebody waits
 reads cases, as long as that one goes on. It ends this process, by itself and whatever the main thread does, when
 
 - another process has failed (it says so in the store before it ends): at once;
-- another process has gone without a word, or shows no sign of life for a fifth of the timeout, at least
+- another process has gone without a word, or sends no heartbeat for a fifth of the timeout, at least
   ``LEAST_SECONDS`` (its machine is gone, or something holds it): its name is told;
 - nobody has made any progress for the timeout: where everybody is is told;
 - the store is gone, and ``SECONDS_TO_LEAVE`` later this process is still there;
-- the store does not answer for as long as a process may show no sign of life. A cut network closes no connection, and
+- the store does not answer for as long as a process may send no heartbeat. A cut network closes no connection, and
   calls of the store have no timeout: another thread makes them.
 
 A failure after which the job goes on in another way (``again``) ends nobody for good: each process begins anew, once it
@@ -44,7 +44,7 @@ from volseg.parallel.processes.rendezvous import Store
 __all__ = ["Cause", "Supervision"]
 
 LEAST_SECONDS = 20.0
-"""Without a sign of life after which a process is taken for gone; a machine under load may be that slow."""
+"""Without a heartbeat after which a process is taken for gone; a machine under load may be that slow."""
 
 SECONDS_TO_HEAR = 15.0
 """For all processes to hear that they begin anew, before the one that keeps the store does."""
@@ -255,7 +255,7 @@ class Supervision:
                 ), False
             if silent > self.longest_silence:
                 return self._decide(
-                    f"{member['where']} gives no sign of life for {silent:.0f} s, last seen at {self._step_of(rank)}; "
+                    f"{member['where']} sends no heartbeat for {silent:.0f} s, last seen at {self._step_of(rank)}; "
                     "its machine or the network to it is gone, or something holds it"
                 ), False
         stuck = self._watched - max(self._seen[rank][1] for rank in staying if rank in self._seen)
