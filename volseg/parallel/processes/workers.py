@@ -51,8 +51,9 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Write a message; one to a process that has ended is lost."""
-        with suppress(BrokenPipeError):
-            self._target.write(json.dumps(message) + "\n")
+        line = json.dumps(message) + "\n"
+        with suppress(BrokenPipeError, ValueError):  # a file that is closed
+            self._target.write(line)
             self._target.flush()
 
     def receive(self) -> Message:
