@@ -6,13 +6,26 @@ from typing import Any
 
 import numpy as np
 import pydicom
+from monai.data import MetaTensor
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.sequence import Sequence as Items
 from pydicom.uid import UID, ExplicitVRLittleEndian
 
+from volseg.data.readers import read_volume
+
 SERIES = "1.2.826.0.1.3680043.2.1125.9"
 MR, ENHANCED_MR = "1.2.840.10008.5.1.4.1.1.4", "1.2.840.10008.5.1.4.1.1.4.1"
 RIGHT_DOWN = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+UPRIGHT = np.array([[-0.5, 0, 0, 10], [0, -0.75, 0, 20], [0, 0, 2, 5], [0, 0, 0, 1.0]])
+"""Affine of the slices that `write_slice` writes."""
+
+
+def expect(path: Path, values: Any, affine: Any = UPRIGHT, atol: float = 1e-9) -> MetaTensor:
+    """Compare a volume with the values ``(slices, rows, columns)`` in their order upwards, and return it."""
+    volume = read_volume(path)
+    np.testing.assert_array_equal(volume.numpy()[0], np.asarray(values, np.float32).transpose(2, 1, 0))
+    np.testing.assert_allclose(volume.affine, affine, atol=atol)
+    return volume
 
 
 def place(index: int, step: float = 2.0) -> list[float]:

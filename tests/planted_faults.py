@@ -1,7 +1,7 @@
-"""A clean data set, and faults to plant into copies of its cases.
+"""Draw a clean data set, and plant faults into its cases.
 
-``python tests/planted_faults.py DATA_SET [ROUNDS]`` plants every kind of fault into a case of its own, in a copy of a
-data set in MSD's layout, checks the copy, and prints how often each kind was named and as what.
+``python tests/planted_faults.py DATA_SET [ROUNDS]`` copies a data set in MSD's layout, plants every kind of fault into
+another case, checks the copy, and prints how often each fault is found and under which names.
 """
 
 import gzip
@@ -16,8 +16,9 @@ from pathlib import Path
 
 import nibabel
 import numpy as np
+from scipy import ndimage
 
-from volseg.data import check_task, load_task
+from volseg.data import TaskCheck, check_task, load_task
 from volseg.data.splits import folds
 
 SHAPE = (26, 30, 22)
@@ -133,12 +134,6 @@ def _unplace(case: Planter) -> None:
         nibabel.save(image, path)
 
 
-def _cut_to_slice(case: Planter) -> None:
-    middle = nibabel.load(case.label).shape[2] // 2
-    for field in ("image", "label"):
-        case.change(field, lambda voxels: voxels[:, :, middle : middle + 1])
-
-
 def _cut_out(case: Planter) -> None:
     """Keep a quarter of the width around the label's middle."""
     label = np.asarray(nibabel.load(case.label).dataobj)
@@ -147,12 +142,11 @@ def _cut_out(case: Planter) -> None:
         case.change(field, lambda voxels: voxels[middle - width : middle + width])
 
 
-def _mirror(case: Planter) -> None:
+def _reverse(case: Planter, *fields: str) -> None:
     """Store the left-right axis the other way round; nothing moves in the patient."""
-    sides = nibabel.load(case.image).shape[0]
     flip = scaled(-1, 1, 1)
-    flip[0, 3] = sides - 1
-    for field in ("image", "label"):
+    flip[0, 3] = nibabel.load(case.image).shape[0] - 1
+    for field in fields:
         case.change(field, lambda voxels: voxels[::-1].copy(), flip)
 
 
@@ -167,7 +161,7 @@ def _coarsen(case: Planter) -> None:
 
 
 def _rng(case: Planter) -> np.random.Generator:
-    """Return numbers that differ from case to case."""
+    """Return a generator that is seeded by the case."""
     return np.random.default_rng(sum(case.name.encode()))
 
 
@@ -186,11 +180,7 @@ def _draw_label(case: Planter) -> None:
 
 
 def _salt_label(case: Planter) -> None:
-    def edit(voxels: np.ndarray) -> np.ndarray:
-        drawn = _rng(case).random(voxels.shape)
-        return np.where(drawn < 0.03, 1, voxels).astype(np.uint8)
-
-    case.change("label", edit)
+    case.change("label", lambda voxels: np.where(_rng(case).random(voxels.shape) < 0.03, 1, voxels).astype(np.uint8))
 
 
 def _add_stray(case: Planter) -> None:
@@ -208,25 +198,13 @@ def _add_stray(case: Planter) -> None:
 
 
 def shift_label(step: int, axis: int) -> Callable[[Planter], None]:
-    """Return what moves the label by some voxels; what leaves the volume is lost."""
-
-    def put(case: Planter) -> None:
-        def edit(voxels: np.ndarray) -> np.ndarray:
-            moved = np.zeros_like(voxels)
-            there, here = [slice(None)] * 3, [slice(None)] * 3
-            there[axis], here[axis] = (slice(step, None), slice(None, -step))[:: 1 if step > 0 else -1]
-            if step < 0:
-                there[axis], here[axis] = slice(None, step), slice(-step, None)
-            moved[tuple(there)] = voxels[tuple(here)]
-            return moved
-
-        case.change("label", edit)
-
-    return put
+    """Return what moves the label by some voxels; voxels that leave the volume are lost."""
+    steps = step * np.eye(3)[axis]
+    return lambda case: case.change("label", lambda voxels: ndimage.shift(voxels, steps, order=0))
 
 
 def flip_label(axis: int) -> Callable[[Planter], None]:
-    """Return what mirrors the label's voxels and leaves its header as it is."""
+    """Return what mirrors the label's voxels and leaves its header unchanged."""
     return lambda case: case.change("label", lambda voxels: np.flip(voxels, axis).copy())
 
 
@@ -257,7 +235,7 @@ def _swap_bytes(voxels: np.ndarray) -> np.ndarray:
 
 
 def keep_slices(part: Callable[[int], slice]) -> Callable[[Planter], None]:
-    """Return what keeps some of the slices of image and label, and the header's spacing."""
+    """Return what keeps some slices of image and label, and leaves the spacing unchanged."""
 
     def put(case: Planter) -> None:
         for field in ("image", "label"):
@@ -270,13 +248,6 @@ def _blank_half(voxels: np.ndarray) -> np.ndarray:
     changed = voxels.copy()
     changed[:, :, voxels.shape[2] // 2 :] = 0
     return changed
-
-
-def _reorder_label(case: Planter) -> None:
-    """Store the label's first axis the other way round, by voxels and header: nothing moves in the patient."""
-    flip = scaled(-1, 1, 1)
-    flip[0, 3] = nibabel.load(case.label).shape[0] - 1
-    case.change("label", lambda voxels: voxels[::-1].copy(), flip)
 
 
 def _unpack(case: Planter) -> None:
@@ -311,10 +282,10 @@ FAULTS: Mapping[str, tuple[set[str], Callable[[Planter], object]]] = {
     "qform mirrored": ({"mirrored"}, lambda case: case.turn_qform(scaled(-1, 1, 1))),
     "qform moved": ({"forms-disagree"}, lambda case: case.turn_qform(moved(1.5, 0, 0))),
     "no form": ({"unplaced", "orientation"}, _unplace),
-    "other side first": ({"orientation"}, _mirror),
+    "other side first": ({"orientation"}, lambda case: _reverse(case, "image", "label")),
     "thick slices": ({"spacing", "extent"}, lambda case: case.place(scaled(1, 1, 6))),
     "cut out": ({"extent"}, _cut_out),
-    "one slice": ({"single-slice", "extent"}, _cut_to_slice),
+    "one slice": ({"single-slice", "extent"}, keep_slices(lambda count: slice(count // 2, count // 2 + 1))),
     "another scale": (
         {"intensity-scale"},
         lambda case: case.change("image", lambda voxels: voxels.astype(np.float32) * 1000),
@@ -332,7 +303,7 @@ FAULTS: Mapping[str, tuple[set[str], Callable[[Planter], object]]] = {
         {"label-fractions"},
         lambda case: case.change("label", lambda voxels: voxels * np.float32(1.0000001)),
     ),
-    "other axis order": ({"label-reordered"}, _reorder_label),
+    "other axis order": ({"label-reordered"}, lambda case: _reverse(case, "label")),
     "label everywhere": ({"label-full"}, lambda case: case.change("label", np.ones_like)),
     "three voxels": ({"label-volume"}, _keep_three_voxels),
     "drawn label": ({"label-ragged"}, _draw_label),
@@ -366,8 +337,7 @@ FAULTS: Mapping[str, tuple[set[str], Callable[[Planter], object]]] = {
         lambda case: case.change("image", lambda voxels: voxels.astype(np.float32) * np.float32(1e-4)),
     ),
 }
-"""What is planted, the kinds of finding by one of which it must be named at least, and how."""
-
+"""By name: the kinds of finding of which a check must report at least one, and what plants the fault."""
 
 COPIES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "copy without a slice": lambda voxels: voxels[:, :, 1:],
@@ -375,16 +345,16 @@ COPIES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "copy stored reversed": lambda voxels: voxels[::-1].copy(),
     "copy of another scale": lambda voxels: voxels.astype(np.float32) * 3 + 7,
 }
-"""What is done to a copy of another case: to its image, and but for the scale to its label."""
+"""Changes of the image of a copied case, and of its label unless they change intensities."""
 
 
 def plant(root: Path, names: list[str], tests: list[str]) -> dict[str, dict[str, set[str]]]:
-    """Plant every fault into a case of its own, and faults of pairs of cases.
+    """Plant each fault into another case or pair of cases.
 
     Returns
     -------
     dict
-        For each fault the cases and the kinds by one of which each must be named.
+        By fault and case, the kinds of finding of which a check must report at least one.
     """
     free = iter(names)
     expected: dict[str, dict[str, set[str]]] = {}
@@ -424,21 +394,19 @@ EXCHANGED = {"labels-exchanged", "label-shifted"}
 
 
 def _exchange_labels(root: Path, one: str, other: str) -> tuple[str, str]:
-    voxels = [np.asarray(nibabel.load(root / "labelsTr" / f"{name}.nii.gz").dataobj) for name in (one, other)]
-    Planter(root, one).change("label", lambda _: voxels[1])
-    Planter(root, other).change("label", lambda _: voxels[0])
+    first, second = (Planter(root, name) for name in (one, other))
+    voxels = np.asarray(nibabel.load(first.label).dataobj)
+    first.change("label", lambda _: np.asarray(nibabel.load(second.label).dataobj))
+    second.change("label", lambda _: voxels)
     return one, other
 
 
 def _copy_changed(root: Path, one: str, other: str, edit: Callable[[np.ndarray], np.ndarray], *, scales: bool) -> None:
-    for folder in ("imagesTr", "labelsTr"):
-        stored = nibabel.load(root / folder / f"{one}.nii.gz")
-        voxels = np.asarray(stored.dataobj)
-        save(
-            root / folder / f"{other}.nii.gz",
-            voxels if scales and folder == "labelsTr" else edit(voxels),
-            stored.affine,
-        )
+    given, copied = (Planter(root, name) for name in (one, other))
+    shutil.copyfile(given.image, copied.image)
+    shutil.copyfile(given.label, copied.label)
+    for field in ("image",) if scales else ("image", "label"):
+        copied.change(field, edit)
 
 
 def _find_alike(root: Path, names: list[str]) -> tuple[str, str]:
@@ -447,16 +415,17 @@ def _find_alike(root: Path, names: list[str]) -> tuple[str, str]:
     return next((one, other) for one, other in combinations(names, 2) if shapes[one] == shapes[other])
 
 
-def found_in(root: Path) -> dict[str, set[str]]:
-    """Check a data set; return the kinds of finding of each case that has any."""
+def found_in(root: Path) -> tuple[dict[str, set[str]], TaskCheck]:
+    """Check a data set; return the kinds of finding by case, and the check."""
+    check = check_task(load_task(root, require_files=False))
     found: dict[str, set[str]] = {}
-    for finding in check_task(load_task(root, require_files=False)).findings:
+    for finding in check.findings:
         found.setdefault(finding.case, set()).add(finding.kind)
-    return found
+    return found, check
 
 
 def plant_copy(source: Path, root: Path, seed: int) -> dict[str, dict[str, set[str]]]:
-    """Copy a data set in MSD's layout and plant faults into its cases, in a drawn order; see `plant`."""
+    """Copy a data set in MSD's layout and plant faults into its cases in random order; see `plant`."""
     task = load_task(source)
     for case in task.training:
         for folder, field in (("imagesTr", "image"), ("labelsTr", "label")):
@@ -469,14 +438,14 @@ def plant_copy(source: Path, root: Path, seed: int) -> dict[str, dict[str, set[s
 
 
 def main(source: Path, rounds: int) -> None:
-    """Print a row for each kind of fault, and which other cases were remarked on."""
+    """Print a row for each kind of fault, and the findings of other cases."""
     named: dict[str, list[bool]] = {}
     kinds: dict[str, Counter[str]] = {}
     others: Counter[str] = Counter()
     for seed in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             expected = plant_copy(source, Path(folder) / "Task00_Planted", seed)
-            found = found_in(Path(folder) / "Task00_Planted")
+            found, _ = found_in(Path(folder) / "Task00_Planted")
         for fault, cases in expected.items():
             seen = set().union(*(found.get(name, set()) for name in cases))
             wanted = set().union(*cases.values())
@@ -485,12 +454,11 @@ def main(source: Path, rounds: int) -> None:
         planted = {name for cases in expected.values() for name in cases}
         others.update(f"{name}: {', '.join(sorted(kinds))}" for name, kinds in found.items() if name not in planted)
     for fault, hits in named.items():
-        told = ", ".join(kinds[fault])
-        sys.stdout.write(f"{sum(hits)}/{rounds}  {fault:28}{told}\n")
+        sys.stdout.write(f"{sum(hits)}/{rounds}  {fault:28}{', '.join(kinds[fault])}\n")
     often = sum(sum(hits) >= 0.8 * rounds for hits in named.values())
     sys.stdout.write(
-        f"{often} of {len(named)} kinds are named in four of five rounds or more; "
-        f"other cases remarked on: {dict(others)}\n"
+        f"{often} of {len(named)} kinds of fault are found in at least four of five rounds; "
+        f"findings of other cases: {dict(others)}\n"
     )
 
 

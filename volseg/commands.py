@@ -1,7 +1,7 @@
-"""How volseg starts itself, and how the commands that it prints can be typed where they are read.
+"""Commands that start volseg: those that it runs itself, and those that it prints for the user.
 
-What ``make`` or a full path started is mostly not on the shell's path. Hence what stands under "Next:" is
-spelled as this process was started, or by whatever else reaches the same installation.
+If ``make`` or a full path started volseg, it is usually not on the shell's path. Printed commands are spelled as this
+process was started, or in another way that reaches the same installation.
 """
 
 import os
@@ -35,16 +35,9 @@ def spell(line: str) -> str:
 
 
 def run_module(name: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module in a Python of its own; every process of volseg's is started by it.
+    """Return the command that runs an installed module in a new Python process; volseg starts all its processes so.
 
-    Python puts no working folder on the path of that process: a ``torch.py`` there is not torch.
-
-    Parameters
-    ----------
-    name : str
-        Of an installed module.
-    *arguments : str
-        Of the module.
+    The process does not import from the working folder: a ``torch.py`` there is not torch.
     """
     return [sys.executable, "-P", "-m", name, *arguments]
 

@@ -1,4 +1,4 @@
-"""Files as wholes: written so that a reader finds the old one or the new one and never half of either, and named."""
+"""Replace files in one step, so that a reader finds the old or the new one; read bounded text; check names."""
 
 import codecs
 import errno
@@ -27,6 +27,9 @@ __all__ = [
 PARTIAL = re.compile(r"\..+\.\d+\.partial")
 """Names of files that are being written, or were when their process was killed."""
 
+NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Surrogates that stand for no byte of a file's name. JSON and YAML can escape them."""
+
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     """Return the bytes of a file.
@@ -34,7 +37,7 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     Raises
     ------
     OSError
-        If it cannot be read, or holds more than ``most`` bytes; a device may never end.
+        If the file cannot be read, or holds more than ``most`` bytes: a device may never end.
     """
     with open(path, "rb") as file:
         content = file.read(most + 1)
@@ -44,12 +47,12 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def decode_text(content: bytes) -> str:
-    """Return text in UTF-8, with or without a mark at its beginning.
+    """Decode UTF-8 with or without a byte order mark.
 
     Raises
     ------
     ValueError
-        It is something else; says what.
+        The content is not UTF-8. The message completes "FILE is ...".
     """
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("text in UTF-16, as PowerShell writes it, and not in UTF-8")
@@ -135,64 +138,49 @@ def require_writable(folder: str | os.PathLike[str]) -> Path:
 
 
 def require_text(content: object, what: str, error: type[VolsegError] = ConfigError) -> None:
-    r"""Raise unless a path, or every text inside of lists and mappings, can be written as UTF-8.
+    r"""Raise unless a path, or every text in lists and mappings, can be written as UTF-8.
 
-    Names of files are bytes. Python reads those that are no UTF-8 as text that no config, report or table can hold.
-    They are refused where they come in: at the command line, in data sets, in folders to predict and to evaluate, and
-    where a file is written.
+    Names of files are bytes. Python decodes bytes that are not UTF-8 to surrogates, which no config, report or table
+    can hold. Call this where names come in: at the command line, for data sets, for folders to predict and to evaluate,
+    and before a file is written.
 
     Parameters
     ----------
     content : path, str, bytes, list or dict
-        A path as it was given, or what a file of JSON or YAML holds.
+        A path, or the values of a JSON or YAML file.
     what : str
-        Names it in the message, such as ``a case``.
+        What the message calls it, such as ``a case``.
     error : type
-        Of the exception.
+        Type of the exception.
 
     Raises
     ------
     ConfigError, or ``error``
-        Shows the name with its bytes.
+        The message shows the name with its bytes.
 
     Examples
     --------
     >>> require_text("M\udcfcller", "a case")
     Traceback (most recent call last):
-    volseg.errors.ConfigError: a case is 'M\xfcller', which is no text in UTF-8; rename it, in ASCII say
+    volseg.errors.ConfigError: a case is 'M\xfcller', which is not valid UTF-8; rename it, for example in ASCII
     """
-    waiting, seen = [content], set()
-    while waiting:
-        held = waiting.pop()
-        if isinstance(held, Mapping | list | tuple):
-            if id(held) not in seen:  # an alias of YAML stands for the same object many times
-                seen.add(id(held))
-                waiting += [*held, *held.values()] if isinstance(held, Mapping) else held
-        elif isinstance(held, str | bytes | os.PathLike):
-            _require_utf8(os.fspath(held), what, error)
+    if isinstance(content, Mapping | list | tuple):
+        for item in [*content, *content.values()] if isinstance(content, Mapping) else content:
+            require_text(item, what, error)
+    elif isinstance(content, str | bytes | os.PathLike):
+        _require_utf8(os.fsdecode(content), what, error)
 
 
-def _require_utf8(name: str | bytes, what: str, error: type[VolsegError]) -> None:
-    text = os.fsdecode(name)
+def _require_utf8(text: str, what: str, error: type[VolsegError]) -> None:
     try:
-        text.encode("utf-8")
+        text.encode()
     except UnicodeEncodeError:
-        # The surrogates of Python's names stand for bytes; JSON and YAML can escape others, which stand for nothing.
-        content = text.encode("utf-8", "surrogateescape" if _is_name(text) else "backslashreplace")
-        try:
-            content.decode("utf-8")
-            is_text = _is_name(text)
-        except UnicodeDecodeError:
-            is_text = False
-        ascii_only = f"this Python takes names for {sys.getfilesystemencoding()}: set PYTHONUTF8=1"
-        raise error(
-            f"{what} is '{content.decode('utf-8', 'backslashreplace')}', which is no text in UTF-8; "
-            f"{ascii_only if is_text else 'rename it, in ASCII say'}"
-        ) from None
-
-
-def _is_name(text: str) -> bool:
-    return all(not "\ud800" <= letter <= "\udfff" or "\udc80" <= letter <= "\udcff" for letter in text)
+        of_bytes = NO_BYTE.search(text) is None
+        content = text.encode("utf-8", "surrogateescape" if of_bytes else "backslashreplace")
+        shown, remedy = content.decode("utf-8", "backslashreplace"), "rename it, for example in ASCII"
+        if of_bytes and shown.encode() == content:  # the name is UTF-8, and Python decodes names otherwise
+            remedy = f"this Python decodes names as {sys.getfilesystemencoding()}: set PYTHONUTF8=1"
+        raise error(f"{what} is '{shown}', which is not valid UTF-8; {remedy}") from None
 
 
 def remove_partials(folder: Path) -> None:

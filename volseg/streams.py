@@ -1,7 +1,7 @@
-r"""The standard streams of a command: what it prints there is text, and what happens to them ends no work.
+r"""The standard streams of a command: printable text only, and no end of the work if a stream breaks.
 
-Names of labels, cases and files are whatever somebody wrote. Control characters in them could move the cursor, hide
-lines or set the title of a terminal; they are printed as ``\u001b`` and alike, which JSON reads as the same character.
+Names of labels, cases and files come from outside. Control characters in them could move the cursor, hide lines or set
+the title of a terminal. They are printed as escapes such as ``\u001b``, which JSON reads as the same character.
 """
 
 import errno
@@ -14,9 +14,9 @@ from typing import Any
 __all__ = ["guard_streams", "make_printable", "show"]
 
 UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but for tab and line feed
-    "\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069"  # other lines, and the order of what is read
-    "\ud800-\udfff]"  # halves of characters, as names of files that are not UTF-8 hold
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and line feed
+    "\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069"  # line separators, and marks of the writing direction
+    "\ud800-\udfff]"  # surrogates, from names of files that are not UTF-8
 )
 
 
@@ -32,14 +32,14 @@ def make_printable(text: str) -> str:
 
 
 def show(words: object, *, err: bool = False) -> None:
-    """Print a line or several: on the standard output what a command was asked for, else on the standard error.
+    """Print lines, without control characters.
 
     Parameters
     ----------
     words
-        Whose text is printed.
+        Printed as text.
     err
-        Whether it goes to the standard error.
+        Print to the standard error.
     """
     stream = sys.stderr if err else sys.stdout
     if stream is None:  # the process was started without one
@@ -51,18 +51,18 @@ def show(words: object, *, err: bool = False) -> None:
 
 
 def guard_streams() -> None:
-    """Let this process go on where nobody reads what it prints any more, or the disk under its log is full.
+    """Let this process continue if nobody reads its output any more, or the disk under its log is full.
 
-    Its exit status tells what became of its work. On a full disk under the standard output, a result that was asked
-    for is lost: that stays an error.
+    The exit status then depends on the work only. A full disk under the standard output stays an error: it loses a
+    result that the command was run for.
     """
     for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):
             continue
-        stream.reconfigure(errors="backslashreplace")  # a name may hold what the terminal's encoding has not
+        stream.reconfigure(errors="backslashreplace")  # names may hold characters that the encoding lacks
         if stream is not getattr(sys, f"__{name}__"):
-            continue  # somebody else takes it
+            continue  # replaced by a library or a test
         is_buffered = isinstance(stream.buffer, io.BufferedIOBase)  # not with python -u
         if not isinstance(stream.buffer.raw if is_buffered else stream.buffer, io.FileIO):
             continue  # a console of Windows
@@ -79,14 +79,14 @@ def guard_streams() -> None:
 
 
 class _Guarded(io.FileIO):
-    """A stream whose text is dropped where nobody gets it.
+    """A stream that drops its text if its reader is gone.
 
     Parameters
     ----------
     descriptor : int
-        Of the open file, which stays open.
+        Of the open file. It is not closed.
     is_log : bool
-        Whether the text is dropped whatever the reason.
+        Drop the text after any error.
     """
 
     def __init__(self, descriptor: int, *, is_log: bool) -> None:
@@ -95,7 +95,7 @@ class _Guarded(io.FileIO):
         self._is_terminal = os.isatty(descriptor)
 
     def write(self, content: Any, /) -> int:
-        """Write; say that all is written where it is dropped."""
+        """Write, or drop the content; return its size."""
         try:
             return super().write(content)
         except OSError as fault:

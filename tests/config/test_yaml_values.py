@@ -1,4 +1,4 @@
-"""YAML 1.2's core schema, plain values only."""
+"""Plain values by the core schema of YAML 1.2."""
 
 import math
 
@@ -12,7 +12,7 @@ from volseg.errors import ConfigError
 
 @pytest.fixture(params=["CSafeLoader", "SafeLoader"])
 def parser(request, monkeypatch):
-    """Parse by libyaml and by PyYAML itself, which PyYAML takes where it was built without libyaml."""
+    """Parse with libyaml, and with the parser of a PyYAML that was built without libyaml."""
     monkeypatch.setattr(yaml_values, "PARSER", getattr(yaml, request.param))
 
 
@@ -50,7 +50,7 @@ def parser(request, monkeypatch):
         ("---\na\n...", "a"),
     ],
 )
-def test_a_value_is_what_the_core_schema_says(text, value):
+def test_values_follow_the_core_schema(text, value):
     parsed = parse_yaml(text, "x")
     assert parsed == value
     assert type(parsed) is type(value)
@@ -81,14 +81,14 @@ def test_a_value_is_what_the_core_schema_says(text, value):
         ("a" * 20_000_000, "has 20000000 characters, needed: 16777216 at most"),
         ("? [a]\n: 1", "a key is a list or a section; needed: a text"),
         ("a\n---\nb", r"a second document begins; .*\n  in line 2"),
-        ("%YAML 1.1\n---\na: on", "written in another YAML than 1.2"),
+        ("%YAML 1.1\n---\na: on", "it declares another version of YAML than 1.2"),
         ('"\\ud800"', "character"),
         ('"\\U00110000"', "not valid YAML"),
         ("a: \0", "not valid YAML"),
         ("\ud800", "not valid YAML"),
     ],
 )
-def test_what_cannot_be_read_says_where(text, message):
+def test_a_refusal_names_the_source_and_the_line(text, message):
     with pytest.raises(ConfigError, match=rf"(?s)^config\.yaml .*{message}"):
         parse_yaml(text, "config.yaml")
 
@@ -97,22 +97,22 @@ def test_what_cannot_be_read_says_where(text, message):
     "text", ["1e5", "0o10", "0x1F", "010", "1:30", "1_000", "on", "~", "2024-05-01", "<<", "", ".inf", "a: b", "é"]
 )
 def test_a_text_that_is_written_reads_as_the_same_text(text):
-    """PyYAML quotes what YAML 1.1 takes for a number; YAML 1.2 has others."""
+    """PyYAML quotes texts that are numbers in YAML 1.1; YAML 1.2 has other numbers."""
     assert parse_yaml(dump_yaml({text: [text]}), "x") == {text: [text]}
 
 
-def test_a_value_that_is_shared_is_written_in_each_place():
+def test_a_shared_value_is_written_in_each_place():
     shared = [1e-5, 1e20, -3, None, True]
     assert parse_yaml(dump_yaml({"a": shared, "b": shared}), "x") == {"a": shared, "b": shared}
 
 
 @pytest.mark.parametrize("content", ["a: 1".encode("utf-16"), b"\xff\xfe", "Müller: 1".encode("latin-1")])
-def test_another_encoding_than_utf_8_is_refused(content, tmp_path):
+def test_encodings_other_than_utf_8_are_refused(content, tmp_path):
     (tmp_path / "a.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"a\.yaml is (no text in UTF-8|text in UTF-16)"):
         read_yaml(tmp_path / "a.yaml", "a.yaml")
 
 
-def test_a_file_that_never_ends_is_refused():
+def test_an_endless_file_is_refused():
     with pytest.raises(OSError, match="more than 67108864 bytes"):
         read_yaml("/dev/zero", "zero")

@@ -146,7 +146,7 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
         ({"training": [pair("imagesTr/" + "a" * 5000 + ".nii")]}, r"of 5013 characters, which no file can be called"),
         ({"training": [pair("imagesTr/" + "a" * 240 + ".nii")]}, r"names of 200 bytes at most, which leave room"),
         ({"training": [pair("imagesTr/\0.nii")]}, r"which no file can be called"),
-        ({"training": [pair("imagesTr/\ud800.nii")]}, r"which is no text in UTF-8"),
+        ({"training": [pair("imagesTr/\ud800.nii")]}, r"which is not valid UTF-8"),
         ({"modality": ...}, r"'modality' should map the numbers 0, 1, 2 \.\.\. to names, got None"),
         ({"channel_names": {"0": "T1"}}, r"'channel_names' and 'modality' name other channels; keep one of them"),
     ],

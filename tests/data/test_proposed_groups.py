@@ -1,4 +1,4 @@
-"""Names that tell which cases are of one patient, and names that do not."""
+"""Names that show which cases are of one patient, and names that do not."""
 
 import re
 import uuid
@@ -24,6 +24,7 @@ EVIDENT = {
     "times": by_patient("case_{:04}", ["_t0", "_t1"]),
     "dates": by_patient("P{}", ["_2019-03-01", "_2020-11-30"]),
     "dates without dashes": by_patient("TCGA-CS-{}", ["_19960909", "_19970101"]),
+    "dates behind numbers": by_patient("vol_{}", ["_20190301", "_20200506"]),
     "phases of the heart": by_patient("A{:03}", ["_ED", "_ES"]),
     "sides": by_patient("hip_{:03}", ["_L", "_R"]),
     "sides in words": by_patient("hip_{:03}", ["_left", "_right"]),
@@ -56,11 +57,11 @@ EVIDENT = {
 
 
 @pytest.mark.parametrize("kind", EVIDENT)
-def test_what_is_evident(kind):
+def test_evident_groups(kind):
     names = [name for cases in EVIDENT[kind] for name in cases]
     proposed = propose_group(names)
     assert proposed.evident
-    assert (proposed.num_patients, proposed.num_cases) == (len(EVIDENT[kind]), len(names))
+    assert proposed.num_patients == len(EVIDENT[kind])
     found = {}
     for name in names:
         found.setdefault(re.search(proposed.group, name)[1], []).append(name)
@@ -71,12 +72,13 @@ POSSIBLE = {
     "visits or patients of a site": each("MMS_{:03}", ["_01", "_02"]),
     "time points": [f"BraTS-GLI-{number:05}-{visit:03}" for number in range(20) for visit in range(1 + number % 3)],
     "letters": each("{:03}", ["a", "b"]),
+    "visits behind letters": each("AB{:02}C", ["_1", "_2"]),
     "studies": [*(f"{10000 + number}_{1000000 + number}" for number in range(40)), "10007_1000041"],
 }
 
 
 @pytest.mark.parametrize("kind", POSSIBLE)
-def test_what_is_only_possible(kind):
+def test_possible_groups(kind):
     assert not propose_group(POSSIBLE[kind]).evident
 
 
@@ -118,11 +120,11 @@ NONE = {
 
 
 @pytest.mark.parametrize("kind", NONE)
-def test_what_is_none(kind):
+def test_names_without_groups(kind):
     assert propose_group(NONE[kind]) is None
 
 
-def test_a_number_before_a_modality_is_remarked_on():
+def test_a_number_before_a_modality_is_reported_as_possible():
     studies = [*((number, 1000000 + number) for number in range(40)), (7, 1000041)]
     names = [f"{patient:05}_{study}_{kind}" for patient, study in studies for kind in ("t2w", "adc")]
     proposed = propose_group(names)
@@ -132,21 +134,21 @@ def test_a_number_before_a_modality_is_remarked_on():
     assert re.search(coarser, "00007_1000041_adc")[1] == "00007"
 
 
-def test_a_case_that_calls_no_patient_is_one_of_its_own():
+def test_a_case_without_a_patient_in_its_name_is_a_patient_of_its_own():
     proposed = propose_group(["patient001_frame01", "patient001_frame12", "control7", "control8"])
     found = [re.search(proposed.group, name)[1] for name in ("patient001_frame01", "control7", "control8")]
     assert found == ["patient001", "control7", "control8"]
-    assert (proposed.num_patients, proposed.num_cases) == (3, 4)
+    assert proposed.num_patients == 3
 
 
 @pytest.mark.parametrize(("again", "last"), [("_t1", "!"), ("_t1_l", "!"), ("_run", "\n!"), ("_v1d1", "?")])
-def test_endings_that_read_alike_end_the_search(again, last):
-    """The search for endings took twice the time with each of them, so 80 endings took it for ever."""
+def test_the_search_for_many_endings_ends(again, last):
+    """Each ending doubled the time of the search; 80 took forever."""
     names = [f"case{number}{again * 80}{last}" for number in range(3)]
     assert propose_group(names) is None
 
 
-def test_the_proposal_depends_on_no_order():
+def test_the_proposal_does_not_depend_on_the_order():
     names = [name for cases in EVIDENT["bids"] for name in cases]
     assert propose_group(names) == propose_group(names[::-1])
 

@@ -1,4 +1,4 @@
-"""DICOM in random orientations, voxel types and transfer syntaxes is what SimpleITK and pydicom read of it."""
+"""SimpleITK and pydicom read the same from DICOM in random orientations, voxel types and transfer syntaxes."""
 
 import numpy as np
 import pytest
@@ -105,7 +105,7 @@ def test_compressed_series(tmp_path, seed, syntax):
 
 @pytest.mark.parametrize("compressor", ["JPEG", "JPEG2000"])
 def test_slices_that_simpleitk_compresses(tmp_path, compressor):
-    """Large enough for its encoders: JPEG's breaks the heap where an image is smaller than a block."""
+    """Slices are large: SimpleITK's JPEG encoder corrupts the heap if an image is smaller than a block."""
     stored = (np.add.outer(np.arange(3), np.add.outer(np.arange(40), np.arange(50))) * 20 - 900).astype(np.int16)
     writer = SimpleITK.ImageFileWriter()
     writer.KeepOriginalImageUIDOn()

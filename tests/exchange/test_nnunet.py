@@ -111,8 +111,8 @@ def test_a_folder_is_recognised_and_mirrored_as_its_checkpoint_says(model):
         ({"plans__label_manager": "MyOwn"}, "label maps by MyOwn; what can be followed: LabelManager"),
         ({"plans__transpose_forward": [0, None, 1]}, "should be an order of 0, 1, 2, got .0, None, 1"),
         ({"plans__transpose_backward": [2, 2, 2]}, r"transpose_backward should undo transpose_forward .*got \[2, 2, 2"),
-        ({"plans__image_reader_writer": ["SimpleITKIO"]}, "is not as nnU-Net 2 writes it, and cannot be read"),
-        ({"resampling_fn_data_kwargs": "x"}, "is not as nnU-Net 2 writes it, and cannot be read"),
+        ({"plans__image_reader_writer": ["SimpleITKIO"]}, "differs from what nnU-Net 2 writes, and cannot be read"),
+        ({"resampling_fn_data_kwargs": "x"}, "differs from what nnU-Net 2 writes, and cannot be read"),
     ],
 )
 def test_plans_that_would_be_followed_otherwise_are_refused(model, changes, why):
@@ -126,8 +126,8 @@ def test_plans_that_would_be_followed_otherwise_are_refused(model, changes, why)
     ("key", "value", "why"),
     [
         ("strides", [[1, 2, 2], [1, 2, 2], [2, 2, 2]], r"a first stage of stride \[1, 2, 2\]; needed: 1"),
-        ("features_per_stage", [4, -1, 8], r"with filters \[4, -1, 8\]; needed: whole positive numbers"),
-        ("kernel_sizes", [[1, 3, None]] * 3, "with kernel_size .*needed: whole positive numbers"),
+        ("features_per_stage", [4, -1, 8], r"with filters \[4, -1, 8\]; needed: 3 positive whole numbers"),
+        ("kernel_sizes", [[1, 3, None]] * 3, "with kernel_size .*needed: 3 positive whole numbers"),
         ("n_stages", "x", "of .x. stages; needed: 2 to 32"),
     ],
 )
@@ -186,7 +186,7 @@ class Rebuilt:
 @pytest.mark.parametrize(("harm", "named"), [(Malicious, "system"), (Rebuilt, "_reconstruct")])
 def test_a_checkpoint_that_could_run_code_is_refused(model, harm, named):
     change_weights(model, lambda content: content.update(logging=harm()))
-    with pytest.raises(CheckpointError, match=f"could run anybody's code .*{named}.*trainer_name"):
+    with pytest.raises(CheckpointError, match=f"could run arbitrary code .*{named}.*trainer_name"):
         load_nnunet(model)
 
 
@@ -216,6 +216,15 @@ def widen(weights):
         weights[name] = torch.zeros(3, *weights[name].shape[1:])
 
 
+def thin(weights):
+    name = "decoder.transpconvs.0.weight"
+    weights[name] = weights[name].to_sparse()
+
+
+def spread(weights):
+    weights["decoder.transpconvs.0.bias"] = torch.zeros(1).expand(10**6, 10**6)
+
+
 def part(weights):
     weights["decoder.encoder.stages.0.0.convs.0.conv.weight"] = torch.ones(1)
 
@@ -226,7 +235,9 @@ def part(weights):
         (drop, r"has no tensor 'decoder\.transpconvs\.0\.bias'"),
         (add, r"holds 'encoder\.extra\.weight', for which the network of its plans has no place"),
         (widen, r"seg_layers\.1\.weight has the shape \(3, 4, 1, 1, 1\); .* plans needs \(2, 4, 1, 1, 1\)"),
-        (part, r"should be the same tensor as encoder\.stages\.0\.0\.convs\.0\.conv\.weight, but they differ"),
+        (thin, r"transpconvs\.0\.weight holds float32 \(torch\.sparse_coo\), and the network needs float32"),
+        (spread, r"transpconvs\.0\.bias holds float32 \(expanded to 4000000000000 bytes\)"),
+        (part, r"encoder\.stages\.0\.0\.convs\.0\.conv\.weight are two names of one tensor of the network"),
     ],
 )  # fmt: skip
 def test_weights_of_another_network_are_refused(model, change, message):

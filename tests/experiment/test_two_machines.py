@@ -80,7 +80,7 @@ def test_a_machine_that_is_gone_is_named(machines, tmp_path, monkeypatch):
 
 
 def test_the_machine_that_is_cut_off_ends_too(machines, tmp_path):
-    """Its processes waited for an answer of the store without limit, as no connection tells of a cut cable."""
+    """Its processes waited for the store without limit: a cut cable closes no connection."""
     variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29418"}
     jobs = []
     for number in range(2):

@@ -1,36 +1,31 @@
-"""Every way of a run's weights out of it and back in gives the bits that ``volseg predict RUN`` uses.
+"""Weights that are exported and loaded again have the bits that ``volseg predict RUN`` uses, for every format.
 
-Networks are drawn: with modules that run twice, modules that are registered twice, parameters and buffers of several
-names, a buffer that is a view of a parameter, and a network of MONAI's that names its layers twice.
+The networks are random. They have modules that run twice, modules that are registered twice, parameters and buffers of
+several names, and buffers that are views of parameters. MONAI's DynUNet names its layers twice.
 """
 
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
-import yaml
 from monai.networks.nets import DynUNet
+from tiny_trainings import DYNUNET, FirstWeights, clone, config_factory, make_training
 from torch import nn
 
 import volseg
-from volseg.data.synthetic import make_task
 from volseg.errors import ConfigError
 from volseg.exchange.tensors import pack_tensors, unpack_tensors
-from volseg.experiment import REGISTRIES, export, load_config, train
+from volseg.experiment import REGISTRIES, export, train
 from volseg.experiment.sources import load_trained
 from volseg.experiment.weights import read_weights
 from volseg.models.transfer import transfer_weights
 from volseg.models.weights import list_tensors, load_weights
-from volseg.workflow import Checkpoints, Hook, Named, Training, load_checkpoint
+from volseg.workflow import Hook, load_checkpoint
 from volseg.workflow.checkpoints import LATEST
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-
-DYNUNET = (
-    "network={name: DynUNet, kernel_size: [3, 3, 3], strides: [1, 2, 2], upsample_kernel_size: [2, 2], "
-    "filters: [4, 8, 8]}"
-)
 
 IDIOMS = ("runs_twice", "registered_twice", "tied", "tied_bias", "shared_buffer", "view", "tied_scalar")
 
@@ -55,7 +50,7 @@ class Block(nn.Module):
 
 
 class Drawn(nn.Module):
-    """A network of a few blocks, by a number."""
+    """A random network of a few blocks, from a seed."""
 
     divisors = (1, 1, 1)
 
@@ -64,7 +59,7 @@ class Drawn(nn.Module):
         draw = random.Random(seed)
         width, norm = draw.choice([2, 3, 4]), draw.choice(["batch", "instance"])
         idioms = [draw.choice(IDIOMS) for _ in range(draw.randint(2, 4))]
-        idioms[-1] = IDIOMS[seed % len(IDIOMS)]  # so that each comes
+        idioms[-1] = IDIOMS[seed % len(IDIOMS)]  # so that each occurs
         self.stem = nn.Conv3d(in_channels, width, 3, padding=1)
         self.blocks, self.late = nn.ModuleList(), nn.ModuleDict()
         for number, idiom in enumerate(idioms):
@@ -95,38 +90,13 @@ class Drawn(nn.Module):
 
 
 class Truth(Hook):
-    """Keep what a training would validate with at its end, by its own average."""
+    """Keep the weights that a training validates with at its end."""
 
     def on_training_end(self, training):
         self.weights = training.validate(lambda: clone(training.network.state_dict()))
 
 
-class Begun(Hook):
-    """Keep the weights that a training begins with, and end it."""
-
-    def on_training_begin(self, training):
-        self.weights = clone(training.network.state_dict())
-        training.stop("seen")
-
-
-def clone(state):
-    return {name: value.clone() for name, value in state.items()}
-
-
-def require_bits(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-class Batches:
-    def __len__(self):
-        return 3
-
-    def epoch(self, number, start=0):
-        for position in range(start, 3):
-            torch.manual_seed(position)
-            yield {"image": torch.randn(2, 1, 4, 4, 4), "label": torch.randint(3, (2, 4, 4, 4)), "case": ["a", "b"]}
+require_bits = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def build(seed):
@@ -135,15 +105,11 @@ def build(seed):
 
 
 @pytest.mark.parametrize("decay", [0.7, None])
-def test_a_hundred_checkpoints_give_the_bits_of_the_average(decay, tmp_path):
+def test_checkpoints_give_the_bits_of_the_average(decay, tmp_path):
     counts = Counter()
     for seed in range(50):
         network, truth = build(seed), Truth()
-        model = Named(network, inputs=["image"], outputs=["logits"])
-        loss = Named(nn.functional.cross_entropy, inputs=["logits", "label"], outputs=["loss"])
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.3)
-        hooks = [truth, Checkpoints(tmp_path)]
-        training = Training(model, loss, optimizer, Batches(), epochs=1, average_decay=decay, hooks=hooks)
+        training = make_training(network, tmp_path, 3, truth, decay=decay)
         training.run()
         expected, raw = truth.weights, clone(network.state_dict())
         assert decay is None or any(not torch.equal(raw[name], expected[name]) for name in raw)
@@ -170,22 +136,8 @@ def test_a_hundred_checkpoints_give_the_bits_of_the_average(decay, tmp_path):
 
 @pytest.fixture(scope="module")
 def config_of(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("weights")
-    values = {
-        "name": "drawn",
-        "data": {"root": str(make_task(folder / "Task00_Synthetic", num_cases=2, num_test=0))},
-        "preprocessing": [{"name": "Spacing", "spacing": [4.0, 4.0, 4.0]}, {"name": "ZScore"}],
-        "split": {"num_folds": 2, "validation": "none"},
-        "patch": {"size": [8, 8, 8], "batch": 2},
-        "augmentation": {"enabled": False},
-        "network": {"name": "Drawn", "seed": 0},
-        "optimizer": {"name": "SGD", "lr": 0.3},
-        "training": {"epochs": 1, "iterations": 3},
-    }
-    file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(values), encoding="utf-8")
     volseg.register("network", "Drawn")(Drawn)
-    yield lambda output, *more: load_config(file, [f"output={output}", *more])
+    yield config_factory(tmp_path_factory.mktemp("weights"))
     REGISTRIES["network"].forget("Drawn")
 
 
@@ -203,29 +155,29 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_on_several_devices_is_exported_and_begun_with_as_it_predicts(strategy, config_of, tmp_path):
-    network = [DYNUNET, "training.ema=0.7", *STRATEGIES[strategy]]
+def test_a_run_on_several_devices_gives_the_bits_that_it_predicts_with(strategy, config_of, tmp_path):
+    network = [DYNUNET, *STRATEGIES[strategy]]
     run, expected = run_of(config_of, tmp_path, *network)
     require_bits(load_trained(run, overrides=["parallel={}"]).models[0].state_dict(), expected)
     require_bits(load_trained(export(run, tmp_path / "model.zip")).models[0].state_dict(), expected)
-    begun = Begun()
+    begun = FirstWeights()
     train(config_of(tmp_path / "begun", f"training.start_from={run}", *network), hooks=[begun])
     require_bits(begun.weights, expected)
 
 
 @pytest.mark.parametrize(("seed", "ema"), [*((seed, "0.7") for seed in range(len(IDIOMS))), (0, "null"), (3, "null")])
-def test_every_way_gives_the_bits_of_the_run(seed, ema, config_of, tmp_path):
+def test_every_format_gives_the_bits_of_the_run(seed, ema, config_of, tmp_path):
     network = [f"network={{name: Drawn, seed: {seed}}}", f"training.ema={ema}"]
     run, expected = run_of(config_of, tmp_path, *network)
-    require_every_way(run, expected, network, config_of, tmp_path)
+    require_every_format(run, expected, network, config_of, tmp_path)
 
 
-def test_every_way_gives_the_bits_of_monais_network_that_names_its_layers_twice(config_of, tmp_path):
-    """47 of 49 parameters of an exported or fine-tuned DynUNet were the raw ones, and not their average."""
-    network = [DYNUNET, "training.ema=0.7"]
+def test_every_format_gives_the_bits_of_monais_dynunet(config_of, tmp_path):
+    """47 of 49 parameters of an exported or fine-tuned DynUNet were raw, and not averaged."""
+    network = [DYNUNET]
     run, expected = run_of(config_of, tmp_path, *network)
     assert len(expected) > 1.5 * len([*load_trained(run).models[0].parameters()])
-    require_every_way(run, expected, network, config_of, tmp_path)
+    require_every_format(run, expected, network, config_of, tmp_path)
     bundle = export(run, tmp_path / "bundle", to="monai-bundle")
     plain = DynUNet(3, 1, 3, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8])
     plain.load_state_dict(torch.load(bundle / "models" / "model.pt", weights_only=True))
@@ -233,7 +185,7 @@ def test_every_way_gives_the_bits_of_monais_network_that_names_its_layers_twice(
 
 
 def shares_within_a_module(network):
-    """Say whether one module has a tensor of its own under two names, which TorchScript does not take."""
+    """Say whether one module has a tensor under two names, which TorchScript refuses."""
     for module in network.modules():
         named = module.named_parameters, module.named_buffers
         own = [id(value) for each in named for _, value in each(recurse=False, remove_duplicate=False)]
@@ -242,7 +194,7 @@ def shares_within_a_module(network):
     return False
 
 
-def require_every_way(run, expected, network, config_of, folder):
+def require_every_format(run, expected, network, config_of, folder):
     require_bits(load_trained(run).models[0].state_dict(), expected)
     archive = export(run, folder / "model.zip")
     require_bits(load_trained(archive).models[0].state_dict(), expected)
@@ -261,6 +213,6 @@ def require_every_way(run, expected, network, config_of, folder):
     torch.save(unique, folder / "unique.pt")
     sources = [run, run / "checkpoints" / "latest.pt", archive]
     for number, source in enumerate([*sources, *(folder / f"{name}.pt" for name in ("plain", "wrapped", "unique"))]):
-        begun = Begun()
+        begun = FirstWeights()
         train(config_of(folder / f"begun_{number}", f"training.start_from={source}", *network), hooks=[begun])
         require_bits(begun.weights, expected)

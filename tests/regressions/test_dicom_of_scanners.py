@@ -1,7 +1,7 @@
-"""DICOM as scanners, archives and anonymisers write it, which was refused although it says what it is.
+"""DICOM as scanners, archives and anonymisers write it was refused by checks against damaged headers.
 
-Checks against damaged headers also met rounded cosines, new UIDs in each file, overlays in spare bits, padded pixels.
-The values and places of these files are known by construction.
+They refused rounded cosines, new UIDs in each file, overlays in unused bits, and padded pixels. Values and places of
+these files are known by construction.
 """
 
 import struct
@@ -14,16 +14,15 @@ from volseg.errors import ReaderError
 
 pydicom = pytest.importorskip("pydicom", reason="the extra `dicom` is not installed")
 
-from dicom_files import RIGHT_DOWN, draw_stored, place, write_series, write_slice  # noqa: E402  (they need pydicom)
-
-UPRIGHT = np.array([[-0.5, 0, 0, 10], [0, -0.75, 0, 20], [0, 0, 2, 5], [0, 0, 0, 1.0]])
-
-
-def expect(path, values, affine=UPRIGHT, atol=1e-9):
-    """Compare a volume with the values ``(slices, rows, columns)`` in their order upwards."""
-    volume = read_volume(path)
-    np.testing.assert_array_equal(volume.numpy()[0], np.asarray(values, np.float32).transpose(2, 1, 0))
-    np.testing.assert_allclose(volume.affine, affine, atol=atol)
+from dicom_files import (  # noqa: E402  (they need pydicom)
+    RIGHT_DOWN,
+    UPRIGHT,
+    draw_stored,
+    expect,
+    place,
+    write_series,
+    write_slice,
+)
 
 
 def expect_stored(path, affine=UPRIGHT, atol=1e-9):
@@ -50,16 +49,16 @@ def set_storage(one):
     one.file_meta.MediaStorageSOPClassUID = "1.2.840.10008.5.1.4.1.1.2"
 
 
-def test_another_kind_of_object_in_the_file_information_is_no_damage(tmp_path):
-    """Converters write the file information of CT into whatever they write, and nothing is read by it."""
+def test_the_storage_class_of_the_file_information_is_ignored(tmp_path):
+    """Some converters write the storage class of CT into every file."""
     expect_stored(save_again(write_series(tmp_path), set_storage))
 
 
-def test_a_frame_of_reference_of_each_file_is_that_of_no_scan(tmp_path):
+def test_a_frame_of_reference_in_each_file_is_ignored(tmp_path):
     expect_stored(write_series(tmp_path, elements=lambda index: {"FrameOfReferenceUID": f"1.2.3.{index}"}))
 
 
-def test_several_frames_of_reference_name_the_way_out(tmp_path):
+def test_several_frames_of_reference_are_refused_with_a_remedy(tmp_path):
     series = write_series(tmp_path, elements=lambda index: {"FrameOfReferenceUID": f"1.2.3.{index // 2}"})
     with pytest.raises(ReaderError, match=r"or give all of them one if they are of one scan"):
         read_volume(series)
@@ -82,8 +81,8 @@ def test_rounded_pixel_spacings_are_one_spacing(tmp_path, one, other):
     expect_stored(series, [[-spacing, 0, 0, 10], [0, -spacing, 0, 20], *UPRIGHT[2:]])
 
 
-def test_one_rounded_slice_does_not_turn_the_volume(tmp_path):
-    """The first file's rounding error is not that of the volume."""
+def test_the_orientation_is_the_median_of_the_slices(tmp_path):
+    """A rounding error of the first file does not turn the volume."""
     slight = [1, 5e-4, 0, -5e-4, 1, 0]
     series = write_series(
         tmp_path, elements=lambda index: {"ImageOrientationPatient": slight if index == 5 else list(RIGHT_DOWN)}
@@ -100,8 +99,8 @@ def test_noise_in_positions_moves_no_slice(tmp_path):
 
 
 @pytest.mark.parametrize("sign", [0, -100], ids=["unsigned", "signed"])
-def test_bits_of_a_declared_overlay_are_no_part_of_a_value(tmp_path, sign):
-    """Old CT keeps overlays in the bits that values do not take."""
+def test_bits_of_a_declared_overlay_are_removed_from_values(tmp_path, sign):
+    """Old CT stores overlays in the unused bits of a voxel."""
     random = np.random.default_rng(0)
     values = [random.integers(sign, 900, (4, 5)).astype(np.int16) for _ in range(6)]
     overlays = [random.integers(0, 2, (4, 5)).astype(np.uint16) for _ in range(6)]
@@ -115,13 +114,13 @@ def test_bits_of_a_declared_overlay_are_no_part_of_a_value(tmp_path, sign):
         one.add_new(0x60020102, "US", 12)
 
     series = write_series(tmp_path, elements=elements)
-    with pytest.raises(ReaderError, match="no OverlayBitPosition says what for"):
+    with pytest.raises(ReaderError, match="no OverlayBitPosition explains them"):
         read_volume(series)
     expect(save_again(series, declare), values)
 
 
 @pytest.mark.parametrize(("extra", "is_read"), [(8, True), (10, True), (12, False)])
-def test_a_row_of_zeros_behind_the_pixels_is_padding(tmp_path, extra, is_read):
+def test_a_row_of_zeros_after_the_pixels_is_padding(tmp_path, extra, is_read):
     """5 columns of 16 bits take 10 bytes a row, 4 rows 8 bytes a column."""
 
     def pad(one):
@@ -135,7 +134,7 @@ def test_a_row_of_zeros_behind_the_pixels_is_padding(tmp_path, extra, is_read):
             read_volume(series)
 
 
-def test_a_row_of_values_behind_the_pixels_is_no_padding(tmp_path):
+def test_a_row_of_values_after_the_pixels_is_refused(tmp_path):
     def pad(one):
         one.PixelData += b"\0" * 9 + b"\1"
 
@@ -162,7 +161,7 @@ def test_a_data_set_without_file_information_is_read(tmp_path, is_implicit, prea
     expect_stored(series)
 
 
-def test_explicit_elements_in_a_file_that_says_implicit_are_read(tmp_path):
+def test_explicit_elements_are_read_in_a_file_marked_implicit(tmp_path):
     explicit, implicit = b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.1.2\0"
     old, new = (b"UI" + struct.pack("<H", len(uid)) + uid for uid in (explicit, implicit))
 
@@ -175,7 +174,7 @@ def test_explicit_elements_in_a_file_that_says_implicit_are_read(tmp_path):
     expect_stored(change(write_series(tmp_path), claim))
 
 
-def test_an_element_that_is_there_twice_with_one_value_is_read(tmp_path):
+def test_a_repeated_element_is_read_if_its_values_are_equal(tmp_path):
     rows = struct.pack("<HH2sHH", 0x0028, 0x0010, b"US", 2, 4)
     expect_stored(change(write_series(tmp_path / "like"), lambda content: content.replace(rows, rows * 2)))
     unlike = rows + struct.pack("<HH2sHH", 0x0028, 0x0010, b"US", 2, 3)
@@ -185,8 +184,8 @@ def test_an_element_that_is_there_twice_with_one_value_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_dose_may_say_the_heights_of_its_frames(tmp_path, sign):
-    """Older planning systems write heights in the patient, of which the first is that of the position."""
+def test_the_offsets_of_a_dose_may_be_heights(tmp_path, sign):
+    """Older planning systems write heights in the patient; the first is that of ImagePositionPatient."""
     stored = np.stack([draw_stored(index, dtype=np.uint32) for index in range(5)])
     elements = {"SOPClassUID": "1.2.840.10008.5.1.4.1.1.481.2", "Modality": "RTDOSE", "NumberOfFrames": 5}
     elements |= {"ImageOrientationPatient": [sign, 0, 0, 0, sign, 0], "DoseGridScaling": 0.002}

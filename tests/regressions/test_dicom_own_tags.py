@@ -1,7 +1,7 @@
-"""DICOM whose slices or frames differ, which was read by the tags of the first one without a word.
+"""DICOM whose slices or frames differ was silently read by the tags of the first one.
 
-A file of several frames passed by every check of a series: two times, missing or shuffled frames became a plain stack.
-A series took voxel type, rescaling and pixel spacing from its first slice: 16-bit values wrapped, fractions were cut.
+No check looked at a file of several frames: two times, missing or shuffled frames became a plain stack. A series took
+voxel type, rescaling and pixel spacing from its first slice: 16-bit values wrapped, fractions were truncated.
 """
 
 import numpy as np
@@ -15,8 +15,10 @@ pydicom = pytest.importorskip("pydicom", reason="the extra `dicom` is not instal
 from dicom_files import (  # noqa: E402  (they need pydicom)
     RIGHT_DOWN,
     SERIES,
+    UPRIGHT,
     Items,
     draw_stored,
+    expect,
     group,
     place,
     write_enhanced,
@@ -24,17 +26,8 @@ from dicom_files import (  # noqa: E402  (they need pydicom)
     write_slice,
 )
 
-UPRIGHT = np.array([[-0.5, 0, 0, 10], [0, -0.75, 0, 20], [0, 0, 2, 5], [0, 0, 0, 1.0]])
 PLACES = [place(index) for index in range(6)]
 TRANSVERSE, SAGITTAL, CORONAL = list(RIGHT_DOWN), [0, 1, 0, 0, 0, -1], [1, 0, 0, 0, 0, -1]
-
-
-def expect(path, values, affine=UPRIGHT):
-    """Compare a volume with the values ``(slices, rows, columns)`` in their order upwards."""
-    volume = read_volume(path)
-    np.testing.assert_array_equal(volume.numpy()[0], np.asarray(values, np.float32).transpose(2, 1, 0))
-    np.testing.assert_allclose(volume.affine, affine, atol=1e-9)
-    return volume
 
 
 def refused(path, match):
@@ -44,14 +37,14 @@ def refused(path, match):
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 2]])
-def test_frames_in_any_order_are_put_in_the_order_of_their_places(tmp_path, order):
+def test_frames_are_sorted_by_position(tmp_path, order):
     stored = np.stack([draw_stored(index) for index in order])
     path = write_enhanced(tmp_path / "a.dcm", [PLACES[index] for index in order], stored=stored)
     expect(path, [draw_stored(index) for index in range(6)])
 
 
-def test_a_file_with_frames_and_a_series_of_slices_are_one_volume(tmp_path):
-    """Geometry and values take the same way, so the same content gives the same volume."""
+def test_a_file_of_frames_and_a_series_of_slices_give_one_volume(tmp_path):
+    """One function reads geometry and values of both."""
 
     def line(index):
         return {"RescaleSlope": 0.0371 * (index + 1), "RescaleIntercept": -7.0 * index, "RescaleType": "US"}
@@ -77,7 +70,7 @@ def test_frames_of_several_files_are_one_volume(tmp_path):
 
 
 @pytest.mark.parametrize("gone", [[1], [2, 3], [4]])
-def test_missing_frames_are_told_with_their_numbers(tmp_path, gone):
+def test_missing_frames_are_reported_by_number(tmp_path, gone):
     places = [position for index, position in enumerate(PLACES) if index not in gone]
     said = refused(
         write_enhanced(tmp_path / "a.dcm", places), "not evenly spaced: [46] mm between .*a slice is missing"
@@ -99,7 +92,7 @@ def test_frames_whose_distances_grow_are_refused(tmp_path):
         ),
         (
             lambda index: {"MRDiffusionSequence": group(DiffusionBValue=800.0 * (index % 2))},
-            "no tag that is known of tells them apart",
+            "no known tag tells them apart",
         ),
         (
             lambda index: {"MRDiffusionSequence": group(DiffusionBValue=800.0 * (index // 6))},
@@ -111,26 +104,31 @@ def test_frames_whose_distances_grow_are_refused(tmp_path):
         ),
     ],
 )
-def test_frames_at_two_times_are_told_with_what_they_differ_in(tmp_path, frames, said):
+def test_frames_at_one_place_are_refused_with_the_tags_that_differ(tmp_path, frames, said):
     path = write_enhanced(tmp_path / "a.dcm", PLACES * 2, frames=frames)
     refused(path, rf"2 slices at each of 6 places, a volume needs one: a.dcm \(frame 1\) and a.dcm \(frame 7\).*{said}")
 
 
-def test_slices_at_three_times_are_told(tmp_path):
-    series = write_series(
-        tmp_path,
-        12,
-        lambda index: {"ImagePositionPatient": place(index // 3), "TemporalPositionIdentifier": index % 3 + 1},
-    )
-    refused(series, r"3 slices at each of 4 places.*differ in TemporalPositionIdentifier \(3, 2, 1\)")
+@pytest.mark.parametrize(
+    ("count", "elements", "said"),
+    [
+        (
+            12,
+            lambda index: {"ImagePositionPatient": place(index // 3), "TemporalPositionIdentifier": index % 3 + 1},
+            r"3 slices at each of 4 places.*differ in TemporalPositionIdentifier \(3, 2, 1\)",
+        ),
+        (
+            5,
+            lambda index: {"ImagePositionPatient": place(0), "TriggerTime": 40 * index},
+            r"5 slices at one place.*differ in TriggerTime \(160.0, 120.0, 80.0, 40.0, 0.0\)",
+        ),
+    ],
+)
+def test_slices_at_one_place_are_refused_with_the_tags_that_differ(tmp_path, count, elements, said):
+    refused(write_series(tmp_path, count, elements), said)
 
 
-def test_one_place_for_all_slices_is_told(tmp_path):
-    series = write_series(tmp_path, 5, lambda index: {"ImagePositionPatient": place(0), "TriggerTime": 40 * index})
-    refused(series, r"5 slices at one place.*differ in TriggerTime \(160.0, 120.0, 80.0, 40.0, 0.0\)")
-
-
-def test_slices_side_by_side_are_told(tmp_path):
+def test_slices_side_by_side_are_refused(tmp_path):
     tiles = [[0, 0, 0], [10, 0, 0], [0, 10, 0], [10, 10, 0]]
     refused(write_enhanced(tmp_path / "a.dcm", tiles), "lie side by side in one plane")
 
@@ -202,13 +200,13 @@ LINES = {
     "beyond 16 bits": (np.uint16, lambda index: (1.0, 0.0) if index == 0 else (400.0, 0.0)),
     "below zero": (np.uint16, lambda index: (1.0, 0.0) if index == 0 else (1.0, -1024.0)),
     "of PET": (np.int16, lambda index: (0.31 * (index + 1), 0.0)),
-    "the first alone": (np.uint8, lambda index: (0.5, -3.25) if index == 0 else (1.0, 0.0)),
+    "the first only": (np.uint8, lambda index: (0.5, -3.25) if index == 0 else (1.0, 0.0)),
     "falling": (np.int16, lambda index: (-2.0, 10.0 * index)),
 }
 
 
 @pytest.mark.parametrize("kind", LINES)
-def test_each_slice_is_rescaled_by_its_own_line(tmp_path, kind):
+def test_each_slice_is_rescaled_by_its_own_tags(tmp_path, kind):
     dtype, line = LINES[kind]
 
     def elements(index):
@@ -240,7 +238,7 @@ def test_each_slice_has_its_own_voxel_type(tmp_path, first):
     assert volume.meta["original_dtype"] == "int32"  # the smallest for all
 
 
-def test_bits_that_are_not_stored_carry_the_sign_or_nothing(tmp_path):
+def test_unused_bits_may_repeat_the_sign_or_be_zero(tmp_path):
     def elements(index):
         stored = draw_stored(index)
         is_short = index % 2 == 1
@@ -266,7 +264,7 @@ def test_bits_that_are_not_stored_carry_the_sign_or_nothing(tmp_path):
         ),
     ],
 )
-def test_voxels_that_are_not_as_their_header_says_are_refused(tmp_path, elements, said):
+def test_voxels_that_contradict_their_header_are_refused(tmp_path, elements, said):
     refused(write_series(tmp_path, 3, lambda index: elements if index == 1 else {}), rf"s002.dcm.*{said}")
 
 
@@ -297,7 +295,7 @@ CLASSES = {
 
 
 @pytest.mark.parametrize("modality", CLASSES)
-def test_slices_lie_where_their_tags_say_whatever_they_are_stored_as(tmp_path, modality):
+def test_geometry_comes_from_the_tags_in_every_modality(tmp_path, modality):
     series = write_series(tmp_path, SOPClassUID=CLASSES[modality], Modality=modality)
     expect(series, [draw_stored(index) for index in range(6)])
 
@@ -318,7 +316,7 @@ def test_slices_without_geometry_are_refused_by_name(tmp_path, modality, tag, sa
     refused(series, rf"s002\.dcm {said}")
 
 
-def test_spacing_at_the_detector_is_not_that_in_the_patient(tmp_path):
+def test_spacing_at_the_detector_is_refused(tmp_path):
     series = write_series(tmp_path, PixelSpacing=None, ImagerPixelSpacing=[0.3, 0.3])
     refused(series, "PixelSpacing, and the ImagerPixelSpacing of the file is measured at the detector")
 
@@ -333,7 +331,7 @@ def test_spacing_at_the_detector_is_not_that_in_the_patient(tmp_path):
         ({"ImageOrientationPatient": [0, 0, 0, 0, 0, 0]}, "needed: two perpendicular directions of length 1"),
     ],
 )
-def test_geometry_that_cannot_be_is_refused(tmp_path, elements, said):
+def test_impossible_geometry_is_refused(tmp_path, elements, said):
     refused(write_series(tmp_path, 4, **elements), said)
 
 
@@ -354,7 +352,7 @@ def look_up_table():
     ],
 )
 @pytest.mark.parametrize("odd", [0, 2])
-def test_values_that_are_no_line_of_the_stored_ones_are_refused(tmp_path, elements, said, odd):
+def test_values_that_are_not_linear_in_the_stored_ones_are_refused(tmp_path, elements, said, odd):
     series = write_series(tmp_path, 4, lambda index: elements if index == odd else {})
     refused(series, rf"s00{4 - odd}\.dcm {said}")
 
@@ -399,7 +397,7 @@ def test_a_slice_of_another_size_is_named(tmp_path):
         ({"SliceThickness": 3, "SpacingBetweenSlices": 0}, 3.0),
     ],
 )
-def test_a_single_slice_is_as_thick_as_it_says(tmp_path, elements, extent):
+def test_a_single_slice_has_the_thickness_of_its_tags(tmp_path, elements, extent):
     expect(write_series(tmp_path, 1, **elements), [draw_stored(0)], UPRIGHT * [1, 1, extent / 2, 1])
 
 
@@ -461,8 +459,8 @@ def test_nuclear_medicine_with_frames_by_detector_is_refused(tmp_path):
     refused(tmp_path, "holds 5 frames, and its PerFrame.* has 0 items; a volume needs the position of each frame")
 
 
-def test_a_slice_whose_header_is_torn_is_no_smaller_series(tmp_path):
-    """A slice at the end whose Rows cannot be found would be left out without a word."""
+def test_a_slice_with_a_damaged_header_is_not_left_out(tmp_path):
+    """A last slice without Rows would silently be left out."""
     series = write_series(tmp_path)
     end = series / "s001.dcm"
     end.write_bytes(end.read_bytes().replace(b"\x28\x00\x10\x00US", b"\x29\x00\x10\x00US"))
@@ -471,7 +469,7 @@ def test_a_slice_whose_header_is_torn_is_no_smaller_series(tmp_path):
     refused(series, r"s001\.dcm is no readable DICOM file")
 
 
-def test_objects_without_an_image_are_left_alone(tmp_path):
+def test_objects_without_an_image_are_ignored(tmp_path):
     series = write_series(tmp_path)
     plan = pydicom.Dataset()
     plan.SOPClassUID, plan.SOPInstanceUID = "1.2.840.10008.5.1.4.1.1.481.3", f"{SERIES}.50"

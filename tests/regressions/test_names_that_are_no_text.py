@@ -1,5 +1,7 @@
-"""Names of files that are no UTF-8, and halves of letters in JSON, ended in a UnicodeEncodeError while a verb ran.
-They are refused where they come in, and what a terminal cannot show is escaped."""
+"""Names of files that are not UTF-8, and lone surrogates in JSON, ended a command in a UnicodeEncodeError.
+
+They are refused where they come in, and characters that a terminal cannot show are escaped.
+"""
 
 import json
 import os
@@ -24,7 +26,7 @@ from volseg.experiment.run_folder import RunFolder
 from volseg.files import replacing, require_text, require_writable
 
 BAD = os.fsdecode(b"M\xfcller")
-REFUSED = r"M\\xfcller.*which is no text in UTF-8; rename it"
+REFUSED = r"M\\xfcller.*which is not valid UTF-8; rename it"
 
 pytestmark = pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="their file systems hold no such names")
 
@@ -36,50 +38,36 @@ def write(path):
     nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), path)
 
 
-def make_msd(root, names=("a", "b", "c"), **changes):
+def make(root, *patterns, names=("a", "b", BAD), declared=None):
     for name in names:
-        write(root / "imagesTr" / f"{name}.nii.gz")
-        write(root / "labelsTr" / f"{name}.nii.gz")
+        for pattern in patterns:
+            write(root / pattern.format(name))
+    if declared is not None:
+        (root / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
+    return root
+
+
+def make_msd(root, names=("a", "b", "c"), **changes):
     declared = {
         "modality": {"0": "MRI"},
         "labels": {"0": "background", "1": "front"},
         "training": [{field: f"{field}sTr/{name}.nii.gz" for field in ("image", "label")} for name in names],
     }
-    (root / "dataset.json").write_text(json.dumps(declared | changes), encoding="utf-8")
-    return root
+    return make(root, "imagesTr/{}.nii.gz", "labelsTr/{}.nii.gz", names=names, declared=declared | changes)
 
 
-def make_nnunet(root):
-    for name in ("a", "b", BAD):
-        write(root / "imagesTr" / f"{name}_0000.nii.gz")
-        write(root / "labelsTr" / f"{name}.nii.gz")
-    declared = {"channel_names": {"0": "MRI"}, "labels": {"background": 0, "front": 1}, "file_ending": ".nii.gz"}
-    (root / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
-    return root
-
-
-def make_pairs(root):
-    for name in ("a", "b", BAD):
-        write(root / "images" / f"{name}.nii.gz")
-        write(root / "labels" / f"{name}.nii.gz")
-    return root
-
-
-def make_case_folders(root):
-    for name in ("a", "b", BAD):
-        write(root / name / "image.nii.gz")
-        write(root / name / "seg.nii.gz")
-    return root
-
+OF_NNUNET = {"channel_names": {"0": "MRI"}, "labels": {"background": 0, "front": 1}, "file_ending": ".nii.gz"}
 
 DATA_SETS = {
     "a folder": lambda root: make_msd(root / BAD),
     "a folder above": lambda root: make_msd(root / BAD / "Task01_Good"),
     "a case": lambda root: make_msd(root / "Task01", ["a", "b", BAD]),
     "a test case": lambda root: make_msd(root / "Task01", test=[f"imagesTr/{BAD}.nii.gz"]),
-    "a case of nnU-Net's": lambda root: make_nnunet(root / "Dataset001"),
-    "a pair": lambda root: make_pairs(root / "pairs"),
-    "a folder of a case": lambda root: make_case_folders(root / "folders"),
+    "a case of nnU-Net's": lambda root: make(
+        root / "Dataset001", "imagesTr/{}_0000.nii.gz", "labelsTr/{}.nii.gz", declared=OF_NNUNET
+    ),
+    "a pair": lambda root: make(root / "pairs", "images/{}.nii.gz", "labels/{}.nii.gz"),
+    "a folder of a case": lambda root: make(root / "folders", "{}/image.nii.gz", "{}/seg.nii.gz"),
     "a label": lambda root: make_msd(root / "Task01", labels={"0": "background", "1": BAD}),
     "a channel": lambda root: make_msd(root / "Task01", modality={"0": BAD}),
     "a name": lambda root: make_msd(root / "data", name=BAD),
@@ -96,14 +84,14 @@ def test_a_data_set_is_refused_before_it_is_read(kind, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["\\ud800", "\\uDCFC", "a\\udfffb"])
-def test_half_a_letter_in_json_is_refused_and_a_whole_one_is_not(text, tmp_path):
+def test_lone_surrogates_in_json_are_refused_and_pairs_are_read(text, tmp_path):
     file = tmp_path / "dataset.json"
     file.write_text(f'{{"labels": {{"0": "{text}"}}}}', encoding="utf-8")
-    with pytest.raises(DataError, match=r"a name in .*dataset\.json is .*, which is no text in UTF-8"):
+    with pytest.raises(DataError, match=r"a name in .*dataset\.json is .*, which is not valid UTF-8"):
         read_json(file)
     file.write_text('{"labels": ["\\ud83e\\udde0", "\\u00fc"]}', encoding="utf-8")
     assert read_json(file) == {"labels": ["🧠", "ü"]}
-    with pytest.raises(ConfigError, match=r"half a character|invalid Unicode"):
+    with pytest.raises(ConfigError, match=r"surrogate|invalid Unicode"):
         parse_yaml(f'name: ["{text}"]', "config.yaml")
 
 
@@ -147,11 +135,9 @@ def test_folders_and_files_to_write_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bytes_and_texts_within_texts():
+def test_names_are_checked_as_bytes_and_in_nested_values():
     require_text({"a": ["ü", {"🧠": ("b", None, 3)}]}, "nothing")
-    inside = [BAD]
-    inside.append(inside)  # as an alias of YAML may do
-    for content in (os.fsencode(BAD), {BAD: 1}, {"a": [{"b": BAD}]}, inside):
+    for content in (os.fsencode(BAD), {BAD: 1}, {"a": [{"b": BAD}]}):
         with pytest.raises(ConfigError, match=REFUSED):
             require_text(content, "something")
 
@@ -162,14 +148,14 @@ def run(*words, **variables):
     return subprocess.run(command, capture_output=True, env={**environment, **variables}, check=False, timeout=300)
 
 
-def test_the_command_line_refuses_a_name_before_it_does_anything(tmp_path):
+def test_the_command_line_refuses_a_name(tmp_path):
     ended = run("configure", tmp_path, "-o", os.fsencode(tmp_path / "x") + b"\xfc.yaml")
     assert ended.returncode == 1
-    assert rb"x\xfc.yaml', which is no text in UTF-8; rename it" in ended.stderr
+    assert rb"x\xfc.yaml', which is not valid UTF-8; rename it" in ended.stderr
     assert b"Traceback" not in ended.stderr
 
 
-def test_a_terminal_of_ascii_shows_what_it_can(tmp_path):
+def test_an_ascii_terminal_shows_escapes(tmp_path):
     root = make_msd(tmp_path / "Task01_Good", labels={"0": "background", "1": "für"}, modality={"0": "T2 ü"})
     described = run("data", "info", root, LC_ALL="C", PYTHONUTF8="0")
     assert (described.returncode, described.stderr) == (0, b"")
@@ -177,5 +163,5 @@ def test_a_terminal_of_ascii_shows_what_it_can(tmp_path):
     moved = shutil.move(root, os.fsencode(tmp_path) + "/Müller".encode())
     refused = run("data", "info", moved, LC_ALL="C", PYTHONUTF8="0")
     assert refused.returncode == 1
-    assert b"this Python takes names for ascii: set PYTHONUTF8=1" in refused.stderr
+    assert b"this Python decodes names as ascii: set PYTHONUTF8=1" in refused.stderr
     assert b"Traceback" not in refused.stderr

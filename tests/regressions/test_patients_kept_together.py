@@ -1,5 +1,5 @@
-"""Two frames or visits of one patient fell into training and validation, and nothing said so: the Dice was too good.
-Splits are made by patient where columns, DICOM or names tell of several cases of one, and given ones are checked."""
+"""Two frames or visits of one patient fell into training and validation without a warning: the Dice was too high.
+Splits are by patient if a column, DICOM or names show several cases of one, and given splits are checked."""
 
 import json
 import re
@@ -88,7 +88,7 @@ def write_cut_split(path):
     return path
 
 
-def test_configure_groups_what_is_evident_and_says_why(frames, tmp_path):
+def test_configure_sets_evident_groups_with_the_reason(frames, tmp_path):
     said = call("configure", frames, "-o", tmp_path / "plan.yaml")
     assert said.exit_code == 0, said.output
     assert re.search(r"patients +6, by \^\(patient", said.output)
@@ -102,7 +102,7 @@ def test_configure_groups_what_is_evident_and_says_why(frames, tmp_path):
         assert not patients_of(fold.split.training) & patients_of(fold.split.validation)
 
 
-def test_a_training_of_a_folder_tells_its_patients_in_the_log_and_the_report(frames, tmp_path, caplog):
+def test_a_training_of_a_folder_reports_its_patients(frames, tmp_path, caplog):
     caplog.set_level("INFO", "volseg")
     run = tmp_path / "run"
     trained = call("train", frames, "-o", run, *QUICK)
@@ -124,7 +124,7 @@ def test_every_fold_of_a_cross_validation_keeps_patients_together(frames, tmp_pa
     assert "6 patients of 12 cases" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
-def test_folds_that_are_given_are_taken_and_a_cut_patient_is_warned_of(frames, tmp_path, caplog):
+def test_given_folds_are_kept_and_a_cut_patient_is_warned_about(frames, tmp_path, caplog):
     split = write_cut_split(tmp_path / "splits.json")
     config = write_config(tmp_path / "c.yaml", frames, file=str(split), group=r"^(patient\d+)")
     trained = call("train", config)
@@ -135,7 +135,7 @@ def test_folds_that_are_given_are_taken_and_a_cut_patient_is_warned_of(frames, t
     assert warning in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_config_that_says_nothing_is_warned_of_and_none_is_not(frames, tmp_path):
+def test_a_config_without_a_group_is_warned_about_unless_it_says_none(frames, tmp_path):
     def patients(**split):
         return choose_cases(experiment.load_config(write_config(tmp_path / "c.yaml", frames, **split))).patients
 
@@ -144,7 +144,7 @@ def test_a_config_that_says_nothing_is_warned_of_and_none_is_not(frames, tmp_pat
     assert not patients(group=r"(patient\d+)").warning
 
 
-def test_folds_are_nnunets_where_nobody_groups(frames, tmp_path):
+def test_folds_without_groups_are_nnunets(frames, tmp_path):
     plain = experiment.load_config(write_config(tmp_path / "a.yaml", frames))
     told = experiment.load_config(write_config(tmp_path / "b.yaml", frames, group="none"))
     own = experiment.load_config(write_config(tmp_path / "c.yaml", frames, group="^(.+)$"))
@@ -174,11 +174,11 @@ def test_fewer_patients_than_folds_are_refused_with_both_numbers(frames, tmp_pat
         (r"^patient\d+", r"which is no column"),
         (r"^(patient00[1-5])", r"finds no patient in 2 of 12 cases: 'patient006_frame01', 'patient006_frame12'"),
         (r"^patient\d+_(x?)", "finds no patient in 12 of 12 cases"),
-        ("PatientID", "no DICOM PatientID is known of 12 of 12 cases"),
+        ("PatientID", "no DICOM PatientID is known for 12 of 12 cases"),
         ("", "split.group"),
     ],
 )
-def test_a_group_that_is_none_is_refused(frames, tmp_path, group, said):
+def test_an_invalid_group_is_refused(frames, tmp_path, group, said):
     with pytest.raises((ConfigError, DataError), match=f"(?s){said}"):
         choose_cases(experiment.load_config(write_config(tmp_path / "c.yaml", frames, group=group)))
 
@@ -212,7 +212,7 @@ MIXED = ["p1", "p2", "p3", "p4", "p5", "p1", "p2", "p3", "p4", "p5", "p6", "p6"]
 
 
 @pytest.mark.parametrize("column", ["Patient_ID", "subject", "participant"])
-def test_a_column_of_patients_is_evident_and_goes_before_names(frames, tmp_path, column):
+def test_a_column_of_patients_is_evident_and_precedes_names(frames, tmp_path, column):
     table = write_table(tmp_path / "cases.csv", frames, **{column: MIXED})
     assert call("configure", table, "-o", tmp_path / "plan.yaml").exit_code == 0
     config = experiment.load_config(tmp_path / "plan.yaml")
@@ -233,13 +233,13 @@ def test_a_table_of_folds_is_checked_by_its_column(frames, tmp_path):
     assert "the split is given" in told.warning
 
 
-def test_a_column_that_says_that_all_are_different_silences_names(frames, tmp_path):
+def test_names_are_ignored_if_a_column_has_one_case_per_patient(frames, tmp_path):
     table = write_table(tmp_path / "cases.csv", frames, patient=[f"p{place}" for place in range(12)])
     assert propose_groups(load_task(table)) is None
 
 
 @pytest.mark.parametrize("empty", ["", "n/a", "Anonymous"])
-def test_a_column_with_gaps_is_not_taken_by_itself(frames, tmp_path, empty):
+def test_a_column_with_gaps_is_not_proposed(frames, tmp_path, empty):
     table = write_table(tmp_path / "cases.csv", frames, patient=[empty, *MIXED[1:]])
     assert propose_groups(load_task(table)).group.startswith("^(patient")
     if not empty:
@@ -247,7 +247,7 @@ def test_a_column_with_gaps_is_not_taken_by_itself(frames, tmp_path, empty):
             find_groups(load_task(table), "patient")
 
 
-def test_entries_of_a_manifest_name_patients_and_a_mended_copy_keeps_them(tmp_path):
+def test_entries_of_a_manifest_name_patients_and_a_repaired_copy_keeps_them(tmp_path):
     root = make(tmp_path / "Task28_Entries", [f"case_{place:02}" for place in range(12)], patient=MIXED)
     assert propose_groups(load_task(root)).group == "patient"
     mended = mend_task(check_task(load_task(root)), tmp_path / "mended")
@@ -281,7 +281,7 @@ def test_the_patients_of_dicom_headers_are_evident(tmp_path):
     assert find_groups(task, "PatientID") == expected
 
 
-def test_what_is_only_possible_is_said_and_not_taken(tmp_path, caplog):
+def test_possible_groups_are_reported_and_not_set(tmp_path, caplog):
     names = [f"MMS_{number:03}_{visit:02}" for number in range(6) for visit in (1, 2)]
     root = make(tmp_path / "Task29_Possible", names)
     assert call("configure", root, "-o", tmp_path / "plan.yaml").exit_code == 0

@@ -91,9 +91,9 @@ time.sleep(600)
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="holds a process as POSIX systems do")
 def test_a_store_that_gives_no_answer_ends_the_process(monkeypatch, start):
-    """The thread that watches waited for an answer without limit where a network was cut, and ended nobody.
+    """The thread that watches waited for an answer without limit, and did not end the process.
 
-    No connection tells of a cut network, nor of a process that is held, as the store's is here.
+    A cut network closes no connection, and neither does a stopped process, as the store's is here.
     """
     monkeypatch.setattr(module, "LEAST_SECONDS", 2.0)
     server = start([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, encoding="utf-8")
@@ -105,7 +105,7 @@ def test_a_store_that_gives_no_answer_ends_the_process(monkeypatch, start):
     os.kill(server.pid, signal.SIGSTOP)
     assert told.wait(60)
     assert ended[0].message.startswith("process 0 of 2 (here, cpu) is cut off: the store of this job gives no answer")
-    assert watching.fail("disk full").message == "disk full"  # and this comes back, too
+    assert watching.fail("disk full").message == "disk full"  # returns too
     watching.leave()
     os.kill(server.pid, signal.SIGCONT)
     watching.stop(60)

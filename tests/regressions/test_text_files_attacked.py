@@ -1,6 +1,6 @@
-"""Text files of anybody's ended in untyped errors, in other numbers than their writer meant, or without an end.
+"""Text files led to untyped errors, to other numbers than their author meant, or to endless reading.
 
-One reader of YAML and one of JSON build plain values, bounded in size, depth and digits, and refuse the rest.
+One reader of YAML and one of JSON build plain values within bounds of size, depth and digits, and refuse the rest.
 """
 
 import json
@@ -8,18 +8,12 @@ import random
 
 import pytest
 
-from volseg.config.loading import load_config, override
+from volseg.config.loading import load_config
 from volseg.config.yaml_values import parse_yaml
 from volseg.data.json_files import parse_json, read_json
 from volseg.data.layouts.declared import read_manifest
 from volseg.errors import ConfigError, DataError
 from volseg.exchange.archive import read_archive, write_archive
-
-
-def lay_aliases():
-    lines = ["a: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"{name}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i, name in enumerate("bcdefghi", start=1)]
-    return "\n".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -42,25 +36,20 @@ def lay_aliases():
         ("preprocessing." + "9" * 5000 + ".name=x", "must be an index below"),
     ],
 )
-def test_a_setting_that_nobody_can_mean_is_refused(request, setting, message):
+def test_an_ambiguous_or_unbounded_setting_is_refused(request, setting, message):
     with pytest.raises(ConfigError, match=message):
         load_config(request.config.rootpath / "configs" / "quickstart.yaml", ["data.root=x", setting])
 
 
-def test_numbers_are_those_of_yaml_1_2():
-    assert override({}, "a=010") == {"a": 10}
-    assert override({}, "a=0o10") == {"a": 8}
-
-
-def test_keys_of_one_hash_are_refused():
-    """Reading a megabyte of them took half a minute, in one chain of a dictionary."""
+def test_keys_with_the_same_hash_are_refused():
+    """Reading a megabyte of them took half a minute, as each collides with all others in a dictionary."""
     text = "\n".join(f"{(2**61 - 1) * (1000 + number)}: 1" for number in range(10))
     with pytest.raises(ConfigError, match=r"a key is the number .* more than 64 bits\n  in line 1"):
         parse_yaml(text, "x")
 
 
 def test_the_manifest_of_many_cases_is_read(tmp_path):
-    """It was refused beyond a megabyte, which 10,000 cases fill."""
+    """Manifests of more than a megabyte, or 10,000 cases, were refused."""
     cases = "".join(f"- {{image: imagesTr/{i:060d}.nii.gz, label: labelsTr/{i:060d}.nii.gz}}\n" for i in range(12_000))
     (tmp_path / "task.yaml").write_text(f"training:\n{cases}", encoding="utf-8")
     found = read_manifest(tmp_path)
@@ -68,15 +57,9 @@ def test_the_manifest_of_many_cases_is_read(tmp_path):
     assert len(found[1]["training"]) == 12_000
 
 
-def test_a_config_in_utf_16_is_named(tmp_path):
+def test_a_config_in_utf_16_is_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("name: x", encoding="utf-16")
     with pytest.raises(ConfigError, match=r"a\.yaml is text in UTF-16, as PowerShell writes it.*saved as UTF-8"):
-        load_config(tmp_path / "a.yaml")
-
-
-def test_nested_aliases_are_refused_before_they_are_counted(tmp_path):
-    (tmp_path / "a.yaml").write_text(lay_aliases(), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"a\.yaml is not valid YAML: anchors and aliases .*\n  in line 1"):
         load_config(tmp_path / "a.yaml")
 
 
@@ -86,9 +69,9 @@ def test_nested_aliases_are_refused_before_they_are_counted(tmp_path):
         (b"[" * 100_000, "nested too deeply"),
         (b"[" * 500 + b"]" * 500, "nested too deeply"),
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' stands twice"),
-        (b"[NaN]", "NaN is no finite number"),
-        (b"[-Infinity]", "-Infinity is no finite number"),
-        (b"[1e999]", "1e999 is no finite number"),
+        (b"[NaN]", "NaN is not a finite number"),
+        (b"[-Infinity]", "-Infinity is not a finite number"),
+        (b"[1e999]", "1e999 is not a finite number"),
         (b"[" + b"9" * 5000 + b"]", "needs more than 64 bits"),
         (b"[18446744073709551616]", "needs more than 64 bits"),
         ('{"a": 1}'.encode("utf-16"), "text in UTF-16, as PowerShell writes it"),
@@ -99,13 +82,13 @@ def test_nested_aliases_are_refused_before_they_are_counted(tmp_path):
     ],
     ids=lambda value: repr(value[:12]) if isinstance(value, bytes) else "",
 )
-def test_json_that_nobody_can_mean_is_refused(content, message, tmp_path):
+def test_json_beyond_the_bounds_is_refused(content, message, tmp_path):
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(DataError, match=rf"a\.json cannot be read as JSON: .*{message}"):
         read_json(tmp_path / "a.json")
 
 
-def test_json_of_nnunet_may_hold_nan_and_a_byte_order_mark_is_no_fault(tmp_path):
+def test_nan_of_nnunet_and_a_byte_order_mark_are_read(tmp_path):
     (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"Dice": NaN, "n": 18446744073709551615}')
     found = read_json(tmp_path / "a.json", has_nan=True)
     assert found["n"] == 2**64 - 1
@@ -113,7 +96,7 @@ def test_json_of_nnunet_may_hold_nan_and_a_byte_order_mark_is_no_fault(tmp_path)
 
 
 def test_damaged_yaml_and_json_are_read_or_refused(request):
-    """Nothing but the errors of the two readers comes of 400 damaged texts."""
+    """400 damaged texts raise no other errors than those of the two readers."""
     text = (request.config.rootpath / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
     pieces = ["&a ", "*a", "<<: ", "!!int ", "[" * 60, "{", "]", "'", '"', "\t", "\0", "---\n", "? ", ": ",
               "%YAML 1.1\n", "\\ud800", "9" * 400, "\r", "\x85", "| ", "> ", "NaN", "1e999", ",", "\ufeff"]  # fmt: skip
@@ -133,7 +116,7 @@ def test_damaged_yaml_and_json_are_read_or_refused(request):
 
 
 @pytest.mark.parametrize("manifest", [{"score": float("nan")}, {"score": float("inf")}])
-def test_a_model_file_holds_no_number_that_is_none(tmp_path, manifest):
+def test_a_manifest_with_a_number_that_is_not_finite_is_not_written(tmp_path, manifest):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_archive(tmp_path / "model.zip", manifest, {})
     write_archive(tmp_path / "model.zip", {"score": None}, {})

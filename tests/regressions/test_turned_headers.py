@@ -1,5 +1,5 @@
-"""A header that was turned gave other scores: a side of 2 mm was recomputed as 2.0000002 mm, and a tolerance of 2 mm
-no longer held. The same voxels at the same spacing have one score, however the patient lay."""
+"""A turned header changed scores: a side of 2 mm was recomputed as 2.0000002 mm, above a tolerance of 2 mm. Scores of
+the same voxels at the same spacing do not depend on the orientation of the volume."""
 
 import itertools
 import json
@@ -53,7 +53,7 @@ def random_turns(count):
 
 @pytest.mark.parametrize("spacing", SPACINGS)
 @pytest.mark.parametrize("offset", [(0, 0, 1), (1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1)])
-def test_a_shift_by_the_tolerance_lies_within_it_however_the_header_turns(spacing, offset):
+def test_a_shift_by_the_tolerance_lies_within_it_in_every_orientation(spacing, offset):
     # The diagonal of a voxel's face and its space diagonal are tolerances too.
     tolerance = math.sqrt(sum((step * side) ** 2 for step, side in zip(offset, spacing, strict=True)))
     found = [score(offset, place(spacing, turn), tolerance) for turn in random_turns(40)]
@@ -62,7 +62,7 @@ def test_a_shift_by_the_tolerance_lies_within_it_however_the_header_turns(spacin
         assert {one[metric] for one in found} == {found[0][metric]}, metric
 
 
-def test_what_lies_beyond_the_tolerance_stays_beyond_it():
+def test_a_shift_beyond_the_tolerance_lies_beyond_it_in_every_orientation():
     turns = random_turns(20)
     found = [score((0, 0, 1), place((0.5, 0.5, 2.0), turn), 1.999) for turn in turns]
     assert {one["NSD"] for one in found} == {found[0]["NSD"]}
@@ -87,7 +87,7 @@ def test_the_command_scores_turned_files_alike(tmp_path):
 
 
 @pytest.mark.parametrize("spacing", [(1.0, 1.0, 2.0), (0.8, 0.8, 1.6), (1.0, 1.0, 3.0)])
-def test_a_plan_is_that_of_the_upright_header(spacing):
+def test_a_plan_does_not_depend_on_the_orientation(spacing):
     # An axis is halved once its side is below twice the finest: 2 mm beside 1 mm is the limit.
     planned = set()
     for turn in random_turns(50):
@@ -99,7 +99,7 @@ def test_a_plan_is_that_of_the_upright_header(spacing):
     assert len(planned) == 1
 
 
-def test_sides_are_those_that_were_meant():
+def test_sides_are_measured_without_rounding_errors():
     for spacing, turn in itertools.product(SPACINGS[:2], random_turns(50)):
         assert measure_sides(place(spacing, turn)) == spacing
         assert measure_sides(torch.from_numpy(place(spacing, turn))) == spacing

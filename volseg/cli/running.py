@@ -20,7 +20,7 @@ from volseg.files import require_text
 from volseg.launched import OWN_LAUNCHER, Launch, find_launch
 from volseg.lifetime import count_from_beginning, end_at_exit, end_with_launcher, is_exit_others, say_last
 from volseg.monitoring.console import add_to_logs, are_logs_json, close_bars, set_up_logs
-from volseg.signals import INTERRUPTED, end_in_system, find_way_on, unwinding_on_signals
+from volseg.signals import INTERRUPTED, describe_resume, unwinding_on_signals, use_default_handlers
 from volseg.streams import guard_streams, make_printable
 
 __all__ = ["main", "run_to_end"]
@@ -88,7 +88,7 @@ def main() -> None:
         sys.exit(1)
     except SystemExit as end:  # typer turns Ctrl-C into this one
         if end.code in INTERRUPTED:
-            _say(f"volseg: interrupted; {find_way_on()}")
+            _say(f"volseg: interrupted; {describe_resume()}")
         raise
 
 
@@ -135,14 +135,14 @@ def _say(words: str, colour: str | None = None) -> None:
 def _run_launched(launch: Launch) -> NoReturn:
     """Run the command line as one of the processes of a job, which end together and tell what happened once."""
     ending = end_at_exit()
-    end_in_system()
+    use_default_handlers()
     try:
         with unwinding_on_signals(signal.SIGINT):
             _run_verb()
         status = 0
     except SystemExit as end:
         if end.code in INTERRUPTED and launch.rank == 0:
-            _say(f"volseg: interrupted; {find_way_on()}")
+            _say(f"volseg: interrupted; {describe_resume()}")
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as fault:
         from volseg.parallel.failures import end_after  # imports torch: not for --help
@@ -161,4 +161,4 @@ def _run_launched(launch: Launch) -> NoReturn:
 
 def _describe_refusal(fault: OSError) -> str:
     where = "" if fault.filename is None else f"{fault.filename}: "
-    return f"{where}{fault.strerror or fault}; free space, or name another folder; {find_way_on()}"
+    return f"{where}{fault.strerror or fault}; free space, or name another folder; {describe_resume()}"

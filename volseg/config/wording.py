@@ -26,13 +26,13 @@ LISTS = ("tuple_type", "list_type")
 LENGTHS = {"too_long": ("max_length", "at most"), "too_short": ("min_length", "at least")}
 
 TRUTHS = ("yes", "no", "on", "off")
-"""Words for truth values of YAML 1.1, texts in YAML 1.2."""
+"""Truth values of YAML 1.1 that are texts in YAML 1.2."""
 
 LIST = re.compile(r"\(?[^,\[\]]+(,[^,\[\]]+)+\)?")
 
 
 def suggest_plain(value: object) -> str | None:
-    """Return how to write a text that YAML 1.2 does not take for a number or a truth value, as its writer may expect.
+    """Return how to write the number or truth value that a text may mean; None for other values.
 
     >>> suggest_plain("0,003"), suggest_plain("1_000"), suggest_plain("off"), suggest_plain("1,2,3")
     ('write 0.003, with a point', 'write 1000, without _', 'write true or false', None)
@@ -68,7 +68,7 @@ def say_what_is_needed(error: Mapping[str, Any], key: str, fields: Collection[st
         return f"needed: {most} {error['ctx'][name]} item(s) in the list"
     if kind not in PLAIN:
         return error["msg"].removeprefix("Value error, ")
-    is_truth = isinstance(came, str) and came.lower() in TRUTHS  # which help only where a truth value is needed
+    is_truth = isinstance(came, str) and came.lower() in TRUTHS  # advice that helps only if a truth value is needed
     plain = suggest_plain(came) if kind.startswith(("int", "float")) and not is_truth else None
     return f"needed: {PLAIN[kind]}{f'; {plain}' if plain else ''}"
 

@@ -1,8 +1,8 @@
-"""Read and write YAML by the core schema of YAML 1.2, plain values only.
+"""Read and write plain values by the core schema of YAML 1.2.
 
-PyYAML follows YAML 1.1, in which ``1e-3`` is a text, ``010`` is 8, ``1:30`` is 90, ``no`` is false, and a key that
-stands twice silently keeps its last value. Here PyYAML only parses; the values are built from its events. Anchors,
-aliases, merge keys and tags are refused: 500 bytes of nested aliases can stand for 9**9 values.
+PyYAML follows YAML 1.1: ``1e-3`` is a text, ``010`` is 8, ``1:30`` is 90, ``no`` is false, and the last of two equal
+keys silently wins. So PyYAML only parses here, and this module builds the values from the parser's events. It refuses
+anchors, aliases, merge keys and tags: 500 bytes of nested aliases can stand for 9**9 values.
 """
 
 import re
@@ -18,17 +18,17 @@ from volseg.files import decode_text, read_bytes
 __all__ = ["DEEPEST", "dump_yaml", "parse_yaml", "read_yaml"]
 
 DEEPEST = 50
-"""Levels of lists and sections."""
+"""Nested levels of lists and sections."""
 
 MOST_CHARACTERS = 1 << 24
 MOST_VALUES = 1_000_000
-"""The ``task.yaml`` of 100,000 cases holds half a million."""
+"""The ``task.yaml`` of 100,000 cases holds half as many."""
 
 MOST_DIGITS = 300
-"""As many as a float can hold."""
+"""Larger integers do not fit into a float."""
 
 PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""That of libyaml, ten times as fast, where PyYAML was built with it."""
+"""The parser of libyaml, where PyYAML was built with it; it is faster."""
 
 WORDS = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
@@ -36,14 +36,15 @@ WORDS = {
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
 INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+SURROGATE = re.compile("[\ud800-\udfff]")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write no aliases, and quote a text that YAML 1.1 or YAML 1.2 takes for something else."""
+    """Write a shared value in each place, and quote a text that YAML 1.1 or YAML 1.2 takes for another value."""
 
     def ignore_aliases(self, _: Any) -> bool:
-        """Return True: a value that is shared is written in each place."""
+        """Return True."""
         return True
 
 
@@ -54,18 +55,18 @@ for _tag, _pattern in (("int", INTEGER), ("float", FLOAT)):
 
 
 def dump_yaml(value: Any, **style: Any) -> str:
-    """Return plain values as YAML, which `parse_yaml` reads as the same values."""
+    """Return plain values as YAML; `parse_yaml` reads the same values."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **style)
     return text
 
 
 def read_yaml(path: Path, source: str) -> Any:
-    """Return the plain values of a YAML file, as `parse_yaml`.
+    """Return the plain values of a YAML file; see `parse_yaml`.
 
     Raises
     ------
     ConfigError
-        Names ``source`` and the line.
+        If it is not plain YAML; the message names ``source`` and the line.
     OSError
         If the file cannot be read.
     """
@@ -84,7 +85,7 @@ def parse_yaml(text: str, source: str) -> Any:
     Raises
     ------
     ConfigError
-        Names ``source`` and the line.
+        If ``text`` is not plain YAML; the message names ``source`` and the line.
 
     Examples
     --------
@@ -97,37 +98,37 @@ def parse_yaml(text: str, source: str) -> Any:
         return _Builder(yaml.parse(text, Loader=PARSER)).build()
     except yaml.MarkedYAMLError as fault:
         raise ConfigError(f"{source} is not valid YAML: {_explain(fault, text)}") from fault
-    except (yaml.YAMLError, ValueError) as fault:  # characters and escapes that are no text
+    except (yaml.YAMLError, ValueError) as fault:  # characters and escapes outside Unicode
         raise ConfigError(f"{source} is not valid YAML: {fault}") from fault
 
 
 def _explain(fault: yaml.MarkedYAMLError, text: str) -> str:
-    told = ", ".join(part for part in (fault.context, fault.problem) if part)
+    problem = ", ".join(part for part in (fault.context, fault.problem) if part)
     mark = fault.problem_mark or fault.context_mark
     if mark is None:
-        return told
+        return problem
     lines = text.splitlines() or [""]
     shown = lines[min(mark.line, len(lines) - 1)]
     remedy = "\nindent by spaces: YAML takes no tabs" if "\t" in shown[: mark.column + 1] else ""
-    return f"{told}\n  in line {mark.line + 1}, column {mark.column + 1}: {shown[:80]!r}{remedy}"
+    return f"{problem}\n  in line {mark.line + 1}, column {mark.column + 1}: {shown[:80]!r}{remedy}"
 
 
 class _Builder:
-    """Builds the values of one document from the parser's events."""
+    """Build the values of one document from the parser's events."""
 
     def __init__(self, events: Iterator[yaml.Event]) -> None:
         self._events = events
         self._num_values = 0
 
     def build(self) -> Any:
-        """Return what the document holds; None of a text without one."""
+        """Return the value of the document; None for an empty text."""
         next(self._events)  # the stream's start
         start = next(self._events)
         if isinstance(start, yaml.StreamEndEvent):
             return None
         assert isinstance(start, yaml.DocumentStartEvent)
         if start.version not in (None, (1, 2)):
-            _refuse(start, "the file says that it is written in another YAML than 1.2; remove the line %YAML")
+            _refuse(start, "it declares another version of YAML than 1.2; remove the line %YAML")
         value = self._build(next(self._events), 0)
         next(self._events)  # the document's end
         if not isinstance(further := next(self._events), yaml.StreamEndEvent):
@@ -135,7 +136,7 @@ class _Builder:
         return value
 
     def _build(self, event: Any, depth: int) -> Any:
-        """Return the value that begins at an event."""
+        """Return the value that starts at an event."""
         self._num_values += 1
         if self._num_values > MOST_VALUES:
             _refuse(event, f"it holds more than {MOST_VALUES} values")
@@ -146,7 +147,7 @@ class _Builder:
         if event.tag is not None:
             _refuse(event, f"tags ({event.tag}) are not read; write the plain value, a text in quotes")
         if isinstance(event, yaml.ScalarEvent):
-            return _resolve(event)
+            return _parse_scalar(event)
         if isinstance(event, yaml.SequenceStartEvent):
             return [self._build(item, depth + 1) for item in self._until(yaml.SequenceEndEvent)]
         mapping: dict[Hashable, Any] = {}
@@ -163,7 +164,7 @@ class _Builder:
         if isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
             _refuse(event, "a key is a list or a section; needed: a text")
         key: Hashable = self._build(event, depth + 1)
-        if isinstance(key, int) and abs(key) >= 2**63:  # thousands of such keys can have one hash
+        if isinstance(key, int) and abs(key) >= 2**63:  # thousands of such keys can have the same hash
             _refuse(event, f"a key is the number {str(key)[:40]}..., which needs more than 64 bits")
         return key
 
@@ -172,26 +173,20 @@ class _Builder:
             yield event
 
 
-def _resolve(event: yaml.ScalarEvent) -> Any:
-    """Return the value of a scalar: in quotes a text, else what the core schema says."""
-    text = event.value
-    if not event.implicit[0]:
-        return _require_text(event)
-    if text in WORDS:
-        return WORDS[text]
-    if INTEGER.fullmatch(text):
-        if len(text) > MOST_DIGITS:
-            _refuse(event, f"a number has {len(text)} digits; needed: {MOST_DIGITS} at most")
-        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-    if FLOAT.fullmatch(text):
-        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    return _require_text(event)
-
-
-def _require_text(event: yaml.ScalarEvent) -> str:
+def _parse_scalar(event: yaml.ScalarEvent) -> Any:
+    """Return the value of a scalar: a text if it is quoted, else as the core schema says."""
     text: str = event.value
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        _refuse(event, "an escape stands for half a character; write the character itself")
+    if event.implicit[0]:  # not quoted
+        if text in WORDS:
+            return WORDS[text]
+        if INTEGER.fullmatch(text):
+            if len(text) > MOST_DIGITS:
+                _refuse(event, f"a number has {len(text)} digits; needed: {MOST_DIGITS} at most")
+            return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+        if FLOAT.fullmatch(text):
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    if SURROGATE.search(text):
+        _refuse(event, "an escape stands for a surrogate, which is half a character; write the character itself")
     return text
 
 

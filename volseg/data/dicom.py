@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 from monai.data import MetaTensor
 
-from volseg.data import dicom_tags as tags
 from volseg.data.content import require_memory
 from volseg.data.dicom_elements import Header, decode_text, read_elements, read_header
 from volseg.data.dicom_frames import Frame, list_frames
 from volseg.data.dicom_pixels import read_stored
 from volseg.data.dicom_stack import stack_frames
+from volseg.data.dicom_tags import TAGS, WANTED
 from volseg.data.volume import as_volume
 from volseg.errors import ReaderError
 
@@ -88,13 +88,13 @@ def _sort_by_series(folder: Path) -> tuple[dict[str, list[Path]], list[Path]]:
     for file in sorted(folder.iterdir()):
         if file.is_dir() or file.name.startswith("."):
             continue
-        found = read_elements(file, [SERIES_UID, tags.ROWS])
+        found = read_elements(file, [SERIES_UID, TAGS["Rows"]])
         if found is None:
             unread += [file] if file.suffix.lower() == ".dcm" else []
             continue
         uid = decode_text(found.get(SERIES_UID, b""))
         # Elements that are out of order hide others from a look that ends early.
-        if tags.ROWS in found or _require_header(file).pixels is not None:
+        if TAGS["Rows"] in found or _require_header(file).pixels is not None:
             series[uid].append(file)
         elif file.name.upper() != "DICOMDIR":
             others.append((uid, file))
@@ -102,7 +102,7 @@ def _sort_by_series(folder: Path) -> tuple[dict[str, list[Path]], list[Path]]:
 
 
 def _require_header(file: Path) -> Header:
-    header = read_header(file, tags.TAGS)
+    header = read_header(file, WANTED)
     if header is None:  # it was DICOM when its folder was listed
         raise ReaderError(f"{file} is no readable DICOM file; fetch it again or take it out of the series")
     return header

@@ -1,7 +1,7 @@
-"""Stored values of a DICOM file, as its pixels hold them: before any rescaling, and on no grid.
+"""Read the stored values of a DICOM file, without rescaling or geometry.
 
-Plain pixels are read here. A compressed stream goes to SimpleITK (GDCM) in a file that says nothing else: of a whole
-file GDCM would rescale all frames by one line, invert MONOCHROME1 and cut values off at the type of the first slice.
+Uncompressed pixels are read here. SimpleITK (GDCM) gets a compressed stream in a file of its own, without the other
+elements: from the whole file, GDCM would rescale all frames alike, invert MONOCHROME1 and clip values to one type.
 """
 
 import re
@@ -12,20 +12,20 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from volseg.data import dicom_tags as tags
 from volseg.data.content import require_held
-from volseg.data.dicom_elements import BIG_ENDIAN, IMPLICIT, SEQUENCE_END, Header, Tag
+from volseg.data.dicom_elements import BIG_ENDIAN, IMPLICIT, SEQUENCE_END, Header, Pixels, Tag
+from volseg.data.dicom_tags import OVERLAY_BITS, TAGS
 from volseg.data.itk import simpleitk
 from volseg.errors import DamagedFileError, ReaderError
 
 __all__ = ["Stored", "describe_stored", "read_stored"]
 
 PLAIN = (IMPLICIT, "1.2.840.10008.1.2.1", BIG_ENDIAN)
-"""Transfer syntaxes in which a voxel takes its bits."""
+"""Transfer syntaxes without compression."""
 
 SECONDARY_CAPTURE = "1.2.840.10008.5.1.4.1.1.7"
 UID = "1.2.826.0.1.3680043.2.1125.1"
-"""Of a file that only GDCM sees."""
+"""Of the file for GDCM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,12 @@ class Stored:
     allocated: int
     """Bits that a voxel takes: 8, 16 or 32."""
     bits: int
-    """Bits of them that its value takes, the lowest ones."""
+    """The lowest of these bits, which hold its value."""
     is_signed: bool
     overlays: int
-    """The bits that overlays take, as a mask; they are no part of a value."""
+    """Mask of the bits that hold overlays, not values."""
+    pixels: Pixels
+    """Their place in the file."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -60,7 +62,7 @@ def describe_stored(header: Header) -> Stored:
     Raises
     ------
     ReaderError
-        Not as integers that are grey values.
+        They are not integer grey values.
     """
     if header.pixels is None:
         raise ReaderError(
@@ -68,19 +70,20 @@ def describe_stored(header: Header) -> Stored:
             "convert it to NIfTI"
         )
     _require_grey(header)
-    representation = _read_count(header, tags.REPRESENTATION)
+    representation = _read_count(header, "PixelRepresentation")
     if representation not in (0, 1):
         raise ReaderError(f"{header.path} has the PixelRepresentation {representation}; needed: 0 or 1")
     stored = Stored(
         frames=_count_frames(header),
-        rows=_read_count(header, tags.ROWS),
-        columns=_read_count(header, tags.COLUMNS),
-        allocated=_read_count(header, tags.ALLOCATED),
-        bits=_read_count(header, tags.STORED),
+        rows=_read_count(header, "Rows"),
+        columns=_read_count(header, "Columns"),
+        allocated=_read_count(header, "BitsAllocated"),
+        bits=_read_count(header, "BitsStored"),
         is_signed=bool(representation),
         overlays=_find_overlays(header),
+        pixels=header.pixels,
     )
-    high_bit = _read_count(header, tags.HIGH_BIT, default=stored.bits - 1)
+    high_bit = _read_count(header, "HighBit", default=stored.bits - 1)
     if stored.allocated not in (8, 16, 32) or not 0 < stored.bits <= stored.allocated or high_bit != stored.bits - 1:
         raise ReaderError(
             f"{header.path} stores {stored.bits} of {stored.allocated} bits per voxel, up to bit {high_bit}; needed: "
@@ -94,32 +97,33 @@ def describe_stored(header: Header) -> Stored:
 
 
 def _require_grey(header: Header) -> None:
-    """Raise unless a voxel is one number whose meaning depends on a slope and an intercept only."""
+    """Raise unless a voxel is one number, and slope and intercept give its value."""
     top, path = header.top, header.path
-    if "MOSAIC" in top.format(top.value(tags.IMAGE_TYPE)).split("\\"):
+    if "MOSAIC" in top.format(top.value(TAGS["ImageType"])).split("\\"):
         raise ReaderError(
             f"{path} is a Siemens mosaic: one image, whose tiles are the slices of a volume. Convert the series to "
             "NIfTI, for example by dcm2niix"
         )
-    photometric, samples = top.format(top.value(tags.PHOTOMETRIC)), _read_count(header, tags.SAMPLES, default=1)
+    photometric = top.format(top.value(TAGS["PhotometricInterpretation"]))
+    samples = _read_count(header, "SamplesPerPixel", default=1)
     if photometric == "MONOCHROME1":
         raise ReaderError(
-            f"{path} is MONOCHROME1, low values are bright: some programs invert them and others do not. Convert the "
-            "series to MONOCHROME2 by a program that does what you mean"
+            f"{path} is MONOCHROME1: low values are bright, and some programs invert them while others do not. Convert "
+            "the series to MONOCHROME2"
         )
     if not photometric:
         raise ReaderError(f"{path} has no PhotometricInterpretation; if its values are grey, add MONOCHROME2")
     if samples != 1 or photometric != "MONOCHROME2":
         raise ReaderError(
-            f"{path} holds {photometric} with {samples} sample(s) per pixel; a "
-            "volume needs grey values (MONOCHROME2). Leave it out, or convert its colours to numbers"
+            f"{path} holds {photometric} with {samples} sample(s) per pixel; a volume needs grey values (MONOCHROME2). "
+            "Leave it out, or convert its colours to numbers"
         )
-    if top.elements.get(tags.MODALITY_LUT):
+    if top.elements.get(TAGS["ModalityLUTSequence"]):
         raise ReaderError(
             f"{path} maps its stored values by a table (ModalityLUTSequence), which is not read; convert the series "
             "by a program that applies the table"
         )
-    if (kind := top.format(top.value(tags.SEGMENTATION))) in ("BINARY", "FRACTIONAL"):
+    if (kind := top.format(top.value(TAGS["SegmentationType"]))) in ("BINARY", "FRACTIONAL"):
         raise ReaderError(f"{path} is a {kind} DICOM segmentation; convert it to a label map, for example in NIfTI")
 
 
@@ -129,12 +133,11 @@ def read_stored(header: Header, stored: Stored) -> np.ndarray:
     Raises
     ------
     DamagedFileError
-        The pixels are not as many as the header says, or cannot be decompressed.
+        The number of pixels is not that of the header, or the pixels cannot be decompressed.
     ReaderError
         A value takes more bits than the header says.
     """
-    plain = header.syntax in PLAIN
-    read = _read_plain(header, stored) if plain else _decompress(header, stored)
+    read = (_read_plain if header.syntax in PLAIN else _decompress)(header, stored)
     raw = read.view(f"u{stored.allocated // 8}")
     spare = stored.allocated - stored.bits
     if spare == 0:
@@ -144,18 +147,17 @@ def read_stored(header: Header, stored: Stored) -> np.ndarray:
     if not (((values.view(raw.dtype) ^ raw) & others == 0) | ((raw & others) >> stored.bits == 0)).all():
         raise ReaderError(
             f"{header.path} says that values take {stored.bits} bits (BitsStored), but uses more of the "
-            f"{stored.allocated} that there are, and no OverlayBitPosition says what for; convert the series to NIfTI"
+            f"{stored.allocated} bits of a voxel, and no OverlayBitPosition explains them; convert the series to NIfTI"
         )
     return values
 
 
 def _read_plain(header: Header, stored: Stored) -> np.ndarray:
-    pixels, size = header.pixels, stored.allocated // 8
+    pixels, size = stored.pixels, stored.allocated // 8
     needed = stored.voxels * size
-    held = 0 if pixels is None or pixels.is_encapsulated else pixels.end - pixels.begin
+    held = 0 if pixels.is_encapsulated else pixels.end - pixels.begin
     require_held(needed, held, header.path)
-    assert pixels is not None
-    # Padding is less than a row or a column that the header leaves out, or as much as one of them and empty.
+    # Padding is shorter than a row or column, or is one of zeros: values there are a row that the header leaves out.
     shortest, longest = sorted((stored.rows * size, stored.columns * size))
     padding = held - needed
     with header.path.open("rb") as file:
@@ -175,11 +177,11 @@ def _read_plain(header: Header, stored: Stored) -> np.ndarray:
 
 
 def _decompress(header: Header, stored: Stored) -> np.ndarray:
-    """Let GDCM decompress the pixels, in a file that holds nothing else."""
-    if header.pixels is None or not header.pixels.is_encapsulated:
+    """Decompress the pixels by GDCM."""
+    if not stored.pixels.is_encapsulated:
         raise ReaderError(
-            f"{header.path} has no compressed pixels, which its transfer syntax {header.syntax} promises; convert the "
-            "series to Explicit VR Little Endian"
+            f"{header.path} has the transfer syntax {header.syntax}, but no compressed pixels; convert the series to "
+            "Explicit VR Little Endian"
         )
     with TemporaryDirectory() as folder:
         file = Path(folder, "pixels.dcm")
@@ -202,11 +204,10 @@ def _decompress(header: Header, stored: Stored) -> np.ndarray:
 
 
 def _strip(header: Header, stored: Stored) -> bytes:
-    """Return a DICOM file with the compressed pixels of another one, and no more than is needed to decompress them."""
-    assert header.pixels is not None
+    """Return a DICOM file with the compressed pixels, and only the elements that are needed to decompress them."""
     with header.path.open("rb") as file:
-        file.seek(header.pixels.begin)
-        stream = file.read(header.pixels.end - header.pixels.begin)
+        file.seek(stored.pixels.begin)
+        stream = file.read(stored.pixels.end - stored.pixels.begin)
     end = struct.pack("<HHI", *SEQUENCE_END, 0)
     if not stream.endswith(end):
         raise DamagedFileError(f"{header.path} is truncated: its compressed pixels do not end; fetch it again")
@@ -215,54 +216,55 @@ def _strip(header: Header, stored: Stored) -> bytes:
         value += (b" " if kind != b"UI" else b"\0") * (len(value) % 2)
         return struct.pack("<HH2sH", *tag, kind, len(value)) + value
 
-    def number(tag: Tag, value: int) -> bytes:
-        return element(tag, b"US", struct.pack("<H", value))
-
     capture, uid = SECONDARY_CAPTURE.encode(), UID.encode()
     information = (
         element((0x0002, 0x0002), b"UI", capture)
         + element((0x0002, 0x0003), b"UI", uid)
         + element((0x0002, 0x0010), b"UI", header.syntax.encode("latin-1"))
     )
+    numbers = {
+        "Rows": stored.rows,
+        "Columns": stored.columns,
+        "BitsAllocated": stored.allocated,
+        "BitsStored": stored.bits,
+        "HighBit": stored.bits - 1,
+        "PixelRepresentation": int(stored.is_signed),
+    }
     body = (
         element((0x0008, 0x0016), b"UI", capture)
         + element((0x0008, 0x0018), b"UI", uid)
-        + number(tags.SAMPLES, 1)
-        + element(tags.PHOTOMETRIC, b"CS", b"MONOCHROME2")
-        + element(tags.FRAMES, b"IS", str(stored.frames).encode())
-        + number(tags.ROWS, stored.rows)
-        + number(tags.COLUMNS, stored.columns)
-        + number(tags.ALLOCATED, stored.allocated)
-        + number(tags.STORED, stored.bits)
-        + number(tags.HIGH_BIT, stored.bits - 1)
-        + number(tags.REPRESENTATION, int(stored.is_signed))
+        + element(TAGS["SamplesPerPixel"], b"US", struct.pack("<H", 1))
+        + element(TAGS["PhotometricInterpretation"], b"CS", b"MONOCHROME2")
+        + element(TAGS["NumberOfFrames"], b"IS", str(stored.frames).encode())
+        + b"".join(element(TAGS[keyword], b"US", struct.pack("<H", value)) for keyword, value in numbers.items())
         + struct.pack("<HH2sHI", 0x7FE0, 0x0010, b"OB", 0, 0xFFFFFFFF)
     )
     length = element((0x0002, 0x0000), b"UL", struct.pack("<I", len(information)))
     return bytes(128) + b"DICM" + length + information + body + stream
 
 
-def _read_count(header: Header, tag: Tag, default: int | None = None) -> int:
+def _read_count(header: Header, keyword: str, default: int | None = None) -> int:
     """Return a number that is stored in two bytes."""
+    tag = TAGS[keyword]
     value = header.top.value(tag)
     if not value and default is not None:
         return default
     if len(value) != 2:
         raise ReaderError(
-            f"{header.path} needs a number of two bytes in DICOM tag ({tag[0]:04x},{tag[1]:04x}), {tags.NAMES[tag]}, "
+            f"{header.path} needs a number of two bytes in DICOM tag ({tag[0]:04x},{tag[1]:04x}), {keyword}, "
             f"but has {value[:8]!r}; it is damaged, or no image"
         )
     return int.from_bytes(value, header.top.order)
 
 
 def _find_overlays(header: Header) -> int:
-    values = (header.top.value(tag) for tag in tags.OVERLAY_BITS)
+    values = (header.top.value(tag) for tag in OVERLAY_BITS)
     positions = {int.from_bytes(value, header.top.order) for value in values if len(value) == 2}
     return sum(1 << position for position in positions if position)
 
 
 def _count_frames(header: Header) -> int:
-    text = header.top.format(header.top.value(tags.FRAMES)) or "1"
+    text = header.top.format(header.top.value(TAGS["NumberOfFrames"])) or "1"
     if not re.fullmatch(r"\+?0*[1-9]\d{0,8}", text):
         raise ReaderError(f"{header.path} has the NumberOfFrames {text[:40]!r}; needed: a number from 1 on")
     return int(text)

@@ -1,15 +1,14 @@
 """Put the images of a DICOM series, or the frames of one file, in order along their normal; compute the affine.
 
-An image lies where its own tags say. ITK takes an even stack for granted, so that a missing slice would stretch the
-patient, and it straightens the slices of a tilted gantry. What is no stack of parallel, evenly spaced slices of one
-size is refused, and the error says how it differs. Pure: no file is read here.
+Each image lies where its own tags say. ITK assumes an even stack: a missing slice stretches the patient, and slices of
+a tilted gantry are straightened. Here, slices that are not parallel, evenly spaced and of one size are refused, and the
+error says how they differ. Pure: no file is read here.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from volseg.data import dicom_tags as tags
 from volseg.data.dicom_frames import Frame
 from volseg.data.itk import lps_to_ras
 from volseg.data.names import list_some
@@ -20,18 +19,18 @@ __all__ = ["stack_frames"]
 TOLERANCE = 0.05
 """Largest distance of a slice from its place in an even stack, as a fraction of the distance between slices.
 
-A missing slice moves another one by at least half that distance; positions rounded by a scanner stay far below.
+A missing slice moves another one by at least half that distance; the rounding of positions moves it far less.
 """
 
 TURNED, STRETCHED = 1e-3, 5e-4
-"""Largest difference of direction cosines, and of PixelSpacing as a fraction, between slices: rounding in a header, and
-half a voxel at the end of 500 voxels at most."""
+"""Largest difference of direction cosines, and of PixelSpacing as a fraction, between slices. Both allow for
+rounding in a header, and move the end of 500 voxels by half a voxel at most."""
 
 SAME_PLACE = 0.01
 """Distance along the normal, as a fraction of the pixel spacing, up to which two slices lie at one place."""
 
 MOST_GROUPS = 9
-"""Groups of unlike slices that are counted for a message."""
+"""Groups of unlike slices that a message counts."""
 
 
 def stack_frames(frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray]:
@@ -75,33 +74,34 @@ def _find_thickness(frame: Frame) -> float:
 
 def _require_alike(frames: Sequence[Frame]) -> None:
     """Raise unless all frames have one size, orientation, spacing and meaning."""
-    sizes = np.array([(frame.stored.columns, frame.stored.rows) for frame in frames], dtype=float)
-    if (unlike := _find_unlike(sizes, 0.0)) is not None:
-        odd, usual, counts = unlike
-        said = [f"{frames[index].stored.columns} x {frames[index].stored.rows}" for index in (odd, usual)]
-        raise ReaderError(
-            f"{frames[odd].file.parent}: {frames[odd]} has {said[0]} voxels, {frames[usual]} has {said[1]} ({counts}); "
-            "a volume needs slices of one size, so take out what is of another one"
-        )
-    if (unlike := _find_unlike(np.array([frame.orientation for frame in frames]), TURNED)) is not None:
-        odd, usual, counts = unlike
-        raise ReaderError(
-            f"{frames[odd].file.parent}: {frames[odd]} is turned against {frames[usual]}; a volume needs parallel "
-            f"slices, so take out localizers and the like. ImageOrientationPatient is {list(frames[odd].orientation)} "
-            f"and {list(frames[usual].orientation)} ({counts})"
-        )
-    spacings = np.array([frame.spacing for frame in frames])
-    if (unlike := _find_unlike(spacings, STRETCHED * float(spacings.min()))) is not None:
-        odd, usual, counts = unlike
-        raise ReaderError(
-            f"{frames[odd].file.parent}: {frames[odd]} has the PixelSpacing {list(frames[odd].spacing)} mm, "
-            f"{frames[usual]} has {list(frames[usual].spacing)} ({counts}); a volume needs one spacing. Put the slices "
-            "of each into a folder of their own, or resample them"
-        )
+    for values, tolerance, words in (
+        (
+            [(frame.stored.columns, frame.stored.rows) for frame in frames],
+            0.0,
+            "{odd} has {0[0]} x {0[1]} voxels, {usual} has {1[0]} x {1[1]} ({counts}); a volume needs slices of one "
+            "size, so take out the others",
+        ),
+        (
+            [frame.orientation for frame in frames],
+            TURNED,
+            "{odd} is turned against {usual}; a volume needs parallel slices, so take out localizers and the like. "
+            "ImageOrientationPatient is {0} and {1} ({counts})",
+        ),
+        (
+            [frame.spacing for frame in frames],
+            STRETCHED * min(min(frame.spacing) for frame in frames),
+            "{odd} has the PixelSpacing {0} mm, {usual} has {1} ({counts}); a volume needs one spacing. Put the slices "
+            "of each into a folder of their own, or resample them",
+        ),
+    ):
+        if (unlike := _find_unlike(np.array(values, dtype=float), tolerance)) is not None:
+            odd, usual, counts = unlike
+            found, names = map(list, (values[odd], values[usual])), {"odd": frames[odd], "usual": frames[usual]}
+            raise ReaderError(f"{frames[odd].file.parent}: {words.format(*found, **names, counts=counts)}")
     for name in sorted({name for frame in frames for name in frame.units}):
         firsts = {frame.units[name]: frame for frame in reversed(frames) if name in frame.units}
-        is_frame = name == tags.UNITS[tags.FRAME_OF_REFERENCE]
-        # A frame of reference of each file says nothing: some programs that remove names write new UIDs into each.
+        is_frame = name == "FrameOfReferenceUID"
+        # Some programs that remove names write a new frame of reference into each file.
         if len(firsts) > 1 and not (is_frame and 2 < len(firsts) == len({frame.file for frame in frames})):
             (one, by_one), (other, by_other) = sorted(firsts.items())[:2]
             raise ReaderError(
@@ -112,7 +112,7 @@ def _require_alike(frames: Sequence[Frame]) -> None:
 
 
 def _find_unlike(values: np.ndarray, tolerance: float) -> tuple[int, int, str] | None:
-    """Return the index of a row of the smallest group of like rows, one of the largest, and how many are in each."""
+    """Return the index of a row in the smallest group of like rows, of one in the largest, and the groups' sizes."""
     groups: list[np.ndarray] = []
     left = np.arange(len(values))
     while len(left) and len(groups) < MOST_GROUPS:
@@ -121,7 +121,7 @@ def _find_unlike(values: np.ndarray, tolerance: float) -> tuple[int, int, str] |
         left = left[~is_like]
     if len(groups) == 1:
         return None
-    groups.reverse()  # of groups that are as large the first counts as the usual one
+    groups.reverse()  # of groups of one size the first counts as the usual one
     groups.sort(key=len)
     counts = ", ".join(str(len(group)) for group in reversed(groups))
     more = f" and {len(left)} others" if len(left) else ""
@@ -129,12 +129,12 @@ def _find_unlike(values: np.ndarray, tolerance: float) -> tuple[int, int, str] |
 
 
 def _measure_step(frames: Sequence[Frame], along: np.ndarray) -> np.ndarray:
-    """Return the step (mm, LPS) from a slice to the next one of frames that are in order."""
+    """Return the step (mm, LPS) from a slice to the next one; the frames are in order."""
     positions = np.array([frame.position for frame in frames])
     gaps = np.diff(along)
     apart = gaps > SAME_PLACE * min(frames[0].spacing)
     if not apart.all():
-        raise _tell_doubled(frames, np.split(np.arange(len(frames)), np.flatnonzero(apart) + 1))
+        raise _explain_doubled(frames, np.split(np.arange(len(frames)), np.flatnonzero(apart) + 1))
     step: np.ndarray = (positions[-1] - positions[0]) / (len(frames) - 1)
     even = positions[0] + np.arange(len(frames))[:, None] * step
     away = np.linalg.norm(positions - even, axis=1)
@@ -149,8 +149,8 @@ def _measure_step(frames: Sequence[Frame], along: np.ndarray) -> np.ndarray:
     return step
 
 
-def _tell_doubled(frames: Sequence[Frame], places: Sequence[np.ndarray]) -> ReaderError:
-    """Return what to say of frames of which several lie at one place, given the frames of each place."""
+def _explain_doubled(frames: Sequence[Frame], places: Sequence[np.ndarray]) -> ReaderError:
+    """Return the error for frames of which several lie at one place, given the frames of each place."""
     folder = frames[0].file.parent
     counts = sorted({len(place) for place in places})
     place = next(place for place in places if len(place) > 1)
@@ -170,9 +170,8 @@ def _tell_doubled(frames: Sequence[Frame], places: Sequence[np.ndarray]) -> Read
         for name in {name: None for state in states for name in state}
         if len({state.get(name) for state in states}) > 1
     ]
-    apart = f"differ in {'; '.join(differ)}" if differ else "no tag that is known of tells them apart"
+    apart = f"differ in {'; '.join(differ)}" if differ else "no known tag tells them apart"
     return ReaderError(
-        f"{folder}: {many}, a volume needs one: {one} and {other} both lie at {list(one.position)} mm, and "
-        f"{apart}. Put each "
-        "time, b-value or echo into a folder of its own, for example by dcm2niix; take out slices that are there twice"
+        f"{folder}: {many}, a volume needs one: {one} and {other} both lie at {list(one.position)} mm, and {apart}. "
+        "Put each time, b-value or echo into a folder of its own, for example by dcm2niix; take out duplicates"
     )

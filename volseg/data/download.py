@@ -1,9 +1,9 @@
-"""Fetch a large file over HTTP, from where an earlier attempt ended, and believe its checksum only.
+"""Fetch a large file over HTTP, resume an earlier attempt, and accept the file only if its checksum is right.
 
-urllib does the requests: it follows the environment's proxies and checks certificates. What it lacks is here: the rest
-of a file is asked for by ``Range``, under the condition (``If-Range``) that the file is still the one that was begun;
-servers that know no ranges, change the file, end early, stall, or are busy are asked again; what they send is the
-file once its checksum says so. pooch and MONAI's ``download_url`` begin anew each time.
+urllib sends the requests: it follows the environment's proxies and checks certificates. This module adds the rest. It
+asks for the missing bytes by ``Range``, on the condition (``If-Range``) that the server still has the same file. It
+asks again if a server ignores ranges, changes the file, ends early, stalls, or is busy. pooch and MONAI's
+``download_url`` start over each time.
 """
 
 import email.utils
@@ -22,7 +22,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 from urllib.parse import urlsplit
@@ -32,60 +32,61 @@ from volseg.errors import DataError, VolsegError
 from volseg.files import replacing
 from volseg.version import __version__
 
-__all__ = ["PATIENT", "Persistence", "ShowBytes", "download", "require_web"]
+__all__ = ["PATIENT", "Persistence", "ShowBytes", "download", "require_room", "require_web"]
 
 logger = logging.getLogger(__name__)
 
 ShowBytes = Callable[[str, int, int | None], object]
-"""Is told what is being done, how many bytes of it are, and of how many where that is known."""
+"""Called with the current step, its number of bytes so far, and the total if it is known."""
 
 PIECE = 1 << 16
-"""Bytes that are read at a time: what can be lost where a connection breaks."""
+"""Bytes of one read; a broken connection loses fewer."""
 
 MOST_BYTES = 64 << 30
-"""Of a file whose length the server does not tell; the largest archive that volseg knows has 27 GB."""
+"""Bytes of a file whose length the server does not give; the largest archive that volseg knows has 27 GB."""
 
 KEPT_FREE = 1 << 30
 """Bytes of the disk that a file of unknown length leaves free."""
 
 CHECKED_EVERY = 1 << 26
+"""Bytes of a file of unknown length between two checks of these limits."""
 
 PASSING = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses after which a server may well answer the same request."""
+"""Statuses after which a server may answer the same request later."""
 
 CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Persistence:
-    """How long an answer is waited for, and how often a server is asked again."""
+    """How long to wait for an answer, and how often to ask again."""
 
     timeout: float = 60.0
     """Seconds without a byte."""
     attempts: int = 8
-    """In a row that bring nothing; the count begins anew with every byte that comes."""
+    """Attempts in a row without a new byte."""
     first_wait: float = 1.0
     """Seconds before the second attempt; twice as long before each further one."""
     longest_wait: float = 300.0
-    """Seconds at most, also where the server asks for more: that is told to the user."""
+    """Seconds before an attempt at most; if the server asks for more, the download ends."""
 
 
 PATIENT = Persistence()
-"""As one waits for what is fetched once."""
+"""Defaults for a file that is fetched once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Begun:
-    """What is known of the file whose first bytes there are."""
+    """Description of a file whose first bytes have been fetched."""
 
     url: str
     total: int | None = None
     validator: str | None = None
-    """Its ETag, or the date of its last change: what a server compares."""
+    """The file's ETag, or the date of its last change, for ``If-Range``."""
 
     @classmethod
     def read(cls, path: Path, url: str) -> "_Begun":
-        """Return what was written down; nothing if that is absent, damaged, or about another URL."""
+        """Read the description; return an empty one if it is absent, damaged, or about another URL."""
         try:
             known = read_json(path)
             begun = cls(url=known["url"], total=known["total"], validator=known["validator"])
@@ -95,9 +96,8 @@ class _Begun:
         return begun if sound and begun.url == url else cls(url=url)
 
     def write(self, path: Path) -> None:
-        described = {"url": self.url, "total": self.total, "validator": self.validator}
         with replacing(path) as partial:
-            partial.write_text(json.dumps(described) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
 
 class _Passing(Exception):  # noqa: N818  (no error: another attempt may bring more)
@@ -116,35 +116,35 @@ def download(
     persistence: Persistence = PATIENT,
     show: ShowBytes | None = None,
 ) -> None:
-    """Bring what ``url`` holds into an open file, going on from the bytes that it has.
+    """Fetch ``url`` into an open file, after the bytes that the file has.
 
     Parameters
     ----------
     url : str
         ``https`` or ``http``.
     part : binary file
-        Open for reading and writing. Whatever ends this function, its bytes stay, for another attempt.
+        Open for reading and writing. Its bytes stay for another attempt, unless the server has another file.
     path : Path
-        Of ``part``; what is known of the download is kept beside it, in ``PATH.json``.
+        Path of ``part``; the description of the download is kept beside it, in ``PATH.json``.
     md5 : str
-        Of the whole file.
+        Checksum of the whole file.
     spare : float
-        Times its size that must stay free on the disk, to unpack it.
+        Free disk space that is needed to unpack the file, as a multiple of its size.
     persistence : Persistence
-        With a server that does not answer as it should.
+        How often to ask a server that fails.
     show : callable, optional
-        Is told of the progress.
+        Called with the progress.
 
     Raises
     ------
     DataError
-        The server has no such file, sends another one, or does not answer; or the disk has no room for it.
+        If the server does not answer, has no such file, or sends another one, or if the disk has no room.
     """
     require_web(url)
     attempt = _Download(url, part, path, spare, persistence, show or (lambda *_: None))
     attempt.run()
     if (found := attempt.digest()) != md5 and attempt.may_be_mixed:
-        logger.warning("%s: what was fetched in parts has another checksum; it is fetched again", url)
+        logger.warning("%s: the file was fetched in parts and has another checksum; it is fetched again", url)
         attempt.forget()
         attempt.run()
         found = attempt.digest()
@@ -152,12 +152,12 @@ def download(
         return
     attempt.forget()
     raise DataError(
-        f"{url} holds another file than was asked for: its md5 is {found}, needed {md5}; name another mirror by --url"
+        f"{url} is another file than the one wanted: its md5 is {found}, needed {md5}; name another mirror by --url"
     )
 
 
 def require_web(url: str) -> None:
-    """Raise unless a URL is one of the web: what lies on this machine needs no fetching."""
+    """Raise unless a URL is one of the web: files on this machine need no fetching."""
     try:
         parts = urlsplit(url)
         is_web = parts.scheme in ("https", "http") and bool(parts.hostname)
@@ -165,6 +165,15 @@ def require_web(url: str) -> None:
         is_web = False
     if not is_web:
         raise DataError(f"{url} cannot be fetched; needed: https://... (an archive on a disk is unpacked by tar xf)")
+
+
+def require_room(folder: Path, needed: int, verb: str) -> None:
+    """Raise unless a folder's disk has ``needed`` bytes free, to ``verb`` an archive."""
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise DataError(
+            f"{folder} has {free / 2**30:.1f} GiB free, and {needed / 2**30:.1f} GiB are needed to {verb} the archive; "
+            "free space, or name another folder by --output"
+        )
 
 
 class _Download:
@@ -182,12 +191,12 @@ class _Download:
         self._num_parts = 0
         self._num_changes = 0
         self._opener = urllib.request.build_opener(_SafeRedirects())
-        if self._begun == _Begun(url=url):  # bytes of unknown origin
+        if self._begun == _Begun(url=url):  # nothing says where the bytes come from
             self.forget()
 
     @property
     def may_be_mixed(self) -> bool:
-        """Whether the bytes may be of two files, or end early, and nobody could tell: a server need not say enough."""
+        """Whether the bytes may be of two files, or end early: servers may leave out the headers that tell."""
         return self._num_parts != 1 or self._begun.total is None
 
     @property
@@ -199,7 +208,7 @@ class _Download:
         return self._begun.total is not None and self._held == self._begun.total
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop the bytes and their description."""
         self._part.truncate(0)
         self._begun = _Begun(url=self._url)
         self._described.unlink(missing_ok=True)
@@ -210,7 +219,7 @@ class _Download:
         raise _Passing("the file has changed on the server")
 
     def run(self) -> None:
-        """Ask until everything is there."""
+        """Ask until the file is complete."""
         failed = 0
         while not self._is_whole:
             before = self._held
@@ -227,12 +236,12 @@ class _Download:
                 self._wait(failed, reason)
 
     def _attempt(self) -> None:
-        """Ask once, and write what comes.
+        """Ask once, and write the answer.
 
         Raises
         ------
         _Passing
-            There is more, or the server may answer later.
+            If the file is not complete, or the server may answer later.
         """
         with _hearing(self._url):
             try:
@@ -255,9 +264,9 @@ class _Download:
         return urllib.request.Request(self._url, headers=headers)  # noqa: S310 (see require_web)
 
     def _begin(self, response: Any) -> None:
-        """Compare an answer with what was begun, and take down what it says of the file."""
+        """Compare an answer with the bytes so far, and store its description of the file."""
         if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-            raise DataError(f"{self._url} is sent as {encoding}, which nobody asked for; name a mirror by --url")
+            raise DataError(f"{self._url} is sent as {encoding}, which was not requested; name a mirror by --url")
         start, total = 0, _as_number(response.headers.get("Content-Length"))
         if response.status == http.HTTPStatus.PARTIAL_CONTENT:
             start, total = _read_range(response.headers.get("Content-Range", ""))
@@ -269,16 +278,9 @@ class _Download:
         self._num_parts = self._num_parts + 1 if start else 1
         self._part.truncate(start)
         self._begun = replace(self._begun, total=total, validator=_find_validator(response.headers))
-        self._require_room(total, start)
+        if total is not None:
+            require_room(self._path.parent, total - start + int(self._spare * total), "fetch and unpack")
         self._begun.write(self._described)
-
-    def _require_room(self, total: int | None, held: int) -> None:
-        needed = 0 if total is None else total - held + int(self._spare * total)
-        if needed > (free := shutil.disk_usage(self._path.parent).free):
-            raise DataError(
-                f"{self._path.parent} has {free / 2**30:.1f} GiB free, and {needed / 2**30:.1f} GiB are needed to "
-                "fetch and unpack the archive; free space, or name another folder by --output"
-            )
 
     def _receive(self, response: Any) -> None:
         done = self._held
@@ -303,57 +305,54 @@ class _Download:
                 self._part.flush()
 
     def _require_end(self, done: int) -> None:
-        """Raise where a file of unknown length grows beyond every archive, or fills the disk."""
+        """Raise if a file of unknown length is larger than every known archive, or would fill the disk."""
         free = shutil.disk_usage(self._path.parent).free
         if done > MOST_BYTES or free < KEPT_FREE:
             self.forget()
             raise DataError(
-                f"{self._url} does not tell its length, and after {done} bytes it has not ended; {free} bytes of the "
-                f"disk were free. Allowed are {MOST_BYTES} bytes, and {KEPT_FREE} must stay free; name a "
-                "mirror by --url"
+                f"{self._url} does not give its length, and has not ended after {done} bytes, with {free} bytes of the "
+                f"disk free; needed: at most {MOST_BYTES} bytes, and {KEPT_FREE} free. Name a mirror by --url"
             )
 
     def _take_refusal(self, refusal: urllib.error.HTTPError) -> NoReturn:
-        """Say what to do after an answer that is none."""
+        """Raise `_Passing` if the server may answer later, else `DataError`."""
         if refusal.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and self._held:
-            self._start_again()  # a whole file has no rest to ask for, and is not asked for one
+            self._start_again()  # a complete file is not asked for
         told = f"{self._url}: the server answers {refusal.code} ({refusal.reason})"
         if refusal.code not in PASSING:
             raise DataError(f"{told}; check the address, or name a mirror by --url")
         wait = _read_wait(refusal.headers.get("Retry-After"))
         if wait is not None and wait > self._persistence.longest_wait:
-            raise DataError(f"{told}, and asks to wait {wait:.0f} s; run the same command then: what there is stays")
+            raise DataError(f"{told}, and asks to wait {wait:.0f} s; run the same command then: the bytes so far stay")
         raise _Passing(f"the server answers {refusal.code} ({refusal.reason})", wait)
 
     def _wait(self, failed: int, reason: _Passing) -> None:
         own = self._persistence.first_wait * 2 ** max(failed - 1, 0)
-        # Spread, so that those whom one fault sent away do not come back together.
+        # Random, so that clients that failed together do not return together.
         wait = min(own * random.uniform(0.5, 1.0), self._persistence.longest_wait)  # noqa: S311 (no secret)
         wait = max(wait, reason.wait or 0.0)
         logger.info("%s: %s; going on in %.0f s", self._url, reason, wait)
         time.sleep(wait)
 
     def digest(self) -> str:
-        """Return the md5 of what there is."""
-        hashed = hashlib.md5(usedforsecurity=False)
-        total, done = self._held, 0
+        """Return the md5 of the bytes so far."""
+        hashed, total = hashlib.md5(usedforsecurity=False), self._held
         self._part.seek(0)
         while piece := self._part.read(1 << 20):
             hashed.update(piece)
-            done += len(piece)
-            self._show("checking", done, total)
+            self._show("checking", self._part.tell(), total)
         return hashed.hexdigest()
 
 
 @contextmanager
 def _hearing(url: str) -> Iterator[None]:
-    """Turn what the network may do to a conversation into `_Passing`; the disk is not spoken to inside."""
+    """Turn errors of the network into `_Passing`. Errors of the disk must not occur inside."""
     try:
         yield
     except VolsegError:
         raise
-    except (http.client.InvalidURL, ValueError, OverflowError) as fault:  # of the address, or of one it leads to
-        raise DataError(f"{url} cannot be fetched: {fault}, in its address or in one that it leads to") from fault
+    except (http.client.InvalidURL, ValueError, OverflowError) as fault:
+        raise DataError(f"{url} cannot be fetched: {fault}, in this URL or in one that it redirects to") from fault
     except (OSError, http.client.HTTPException) as fault:  # timeouts and urllib's own errors are OSErrors
         reason = getattr(fault, "reason", fault)
         if isinstance(reason, ssl.SSLCertVerificationError):
@@ -362,7 +361,7 @@ def _hearing(url: str) -> Iterator[None]:
 
 
 class _SafeRedirects(urllib.request.HTTPRedirectHandler):
-    """Follow redirects inside the web, and never from an encrypted place to an open one."""
+    """Follow redirects to web addresses, but not from an encrypted one to an open one."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
@@ -379,24 +378,23 @@ def _as_number(text: str | None) -> int | None:
 
 
 def _read_range(text: str) -> tuple[int, int | None]:
-    """Return where a part begins, and how long the whole is; -1 for what is no part of anything."""
+    """Return the first byte of a part, -1 if the header is wrong, and the length of the file."""
     match = CONTENT_RANGE.fullmatch(text.strip())
-    start = None if match is None else _as_number(match[1])
+    start = match and _as_number(match[1])
     return (-1, None) if match is None or start is None else (start, _as_number(match[2]))
 
 
 def _find_validator(headers: Mapping[str, str]) -> str | None:
-    """Return what a later request is conditional on; a weak ETag does not say that bytes are the same."""
+    """Return the condition of a later request; a weak ETag does not promise the same bytes."""
     etag = headers.get("ETag")
     return etag if etag and not etag.startswith("W/") else headers.get("Last-Modified")
 
 
 def _read_wait(text: str | None) -> float | None:
-    """Return how many seconds ``Retry-After`` asks to wait, which may be a date."""
-    if text is None or (seconds := _as_number(text.strip())) is not None:
-        return None if text is None else float(seconds or 0)
+    """Return the seconds of ``Retry-After``, which are a number or a date; None if it is neither."""
+    if (seconds := _as_number(text and text.strip())) is not None:
+        return float(seconds)
     try:
-        moment = email.utils.parsedate_to_datetime(text).timestamp()
-    except (ValueError, OverflowError):  # neither: as if it were not there
+        return max(email.utils.parsedate_to_datetime(text or "").timestamp() - time.time(), 0.0)
+    except (ValueError, OverflowError):
         return None
-    return max(moment - time.time(), 0.0)

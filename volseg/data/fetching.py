@@ -117,7 +117,7 @@ def _only_fetch(path: Path) -> Iterator[BinaryIO]:
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        with open(descriptor, "r+b", buffering=0) as part:  # a full disk is told by the write that fills it
+        with open(descriptor, "r+b", buffering=0) as part:  # the write that fills the disk raises
             _lock(part, path)
             if not _is_at(part, path):  # its last holder removed it between our opening and locking it
                 continue

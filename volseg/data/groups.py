@@ -1,11 +1,10 @@
-"""Which cases are of one patient: by a column of the data set, by DICOM's ``PatientID``, or by their names.
+"""Group cases by patient: by a column of the data set, by DICOM's ``PatientID``, or by the names of cases.
 
-Two frames, visits or sides of one patient resemble each other more than two patients do. One that trains while the
-other validates gives a Dice that no new patient will have, and no other number of the training shows it.
+Two frames, visits or sides of one patient resemble each other more than two patients do. If one trains and the other
+validates, the Dice is higher than that of any new patient, and no other number of the training shows it.
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,19 +26,16 @@ PATIENT_ID = "PatientID"
 
 PATIENT_TAG = (0x0010, 0x0020)
 
-PATIENT_COLUMNS = frozenset(
-    {"patient", "patients", "patientid", "patientno", "patientnumber", "patientkey", "pid", "mrn", "subj", "subjid"}
-    | {"subject", "subjectid", "subjectno", "subjectnumber", "participant", "participantid"}
-)
-"""Names of columns that hold patients, in small letters, without what is neither letter nor digit."""
+PATIENT_COLUMN = re.compile(r"(?:patients?|subject|subj|participant)(?:id|no|number|key)?|pid|mrn")
+"""Names of columns that hold patients, as `_simplify` returns them."""
 
-NOBODY = frozenset({"anonymous", "anonymized", "anonymised", "anon", "unknown", "none", "na", "nan", "null"})
-"""What stands in a patient's place when it was removed."""
+NOBODY = re.compile("|anon(?:ymous|ymi[sz]ed)?|unknown|none|nan?|null")
+"""Values that stand for a removed patient, as `_simplify` returns them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutPatient:
-    """A patient of whom one case trains and another one validates in the same split."""
+    """A patient with one case that trains and another that validates in the same split."""
 
     patient: str
     training: str
@@ -49,7 +45,7 @@ class CutPatient:
 
 
 def find_groups(task: Task, group: str | None) -> dict[str, str] | None:
-    """Return the patient of each training case; None where each case counts as a patient of its own.
+    """Return the patient of each training case; None if each case counts as a patient of its own.
 
     Parameters
     ----------
@@ -60,9 +56,9 @@ def find_groups(task: Task, group: str | None) -> dict[str, str] | None:
     Raises
     ------
     ConfigError
-        There is no such column, or the expression is none, or has another number of groups in parentheses.
+        There is no such column, or the regular expression is invalid or does not have one group in parentheses.
     DataError
-        A case has no patient by it.
+        A case has no patient.
     """
     if group is None or group == "none":
         return None
@@ -71,7 +67,7 @@ def find_groups(task: Task, group: str | None) -> dict[str, str] | None:
         return _require_all(task, task.columns[name], f"the column {name!r} is empty for", "fill it in")
     if group.casefold() == PATIENT_ID.casefold():
         remedy = "set split.group to a pattern of names, or list the patients in a table (CSV)"
-        return _require_all(task, _read_patient_ids(task), f"no DICOM {PATIENT_ID} is known of", remedy)
+        return _require_all(task, _read_patient_ids(task), f"no DICOM {PATIENT_ID} is known for", remedy)
     if "(" not in group:
         known = [*task.columns, *([PATIENT_ID] if _is_dicom(task) else [])]
         raise ConfigError(
@@ -85,27 +81,25 @@ def find_groups(task: Task, group: str | None) -> dict[str, str] | None:
 
 
 def propose_groups(task: Task) -> GroupProposal | None:
-    """Return how the training cases seem to be grouped by patient; None where nothing suggests groups.
+    """Return how the training cases seem to be grouped by patient; None if nothing suggests groups.
 
-    A column of patients is taken before DICOM's ``PatientID``, and both before names: where they say that each case is
-    of another patient, names are not asked.
+    A column of patients comes before DICOM's ``PatientID``, and both come before names: if they say that each case is
+    of another patient, names do not count.
     """
     names = _list_names(task)
-    columns = [name for name in task.columns if re.sub(r"[\W_]", "", name.casefold()) in PATIENT_COLUMNS]
-    for name in columns:
-        if (known := _require_known(task.columns[name], names)) is not None:
-            return describe_groups(known, name, f"the column {name!r}")
-    if _is_dicom(task) and (known := _require_known(_read_patient_ids(task), names)) is not None:
-        return describe_groups(known, PATIENT_ID, f"{PATIENT_ID} of their DICOM headers")
+    for column, patients in task.columns.items():
+        if PATIENT_COLUMN.fullmatch(_simplify(column)) and _knows_all(patients, names):
+            return describe_groups({name: patients[name] for name in names}, column, f"the column {column!r}")
+    if _is_dicom(task) and _knows_all(patients := _read_patient_ids(task), names):
+        return describe_groups(patients, PATIENT_ID, f"{PATIENT_ID} of their DICOM headers")
     return propose_group(names)
 
 
 def find_cut_patients(splits: Iterable[Split], groups: Mapping[str, str]) -> list[CutPatient]:
-    """Return each patient who trains and validates in one of the splits, once, in the order of their keys."""
+    """Return each patient who trains and validates in one of the splits, once, sorted by patient."""
     cut: dict[str, CutPatient] = {}
     for number, split in enumerate(splits):
-        # Of the cases of a patient the first.
-        trains, validates = (
+        trains, validates = (  # the first case of each patient
             {groups[name]: name for name in sorted(ids, reverse=True) if name in groups}
             for ids in (split.training, split.validation)
         )
@@ -130,25 +124,25 @@ def _require_all(task: Task, known: Mapping[str, str], what: str, remedy: str) -
     return {name: known[name] for name in names}
 
 
-def _require_known(known: Mapping[str, str], names: Iterable[str]) -> dict[str, str] | None:
-    """Return the patient of each case; None where some have none, or one who was removed."""
-    found = {name: known.get(name, "") for name in names}
-    letters = (re.sub(r"[\W_]", "", patient.casefold()) for patient in found.values())
-    return None if any(not each or each in NOBODY for each in letters) else found
+def _simplify(text: str) -> str:
+    """Return the letters and digits of a text, in lower case."""
+    return re.sub(r"[\W_]", "", text.casefold())
+
+
+def _knows_all(patients: Mapping[str, str], names: Iterable[str]) -> bool:
+    """Say whether each case has a patient who was not removed."""
+    return not any(NOBODY.fullmatch(_simplify(patients.get(name, ""))) for name in names)
 
 
 def _is_dicom(task: Task) -> bool:
-    """Say whether the images of a task are DICOM files or folders of them, by the first case."""
+    """Say whether the first case's image is a DICOM file or a folder of them."""
     first = list_files(task.training[0]["image"])[0]
     return first.is_dir() or (find_suffix(first) or "").lower() in (".dcm", ".dicom")
 
 
 def _read_patient_ids(task: Task) -> dict[str, str]:
-    """Return DICOM's ``PatientID`` of each case that has one, from its first file."""
-    found: dict[str, str] = defaultdict(str)
-    for case in task.training:
-        found[case["case"]] = _read_patient_id(list_files(case["image"])[0])
-    return found
+    """Return DICOM's ``PatientID`` of each case, from its first file; an empty text if it has none."""
+    return {case["case"]: _read_patient_id(list_files(case["image"])[0]) for case in task.training}
 
 
 def _read_patient_id(path: Path) -> str:
@@ -157,6 +151,6 @@ def _read_patient_id(path: Path) -> str:
         for file in files:
             if (elements := read_elements(file, [PATIENT_TAG])) is not None:
                 return elements.get(PATIENT_TAG, b"").decode("latin-1").strip("\0 ")
-    except (OSError, ReaderError):  # what is wrong with the file is said by who reads the image
-        return ""
+    except (OSError, ReaderError):  # reported when the image is read
+        pass
     return ""

@@ -1,16 +1,16 @@
-"""Read JSON of anybody's, which may hold anything.
+"""Read JSON from other programs within bounds.
 
-Python's reader takes a key that stands twice, ``NaN``, integers of thousands of digits, and lists that are nested as
-deeply as its stack; each of these ends in a wrong value or in another exception further on.
+Python's reader accepts two equal keys, ``NaN``, integers of thousands of digits, and lists that are nested as deeply as
+its stack. Each of these leads to a wrong value or to an untyped exception later.
 """
 
 import json
 import math
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from volseg.data.names import find_doubled
 from volseg.errors import DataError
 from volseg.files import decode_text, read_bytes, require_text
 
@@ -21,49 +21,49 @@ MOST_VALUES = 4_000_000
 """A summary of 1,200 cases with 100 labels holds a million."""
 
 DEEPEST = 100
-"""Levels of lists and objects."""
+"""Nested levels of lists and objects."""
 
 SURROGATE = re.compile(rb"\\ud[89a-f]", re.IGNORECASE)
-"""How JSON escapes a surrogate, of which two are a letter."""
+"""The escape of a surrogate. A pair of surrogates is a character."""
 
 
 def read_json(path: Path, kind: str = "JSON", *, has_nan: bool = False) -> Any:
-    """Return what a JSON file holds, which should be a ``kind``; see `parse_json`.
+    """Return the values of a JSON file; see `parse_json`. Messages call the file a ``kind``.
 
     Raises
     ------
     DataError
-        The file cannot be read, is no JSON, or holds a text that cannot be written.
+        If the file cannot be read, `parse_json` refuses it, or it holds a lone surrogate.
     """
     try:
         text = read_bytes(path, MOST_BYTES)
         content = parse_json(text, has_nan=has_nan)
     except (OSError, ValueError) as fault:
         raise DataError(f"{path} cannot be read as {kind}: {fault}") from fault
-    if SURROGATE.search(text):  # half of a letter's code, which no file could hold again
+    if SURROGATE.search(text):  # a lone one cannot be written as UTF-8
         require_text(content, f"a name in {path}", DataError)
     return content
 
 
 def parse_json(content: bytes | str, *, has_nan: bool = False) -> Any:
-    """Return the values of a JSON text in UTF-8.
+    """Return the values of a JSON text.
 
     Parameters
     ----------
     content : bytes or str
-        The text.
+        The text; bytes are UTF-8.
     has_nan : bool
-        Whether ``NaN`` and ``Infinity``, which are no JSON, are taken for numbers: nnU-Net writes them.
+        Whether to read ``NaN`` and ``Infinity``, which are not JSON, as numbers: nnU-Net writes them.
 
     Raises
     ------
     ValueError
-        The text is no JSON, gives a key twice, holds a number that is not finite or an integer of more than 64 bits, or
-        holds too many values or levels.
+        If the text is not JSON, repeats a key in an object, holds a number that is not finite or an integer of more
+        than 64 bits, or holds too many values or levels.
     """
     text = content if isinstance(content, str) else decode_text(content)
-    num_begun = text.count("[") + text.count("{")
-    if num_begun + text.count(",") > MOST_VALUES:
+    most_levels = text.count("[") + text.count("{")
+    if most_levels + text.count(",") > MOST_VALUES:
         raise ValueError(f"it holds more than {MOST_VALUES} values")
     try:
         found = json.loads(
@@ -75,7 +75,7 @@ def parse_json(content: bytes | str, *, has_nan: bool = False) -> Any:
         )
     except RecursionError:
         raise ValueError(f"it is nested too deeply: more than {DEEPEST} levels") from None
-    if num_begun > DEEPEST:
+    if most_levels > DEEPEST:
         _require_shallow(found)
     return found
 
@@ -83,8 +83,7 @@ def parse_json(content: bytes | str, *, has_nan: bool = False) -> Any:
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     built = dict(pairs)
     if len(built) < len(pairs):
-        counted = Counter(key for key, _ in pairs)
-        raise ValueError(f"the key {counted.most_common(1)[0][0][:80]!r} stands twice; keep one")
+        raise ValueError(f"the key {find_doubled(key for key, _ in pairs)[0][:80]!r} stands twice; keep one")
     return built
 
 
@@ -96,14 +95,14 @@ def _parse_integer(digits: str) -> int:
 
 def _parse_finite(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
-        raise ValueError(f"{digits[:40]} is no finite number")
+        raise ValueError(f"{digits[:40]} is not a finite number")
     return number
 
 
 def _require_shallow(found: Any) -> None:
     level = [found]
     for _ in range(DEEPEST + 1):
-        level = [item for value in level if isinstance(value, dict | list)
-                 for item in (value.values() if isinstance(value, dict) else value)]  # fmt: skip
+        branches = [value for value in level if isinstance(value, dict | list)]
+        level = [item for one in branches for item in (one.values() if isinstance(one, dict) else one)]
     if level:
         raise ValueError(f"it is nested too deeply: more than {DEEPEST} levels")

@@ -1,83 +1,77 @@
-"""Names of cases that say which of them are of one patient. Pure.
+"""Group cases by patient from their names only.
 
-Two kinds of rules. *Evident* ones know words: ``patient001_frame01``, ``sub-07_ses-1``, ``case_0001_t0``, a date, a
-side, a phase of the heart behind what identifies the patient. ``configure`` takes them. *Possible* ones know numbers:
-``MMS_003_01`` may be the first visit of patient 3 or the first patient of site 3. They are said and not taken.
+*Evident* groups follow from words: in ``patient001_frame01``, ``sub-07_ses-1``, ``case_0001_t0`` and ``P3_left``, the
+patient stands beside a frame, a visit, a time, a side. ``configure`` sets such groups. *Possible* groups follow from
+numbers: ``MMS_003_01`` may be the first visit of patient 3 or the first patient of site 3. They are only reported.
 """
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 __all__ = ["GroupProposal", "describe_groups", "propose_group"]
 
 MOST_IN_GROUP = 12
-"""Cases of one patient, up to which a word is believed whatever their number; beyond, there are more patients."""
+"""Most cases of a patient if a word distinguishes them; more are allowed if there are as many patients."""
+
+MOST_COUNTED = 3
+"""Most cases of a patient if that word may count patients of a site or a year too (`COUNTED`)."""
 
 MOST_NUMBERED = 6
-"""The same where numbers only suggest it, also behind the word for a patient: ``patient_2_014`` may be of site 2."""
-
-MOST_ENDINGS = 6
-"""Of one name: two endings may read the same characters in two ways, so the tries double with each."""
+"""Most cases of a patient if only numbers distinguish them: ``patient_2_014`` may be of site 2."""
 
 SEPARATOR = "[-_. ]"
 
-DATE = r"(?:(?:19|20)\d\d[-_.]?(?:0[1-9]|1[0-2])[-_.]?(?:0[1-9]|[12]\d|3[01])|[0-3]\d[-_.][0-3]\d[-_.](?:19|20)\d\d)"
+DATE = r"(?:(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d|[0-3]\d[-_.][0-3]\d[-_.](?:19|20)\d\d)"
 
-PEOPLE = "patient|participant|subject|subj|sub|pat|volunteer|proband|person|donor|animal|mouse"
+PEOPLE = "patient|participant|subject|subj|sub|pat|volunteer"
 
 PATIENT = rf"(?:sub-(?!{DATE})[A-Za-z0-9]+|(?:{PEOPLE})[-_ ]?[A-Za-z]{{0,3}}(?!{DATE})\d+)"
-"""A patient who is called so: BIDS' ``sub-`` with any label, other words with a number."""
+"""BIDS' ``sub-`` with any label, or another word for a person with a number."""
 
 COUNTED = "run|scan|exam|acq|study|series"
-"""Recordings that a site or a year has as well, more of them than there are sites."""
 
-WORDS = (
-    "frame|session|sess|ses|visit|timepoint|time|tp|followup|follow-up|fu|baseline|bl|phase|month|week|day|year"
-    f"|{COUNTED}"
+WORDS = rf"frame|session|ses|visit|timepoint|time|tp|follow-?up|fu|baseline|bl|phase|month|week|day|year|{COUNTED}"
+"""Words for one of several recordings; the rest of the name describes the recording."""
+
+TAGS = "|".join(
+    [
+        r"[tvmwdy]\d{1,4}|\d{1,3}[mwdy]",  # times
+        "sax?|lax?|[234]ch|ax(?:ial)?|sag(?:ittal)?|cor(?:onal)?",  # views
+        "ed|es|systole|diastole|(?:pre|post)(?:[-_]?(?:op|treatment|contrast))?",
+        "arterial|portal|venous|delayed|native|insp(?:iration)?|exp(?:iration)?|inhale|exhale",
+        "left|right|[lr]h?|od|os",
+        r"(?:(?:cb)?ct|mri?|pe?t|t[12](?!\d)[a-z]*(?:[-_][a-z]+)?|flair|dwi|adc|swi|pd)\d{0,2}",  # modalities
+        r"i\d{4,}",  # numbers of images
+    ]
 )
-"""For one of several recordings; whatever follows belongs to it."""
+"""Marks of one of several recordings, at the end of a part of the name."""
 
 ENDING = "|".join(
     [
         rf"{SEPARATOR}(?:{WORDS})(?![A-Za-z]).*",
-        rf"{SEPARATOR}{DATE}(?:[-_.T ]?\d{{4,6}})?(?:-NA-.*)?(?!\d)",
-        *(
-            rf"{SEPARATOR}{{1,2}}{words}(?![A-Za-z\d])"
-            for words in (
-                r"[tvmwdy]\d{1,4}",
-                r"\d{1,3}[mwdy]",
-                r"(?:sa|la|sax|lax|[234]ch|ax|axial|sag|sagittal|cor|coronal|tra|transversal)",
-                r"(?:ed|es|systole|diastole|sys|dia)",
-                r"(?:pre|post)(?:[-_]?(?:op|treatment|contrast))?",
-                r"(?:arterial|portal|venous|delayed|native|art|ven|pv|insp|exp|inspiration|expiration|inhale|exhale)",
-                r"(?:left|right|lh|rh|l|r|od|os)",
-                r"(?:ct|cbct|mr|mri|pt|pet|t[12](?!\d)[a-z]*(?:[-_][a-z]+)?|flair|dwi|adc|swi|pd)\d{0,2}",
-                r"i\d{4,}",
-            )
-        ),
-        r"(?<=\d)(?:[lr]|(?:frame|ses|scan|visit)\d+)(?![A-Za-z\d])",
+        rf"{SEPARATOR}{DATE}(?:[-_.T ]?\d{{4,6}})?(?:-NA-.*)?",  # TCIA writes NA and a description
+        rf"{SEPARATOR}{{1,2}}(?:{TAGS})(?![A-Za-z\d])",
+        r"(?<=\d)[lr]",
     ]
 )
-"""What stands behind a patient in the names of the patient's cases: a recording, a date, a time, a phase of the heart,
-of a treatment or of a contrast agent, a side, a view, a modality, the number of an image; and what follows a digit
-without a separator (``P01L``)."""
+"""The part of a name after the patient."""
 
-BEGINNING = rf"(?:(?:{DATE}|(?:{WORDS})[-_ ]?\d*|left|right|l|r|ed|es|pre|post){SEPARATOR})+"
-"""The same before the word for a patient."""
+BEGINNING = rf"(?:(?:{DATE}|(?:{WORDS})[-_ ]?\d*|{TAGS}){SEPARATOR})*"
+"""The part of a name before the patient that describes the recording, and not a site."""
 
 ANY = "^(.+?)"
-"""How a pattern of endings begins."""
+"""The beginning of a pattern of endings."""
 
-NUMBERED = re.compile(rf"(.*\d[A-Za-z]?){SEPARATOR}(\d{{1,8}}|[a-dA-D])|(.*\d)([a-dA-D])")
+NUMBERED = rf"^(.*\d[A-Za-z]?)(?:{SEPARATOR}\d+|{SEPARATOR}?[a-dA-D])$"
 
 PLACES = re.compile(
-    r"(?:site|cent(?:er|re)|scanner|hospital|vendor|clinic|institution|dataset|data|cohort|batch|task|fold|group"
-    r"|train|training|val|validation|test|part|set)[-_ ]?\w{0,3}",
+    r"(?:site|cent(?:er|re)|scanner|hospital|vendor|dataset|cohort|batch|task|fold|group|train|val|test|part|set)"
+    r"[-_ ]?\w{0,3}",
     re.IGNORECASE,
 )
-"""What groups cases, and is no patient."""
+"""Groups of cases other than patients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,13 +82,18 @@ class GroupProposal:
     """For ``split.group``."""
     reason: str
     evident: bool
-    """Whether it is taken unless somebody says otherwise; else it is a guess that somebody has to judge."""
-    num_patients: int
-    num_cases: int
+    """Whether the groups are used by default; else they are a guess, for the user to judge."""
+    patients: Mapping[str, str]
+    """The patient of each case."""
+
+    @property
+    def num_patients(self) -> int:
+        """The number of patients."""
+        return len(set(self.patients.values()))
 
 
 def propose_group(names: Iterable[str]) -> GroupProposal | None:
-    r"""Return by which pattern names of cases seem to hold patients; None where nothing suggests several of one.
+    r"""Return the pattern that finds patients in the names of cases; None if no two cases seem to be of one patient.
 
     Examples
     --------
@@ -104,151 +103,119 @@ def propose_group(names: Iterable[str]) -> GroupProposal | None:
     True
     """
     known = sorted(set(names))
-    if any("\n" in name for name in known):  # where the dot of a pattern stops
-        return None
-    for evident, pattern in ((True, _find_called(known)), (True, _find_ended(known)), (False, _find_numbered(known))):
-        if pattern is not None and (found := _describe_pattern(pattern, known, evident)) is not None:
-            return _add_coarser(found, known)
-    return None
-
-
-def _add_coarser(found: GroupProposal, names: list[str]) -> GroupProposal:
-    """Say where what ends before a modality or a side ends in a number too, which may count a patient's studies."""
-    stems = sorted({match[1] for name in names if (match := re.search(found.group, name))})
-    if not found.evident or not found.group.startswith(ANY) or (numbered := _find_numbered(stems)) is None:
-        return found
-    coarser = numbered.removesuffix("$") + found.group.removeprefix(ANY)
-    if (more := _describe_pattern(coarser, names, evident=False)) is None:
-        return found
-    return replace(found, reason=f"{found.reason}. {more.reason[0].upper()}{more.reason[1:]} (split.group: {coarser})")
+    found = _propose_called(known) or _propose_ended(known)
+    return _propose_numbered(known) if found is None else _add_coarser(found, known)
 
 
 def describe_groups(
     groups: Mapping[str, str], group: str, source: str, *, evident: bool = True
 ) -> GroupProposal | None:
-    """Return the proposal to take ``groups``, case to patient; None where each has one case, or one has all."""
+    """Return a proposal of ``groups``, case to patient; None if each patient has one case, or one has all."""
     cases: dict[str, list[str]] = defaultdict(list)
     for name in sorted(groups):
         cases[groups[name]].append(name)
     if not 1 < len(cases) < len(groups):
         return None
-    first = next(same for same in cases.values() if len(same) > 1)
+    first, second, *_ = next(same for same in cases.values() if len(same) > 1)
     are = "are" if evident else "may be"
     reason = (
-        f"by {source}, {len(groups)} cases {are} of {len(cases)} patients: {first[0]} and {first[1]} {are} of one, and "
-        "a patient must not train and validate"
+        f"by {source}, {len(groups)} cases {are} of {len(cases)} patients: {first} and {second} {are} of one, and a "
+        "patient must not both train and validate"
     )
-    return GroupProposal(group=group, reason=reason, evident=evident, num_patients=len(cases), num_cases=len(groups))
+    return GroupProposal(group=group, reason=reason, evident=evident, patients=groups)
 
 
-def _describe_pattern(pattern: str, names: list[str], evident: bool) -> GroupProposal | None:
-    compiled = re.compile(pattern)
-    groups = {name: match[1] for name in names if (match := compiled.search(name))}
-    return describe_groups(groups, pattern, "their names", evident=evident) if len(groups) == len(names) else None
+def _propose(pattern: str, names: Sequence[str], most: float, *, evident: bool = True) -> GroupProposal | None:
+    """Return the groups of a pattern; None if one has more than ``most`` cases, or is a place or a year."""
+    groups = {name: match[1] for name in names if (match := re.search(pattern, name))}
+    sizes = Counter(groups.values())
+    several = [patient for patient, size in sizes.items() if size > 1]
+    is_place = any(PLACES.fullmatch(patient) or re.fullmatch(DATE, patient) for patient in several)
+    are_years = all(re.search(r"(?<!\d)(?:199|20[0-3])\d$", patient) for patient in several)
+    if len(groups) < len(names) or is_place or are_years or max(sizes.values()) > most:
+        return None
+    return describe_groups(groups, pattern, "their names", evident=evident)
 
 
-def _find_called(names: list[str]) -> str | None:
-    """Return a pattern of names that call a patient so."""
-    found = [
-        match
-        for name in names
-        if (match := re.search(rf"(?<![A-Za-z]){PATIENT}", name, re.IGNORECASE)) and len(match[0]) < len(name)
-    ]
+def _propose_called(names: Sequence[str]) -> GroupProposal | None:
+    """Return the groups of names with a word for a person."""
+    found = [match for name in names if (match := re.search(rf"(?<![A-Za-z]){PATIENT}", name, re.IGNORECASE))]
+    found = [match for match in found if len(match[0]) < len(match.string)]
     if not found:
         return None
     words = {re.match(rf"sub-|{PEOPLE}", match[0], re.IGNORECASE)[0] for match in found}  # type: ignore[index]
-    called = [_spell_patient(word, [match[0] for match in found]) for word in sorted(words)]
-    either = called[0] if len(called) == 1 else f"(?:{'|'.join(called)})"
-    starts = {name[: match.start()] for name in names if (match := re.search(either, name))}
-    # What stands before may be a site, or a recording: ses-1_sub-07.
-    is_recording = all(not start or re.fullmatch(BEGINNING, start, re.IGNORECASE) for start in starts)
-    pattern = f"^({either})" if starts == {""} else f"({either})" if is_recording else f"^(.*?{either})"
-    sizes = Counter(match[0] for name in names if (match := re.search(either, name)))
-    ends = [name[match.end() :] for name in names if (match := re.search(either, name))]
+    called = "|".join(_spell_patient(word, [match[0] for match in found]) for word in sorted(words))
+    called = f"(?:{called})" if "|" in called else called
+    matches = [match for name in names if (match := re.search(called, name))]
+    starts = {match.string[: match.start()] for match in matches}
+    # The part before it may be a site, or a recording: ses-1_sub-07.
+    has_site = not all(re.fullmatch(BEGINNING, start, re.IGNORECASE) for start in starts)
+    pattern = f"^({called})" if starts == {""} else f"^(.*?{called})" if has_site else f"({called})"
+    ends = [match.string[match.end() :] for match in matches]
     is_known = all(not end or re.match(rf"(?:{ENDING}|_[A-Za-z]+-)", end, re.IGNORECASE) for end in ends)
-    if (not is_known and max(sizes.values()) > min(MOST_NUMBERED, len(sizes))) or _are_years(sizes):
-        return None
-    # A case that calls no patient is one of its own.
-    return pattern if all(re.search(pattern, name) for name in names) else f"^(.*?{either}|.+)"
+    most = float("inf") if is_known else min(MOST_NUMBERED, len({match[0] for match in matches}))
+    if len(matches) < len(names):  # a case without such a word is a patient of its own
+        pattern = f"^(.*?{called}|.+)"
+    return _propose(pattern, names, most)
 
 
-def _spell_patient(word: str, found: list[str]) -> str:
-    """Return the pattern of a patient by one word, as short as it can be."""
+def _spell_patient(word: str, found: Sequence[str]) -> str:
+    """Return the pattern of a patient with one word, as short as possible."""
     if word.casefold() == "sub-":
         return f"{word}[A-Za-z0-9]+"
     has_letters = any(re.fullmatch(rf"{word}[-_ ]?[A-Za-z]+\d+", each) for each in found)
     return rf"{word}[-_ ]?{'[A-Za-z]{0,3}' if has_letters else ''}\d+"
 
 
-def _find_ended(names: list[str]) -> str | None:
-    """Return a pattern of names that end in a visit, a date, a side, a phase."""
-    endings = {name: _find_endings(name) for name in names}
-    stems = {name: name[: len(name) - sum(map(len, ends))] for name, ends in endings.items()}
-    sizes = Counter(stems.values())
-    several = {stem for stem, count in sizes.items() if count > 1}
-    is_identity = all(any(c.isdigit() for c in stem) and not _is_no_patient(stem) for stem in several)
-    counted = re.compile(rf"{SEPARATOR}+(?:{COUNTED}|[a-z]\d)", re.IGNORECASE)
-    is_counted = any(counted.match(end) for ends in endings.values() for end in ends)
-    most = max(3 if is_counted else MOST_IN_GROUP, len(sizes))
-    if not several or not is_identity or max(sizes.values()) > most or _are_years(several):
+def _propose_ended(names: Sequence[str]) -> GroupProposal | None:
+    """Return the groups of names that end in a visit, a date, a side, a phase."""
+    split = {name: _split_endings(name) for name in names}
+    sizes = Counter(stem for stem, _ in split.values())
+    several = {stem for stem, size in sizes.items() if size > 1}
+    if not several or not all(re.search(r"\d", stem) for stem in several):
         return None
-    spelt = sorted({_spell_ending(end) for name in names if stems[name] in several for end in endings[name]})
-    return f"{ANY}(?:{'|'.join(spelt)})*$"
+    endings = {ending for stem, found in split.values() if stem in several for ending in found}
+    counted = re.compile(rf"{SEPARATOR}+(?:{COUNTED}|[a-z]\d)", re.IGNORECASE)
+    most = MOST_COUNTED if any(map(counted.match, endings)) else MOST_IN_GROUP
+    spelt = "|".join(sorted(set(map(_spell_ending, endings))))
+    return _propose(f"{ANY}(?:{spelt})*$", names, max(most, len(sizes)))
 
 
-def _find_endings(name: str) -> list[str]:
-    """Return the endings of a name, each with the separator before it, from the first to the last."""
-    if (whole := re.fullmatch(rf"(.+?)(?:{ENDING}){{1,{MOST_ENDINGS}}}", name, re.IGNORECASE)) is None:
-        return []
-    # One after the other in the whole name: what stands before an ending counts for those that follow a digit.
-    one, start, found = (
-        re.compile(rf"({ENDING})(?:{ENDING}){{0,{MOST_ENDINGS}}}", re.IGNORECASE),
-        len(whole[1]),
-        list[str](),
-    )
-    while (match := one.fullmatch(name, start)) is not None:
-        found.append(match[1])
-        start = match.end(1)
-    return found
+def _split_endings(name: str) -> tuple[str, list[str]]:
+    """Return a name without its endings, and the endings."""
+    found = []
+    while match := re.fullmatch(f"(.+?)({ENDING})", name, re.IGNORECASE):
+        name = match[1]
+        found.append(match[2])
+    return name, found
 
 
 def _spell_ending(ending: str) -> str:
-    """Return a pattern of an ending that takes other numbers too."""
-    if (when := re.match(rf"{SEPARATOR}(?:{WORDS})", ending, re.IGNORECASE)) is not None:
-        return f"{re.escape(when[0])}.*"
-    is_date = re.fullmatch(rf"{SEPARATOR}{DATE}.*", ending)
-    ending, described, _ = ending.partition("-NA-")
-    spelt = "".join(
-        re.escape(part).replace(r"\-", "-") if not part.isdigit() else rf"\d{{{len(part)}}}" if is_date else r"\d+"
-        for part in re.split(r"(\d+)", ending)
-    )
-    spelt += f"{described}.*" if described else ""
-    return spelt if re.match(SEPARATOR, ending) else rf"(?<=\d){spelt}"
+    """Return a pattern that matches an ending with other numbers too."""
+    opened = re.match(rf"{SEPARATOR}(?:(?:{WORDS})|{DATE}.*?-NA-)", ending, re.IGNORECASE)
+    escaped = re.escape(opened[0] if opened else ending).replace(r"\-", "-")
+    # Eight digits are a date: the pattern must not match a patient's number before it.
+    spelt = re.sub(r"\d+", lambda found: r"\d{8}" if len(found[0]) == 8 else r"\d+", escaped)
+    behind = "" if re.match(SEPARATOR, ending) else r"(?<=\d)"
+    return f"{behind}{spelt}{'.*' if opened else ''}"
 
 
-def _find_numbered(names: list[str]) -> str | None:
-    """Return a pattern of names with two numbers, the second of which may count the cases of a patient."""
-    parts = [match for name in names if (match := NUMBERED.fullmatch(name))]
-    if len(parts) < len(names) or any(re.search(DATE, name) for name in names):
+def _propose_numbered(names: Sequence[str]) -> GroupProposal | None:
+    """Return the groups of names with two numbers, the second of which may count the cases of a patient."""
+    stems = [match[1] for name in names if (match := re.search(NUMBERED, name))]
+    num_patients = len(set(stems))
+    numbers = {name[len(stem) :] for name, stem in zip(names, stems, strict=False)}
+    # Visits repeat few numbers. Running numbers count only if most patients have one case.
+    if len(stems) < len(names) or (len(numbers) >= num_patients and 2 * num_patients <= len(names)):
         return None
-    stems, numbers = ([match[first] or match[first + 2] for match in parts] for first in (1, 2))
-    sizes = Counter(stems)
-    # Few numbers come again and again in visits; a running number is believed where most have one case.
-    is_count = len(set(numbers)) < len(sizes) or 2 * len(sizes) > len(names)
-    is_plausible = is_count and max(sizes.values()) <= min(MOST_NUMBERED, len(sizes))
-    if not is_plausible or any(_is_no_patient(stem) for stem in sizes) or _are_years(sizes):
-        return None
-    return (
-        rf"^(.*\d[A-Za-z]?){SEPARATOR}\d+$"
-        if all(match[2] and match[2].isdigit() for match in parts)
-        else (rf"^(.*\d){SEPARATOR}?[A-Za-z0-9]{{1,3}}$")
-    )
+    return _propose(NUMBERED, names, min(MOST_NUMBERED, num_patients), evident=False)
 
 
-def _are_years(stems: Iterable[str]) -> bool:
-    """Say whether all stems end in a year, which numbers patients from one on: ``patient_2019_001``."""
-    return all(re.search(r"(?<!\d)(?:199|20[0-3])\d$", stem) for stem in stems)
-
-
-def _is_no_patient(stem: str) -> bool:
-    return bool(PLACES.fullmatch(stem) or re.fullmatch(DATE, stem))
+def _add_coarser(found: GroupProposal, names: Sequence[str]) -> GroupProposal:
+    """Add coarser possible groups to the reason: the number before a modality or a side may count studies."""
+    stems = sorted({match[1] for name in names if (match := re.search(found.group, name))})
+    if not found.group.startswith(ANY) or _propose_numbered(stems) is None:
+        return found
+    coarser = NUMBERED.removesuffix("$") + found.group.removeprefix(ANY)
+    more = _propose(coarser, names, len(names), evident=False)
+    return found if more is None else replace(found, reason=f"{found.reason}; {more.reason} (split.group: {coarser})")

@@ -5,7 +5,7 @@ for its whole series. Voxels keep the order of the file; turning them to RAS+ ax
 inverted. Where a field has several paths, each is one channel, and all lie on one grid: nothing is resampled here.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from os import fspath
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from volseg.data.dicom_elements import is_dicom
 from volseg.data.itk import read_itk
 from volseg.data.names import list_some
 from volseg.data.nifti import read_nifti
-from volseg.errors import BatchFieldError, ConfigError, LargeVolumeError, ReaderError
+from volseg.errors import BatchFieldError, LargeVolumeError, ReaderError
 from volseg.files import require_text
 from volseg.transforms.grid import Grid
 
@@ -185,28 +185,21 @@ def choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
     ReaderError
         The path does not exist, nothing reads files of its kind, or its name is no UTF-8.
     """
-    _require_text([path])  # ITK would end the process
+    require_text(path, "a file to read", ReaderError)  # ITK would end the process
     if not path.exists():
         raise ReaderError(f"{path} does not exist; check the path")
     if path.is_dir():
-        _require_text(path.iterdir())
+        require_text([*path.iterdir()], "a file to read", ReaderError)
         return read_dicom_series
     if (suffix := find_suffix(path)) is not None:
         return SUFFIXES[suffix]
     if path.is_file() and is_dicom(path):
-        _require_text(path.parent.iterdir())  # the slices of a series lie beside each other
+        require_text([*path.parent.iterdir()], "a slice to read", ReaderError)  # a series is a folder
         return read_dicom_series
     advice = "name the folder of the series" if path.suffix.lower() in (".dcm", ".ima") else "convert it"
     raise ReaderError(
         f"{path} has none of the suffixes {', '.join(SUFFIXES)}, and is no folder of DICOM slices; {advice}"
     )
-
-
-def _require_text(paths: Iterable[Path]) -> None:
-    try:
-        require_text(list(paths), "a file to read")
-    except ConfigError as fault:
-        raise ReaderError(str(fault)) from None
 
 
 def _require_volume(volume: MetaTensor, path: Path) -> MetaTensor:

@@ -1,7 +1,7 @@
-"""Unpack a tar archive that somebody else made: plain files inside one folder, and nothing else.
+"""Unpack the plain files of a tar archive from the web into one folder.
 
-The files' bytes are copied; nothing of ``tarfile``'s extraction runs, so owners, modes, links and devices have no way
-into the file system, on Pythons with and without its filters.
+The files' bytes are copied. ``tarfile`` extracts nothing, so no owner, mode, link or device reaches the file system, on
+Pythons with and without its extraction filters.
 """
 
 import os
@@ -10,47 +10,48 @@ import tarfile
 import unicodedata
 from pathlib import Path, PureWindowsPath
 
-from volseg.data.download import ShowBytes
+from volseg.data.download import ShowBytes, require_room
+from volseg.data.names import find_doubled
 from volseg.errors import DataError
 
 __all__ = ["unpack"]
 
 SURPLUS = ("__MACOSX", ".DS_Store")
-"""What macOS leaves in archives, beside a ``._NAME`` for each file."""
+"""Files that macOS adds to archives, beside a ``._NAME`` for each file."""
 
 MOST_MEMBERS = 100_000
 DEEPEST = 32
 LONGEST_NAME = 255
-"""Bytes that file systems take."""
+"""Bytes of a file's name on most file systems."""
 
 OF_HEADERS = (EOFError, ValueError, OverflowError, MemoryError, RecursionError, LookupError)
-"""What tarfile raises for sizes, times and extended headers that are none."""
+"""Errors of tarfile for damaged sizes, times and extended headers."""
 
 
 def unpack(archive: Path, folder: Path, *, show: ShowBytes | None = None) -> None:
-    """Write the files of a tar archive into a folder, which is new.
+    """Write the files of a tar archive into a new folder, without the files that macOS adds.
 
     Parameters
     ----------
     archive : Path
         Uncompressed.
     folder : Path
-        Is made; files of macOS are left out.
+        Must not exist.
     show : callable, optional
-        Is told of the progress.
+        Called with the progress.
 
     Raises
     ------
     DataError
-        The archive is damaged, holds anything but files and folders, or something that would lie outside ``folder``;
-        or the disk has no room for it. What was written until then stays.
+        If the archive is damaged, holds anything but files and folders, or a name outside ``folder``, or if the disk
+        is full. Files that were written before stay.
     """
     try:
         with tarfile.open(archive, "r:", encoding="utf-8") as opened:
             members = _choose(opened, archive)
             total = sum(member.size for member, _ in members)
             folder.mkdir(parents=True)
-            _require_room(folder, total)
+            require_room(folder, total, "unpack")
             done = 0
             for member, path in members:
                 _write(opened, member, folder / path)
@@ -66,70 +67,51 @@ def unpack(archive: Path, folder: Path, *, show: ShowBytes | None = None) -> Non
 
 
 def _choose(opened: tarfile.TarFile, archive: Path) -> list[tuple[tarfile.TarInfo, Path]]:
-    """Return the members to write and their paths; every member is looked at before the first is written."""
+    """Return the members to write, and their paths, after checks of all members."""
     size = archive.stat().st_size
     chosen: list[tuple[tarfile.TarInfo, Path]] = []
-    num_seen = 0
-    for member in opened:
-        num_seen += 1
-        if member.size < 0 or num_seen > MOST_MEMBERS:  # a negative size leads back to an earlier header, for ever
-            raise tarfile.ReadError(f"{num_seen} members, the last one of {member.size} bytes")
-        path = _require_plain(member, archive)
-        if any(part.startswith("._") or part in SURPLUS for part in path.parts):
+    for number, member in enumerate(opened, start=1):
+        if member.size < 0 or number > MOST_MEMBERS:  # a negative size leads back to an earlier header, endlessly
+            raise tarfile.ReadError(f"{number} members, the last one of {member.size} bytes")
+        path = PureWindowsPath(member.name)  # splits at both kinds of slash
+        is_surplus = any(part.startswith("._") or part in SURPLUS for part in path.parts)
+        _require_plain(member, path, archive, is_surplus)
+        if is_surplus or not path.parts:
             continue
         if member.isfile() and member.offset_data + member.size > size:
             raise tarfile.ReadError("unexpected end of data")
-        if path.parts:
-            chosen.append((member, Path(*path.parts)))
+        chosen.append((member, Path(*path.parts)))
     opened.fileobj.seek(opened.offset)  # type: ignore[union-attr]
     if opened.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):  # type: ignore[union-attr]
-        raise tarfile.ReadError("unexpected end of data")  # behind a header that is none, tarfile ends without a word
-    _require_apart(chosen, archive)
+        raise tarfile.ReadError("unexpected end of data")  # tarfile stops at a damaged header without an error
+    _require_distinct(chosen, archive)
     return chosen
 
 
-def _require_plain(member: tarfile.TarInfo, archive: Path) -> PureWindowsPath:
-    """Return a member's path, if it is a plain file or folder inside the archive."""
-    path = PureWindowsPath(member.name)  # splits at both kinds of slash
+def _require_plain(member: tarfile.TarInfo, path: PureWindowsPath, archive: Path, is_surplus: bool) -> None:
+    """Raise unless a member is a plain file or folder with a name inside the archive."""
     if path.anchor or ".." in path.parts or "\0" in member.name:
         raise DataError(f"{archive} holds {member.name!r}, which lies outside the archive; it is not unpacked")
     name = member.name.encode("utf-8", "surrogateescape")
     if len(path.parts) > DEEPEST or any(len(part) > LONGEST_NAME for part in name.split(b"/")):
         raise DataError(f"{archive} holds {member.name[:80]!r}..., a name of {len(name)} bytes; it is not unpacked")
     is_sparse = member.issparse() or any(key.startswith("GNU.sparse") for key in member.pax_headers)
-    is_surplus = any(part.startswith("._") or part in SURPLUS for part in path.parts)
     if (is_sparse or not (member.isfile() or member.isdir())) and not is_surplus:
         raise DataError(f"{archive} holds {member.name!r}, which is no plain file; it is not unpacked")
-    return path
 
 
-def _require_apart(chosen: list[tuple[tarfile.TarInfo, Path]], archive: Path) -> None:
-    """Raise for a file that stands twice or holds members, and for names that only upper case tells apart."""
+def _require_distinct(chosen: list[tuple[tarfile.TarInfo, Path]], archive: Path) -> None:
+    """Raise if two files have one path, a file is also a folder, or two names differ only in case or composition."""
+    files = [path for member, path in chosen if not member.isdir()]
+    folders = {path for member, path in chosen if member.isdir()}.union(*(path.parents for _, path in chosen))
+    if doubled := find_doubled(map(str, files)):
+        raise DataError(f"{archive} holds {doubled[0]!r} twice; it is not unpacked")
+    if both := sorted(folders.intersection(files)):
+        raise DataError(f"{archive} holds '{both[0]}' as a file and as a folder; it is not unpacked")
     names: dict[str, Path] = {}
-    files: set[Path] = set()
-    for member, path in chosen:
-        for place in (path, *path.parents[:-1]):
-            if (other := names.setdefault(_fold(place), place)) != place:
-                raise DataError(f"{archive} holds '{place}' and '{other}', which are one name on some disks")
-        if not member.isdir():
-            if path in files:
-                raise DataError(f"{archive} holds {member.name!r} twice; it is not unpacked")
-            files.add(path)
-    for member, path in chosen:
-        for place in (path, *path.parents[:-1])[0 if member.isdir() else 1 :]:
-            if place in files:
-                raise DataError(f"{archive} holds '{place}' as a file and as a folder; it is not unpacked")
-
-
-def _fold(path: Path) -> str:
-    return unicodedata.normalize("NFC", str(path)).casefold()
-
-
-def _require_room(folder: Path, needed: int) -> None:
-    if needed > (free := shutil.disk_usage(folder).free):
-        raise DataError(
-            f"{folder} has {free / 2**30:.1f} GiB free, and {needed / 2**30:.1f} GiB are needed to unpack; free space"
-        )
+    for path in sorted(folders.union(files)):
+        if (other := names.setdefault(unicodedata.normalize("NFC", str(path)).casefold(), path)) != path:
+            raise DataError(f"{archive} holds '{path}' and '{other}', which are one name on some disks")
 
 
 def _write(opened: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:

@@ -1,13 +1,13 @@
-"""Files as one file: a zip archive with a manifest, written to the same bytes and read with suspicion.
+"""Pack files into a zip archive with a manifest of their hashes; equal files give equal bytes.
 
 ::
 
     manifest.json            format, version, what it is, SHA-256 and length of every other member
     0/config.yaml ...        the members, stored as they are
 
-Members are stored uncompressed: weights hardly compress, bytes do not depend on zlib's version, and what is read is
-never larger than the file. Nothing is believed before its hash was compared, and nothing is unpacked to a path that the
-archive chooses: members are bytes by name.
+Members are stored uncompressed: weights hardly compress, the bytes do not depend on zlib's version, and no member is
+larger than the file. Every hash is compared before a member is used. Members are returned as bytes by name, so an
+archive chooses no path on the disk.
 """
 
 import hashlib
@@ -35,23 +35,23 @@ MOST_MANIFEST = 1 << 24
 MOST_MEMBERS = 10_000
 
 DAMAGES = (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError, OverflowError, MemoryError, struct.error)
-"""What zipfile raises for damaged archives: their version number, names, offsets, lengths."""
+"""Errors of zipfile for damaged archives: a wrong version number, name, offset or length."""
 
 LONG_AGO = (1980, 1, 1, 0, 0, 0)
-"""The earliest date that zip can write: the date is the same whenever it is written."""
+"""The earliest date in a zip file. It is constant, so that equal members give equal bytes."""
 
 
 def write_archive(path: str | Path, about: Mapping[str, Any], members: Mapping[str, bytes]) -> Path:
-    """Write members and their manifest; equal ones give equal bytes, and the file is there whole or not at all.
+    """Write members and their manifest in one step; equal members give equal bytes.
 
     Parameters
     ----------
     path : path
-        Of the archive.
+        Path of the archive.
     about : mapping
-        What the manifest says besides; JSON.
+        Further values of the manifest; JSON.
     members : mapping
-        Name, with ``/`` between folders, to bytes.
+        Names, with ``/`` between folders, to bytes.
     """
     path = Path(path)
     for name in members:
@@ -72,7 +72,7 @@ def _identify(content: bytes) -> dict[str, Any]:
 
 
 def is_archive(path: str | Path) -> bool:
-    """Say whether a file is one that `write_archive` wrote, by its first member alone."""
+    """Say whether a file is a zip archive with a manifest."""
     try:
         with zipfile.ZipFile(path) as archive:
             return MANIFEST in archive.namelist()
@@ -81,12 +81,12 @@ def is_archive(path: str | Path) -> bool:
 
 
 def read_archive(path: str | Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the manifest and the members, all of which are what the manifest says.
+    """Return the manifest, and the members after their hashes were compared.
 
     Raises
     ------
     CheckpointError
-        If the archive is damaged, was changed, is of an unknown version, or holds what no archive of ours does.
+        If the archive is damaged, was changed, has an unknown version, or `write_archive` did not write it.
     """
     path = Path(path)
     try:
@@ -106,7 +106,7 @@ def read_archive(path: str | Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def _list_entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
-    """Return the members by name; every one is looked at before the first is read."""
+    """Return the members by name, after checks of all of them."""
     listed = archive.infolist()
     if len(listed) > MOST_MEMBERS:
         raise CheckpointError(f"{path} has {len(listed)} members; a file of volseg export has a few")
@@ -117,14 +117,14 @@ def _list_entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.Zip
             raise CheckpointError(f"{path} holds {entry.filename!r} compressed or encrypted; volseg export stores it")
     entries = {entry.filename: entry for entry in listed}
     if len(entries) < len(listed) or sum(entry.file_size for entry in listed) > path.stat().st_size:
-        raise CheckpointError(f"{path} holds a member twice, or more than there is in it; it was changed")
+        raise CheckpointError(f"{path} holds a member twice, or members larger than the file; it was changed")
     return entries
 
 
 def _require_plain(name: str, path: Path) -> None:
     parts = PurePosixPath(name).parts
     if not parts or name != "/".join(parts) or {"..", ".", "/"}.intersection(parts) or set(name) & set("\\:\0"):
-        raise CheckpointError(f"{path} holds {name!r}, which is no plain name inside it; it is not read")
+        raise CheckpointError(f"{path} holds {name!r}, which is not a plain relative name; it is not read")
 
 
 def _read_manifest(archive: zipfile.ZipFile, entries: Mapping[str, zipfile.ZipInfo], path: Path) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _read_manifest(archive: zipfile.ZipFile, entries: Mapping[str, zipfile.ZipIn
         isinstance(one, dict) and isinstance(one.get("sha256"), str) and isinstance(one.get("bytes"), int)
         for one in files.values()
     ):
-        raise CheckpointError(f"{path}: {MANIFEST} should give each file its length and hash; copy it again")
+        raise CheckpointError(f"{path}: {MANIFEST} should give the length and hash of each file; copy it again")
     return manifest
 
 
@@ -157,7 +157,5 @@ def _read_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, said: Mapping
         )
     content = archive.read(entry)
     if hashlib.sha256(content).hexdigest() != said["sha256"]:
-        raise CheckpointError(
-            f"{path}: {entry.filename} is not what was exported, for its SHA-256 differs; copy it again"
-        )
+        raise CheckpointError(f"{path}: {entry.filename} has another SHA-256 than when it was exported; copy it again")
     return content

@@ -1,7 +1,7 @@
-"""Named tensors as bytes in the safetensors format: a header in JSON, then the numbers, nothing that could run.
+"""Pack named tensors into the safetensors format: a header in JSON, then the numbers, without code.
 
-The format is small enough to be written down here (a dependency of the core less), and is what Hugging Face's library
-reads and writes: the tests compare with it where it is installed. Equal tensors give equal bytes.
+The format is small, so this module writes it without the safetensors library. The tests compare with that library if it
+is installed. Equal tensors give equal bytes.
 
 References
 ----------
@@ -73,7 +73,7 @@ def unpack_tensors(content: bytes, where: str) -> dict[str, Tensor]:
     Raises
     ------
     CheckpointError
-        If it is damaged: a header that is none, a type that is not known, data that are missing, surplus or shared.
+        If the header is damaged, a type is unknown, or data are missing, surplus or shared.
     """
     if len(content) < 8:
         raise CheckpointError(f"{where} is damaged: {len(content)} bytes are no safetensors file")

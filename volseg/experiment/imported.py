@@ -1,11 +1,10 @@
-"""Trained networks that no training here made: their files become the same objects as a run's."""
+"""Load trained networks from nnU-Net's folders and from exported files as the same objects as a run's."""
 
-import hashlib
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,22 +34,24 @@ from volseg.models.weights import load_weights
 
 __all__ = ["NNUNET_CHECKPOINTS", "Archive", "load_archive", "load_nnunet", "open_archive"]
 
-WEIGHTS = "weights.safetensors"
 logger = logging.getLogger(__name__)
+
+WEIGHTS = "weights.safetensors"
 
 POSTPROCESSING = "postprocessing.json"
 
 MEASURED_BY_NNUNET = "crossval_results*/postprocessing.pkl"
-"""Where nnU-Net writes what it measured to help."""
+"""File of nnU-Net with the postprocessing that improved its scores."""
+
 MEMBERS = ("task.json", "network.json", "components.json")
-"""Files of a run folder that an archive holds of each network as they are, where there are any."""
+"""Files of a run folder that an archive holds unchanged for each network, if the run has them."""
 
 NNUNET_CHECKPOINTS = {
     "latest": "checkpoint_final.pth",
     "best": "checkpoint_best.pth",
     "previous": "checkpoint_latest.pth",
 }
-"""nnU-Net's names of the checkpoints that a run has too."""
+"""A run's checkpoints, and nnU-Net's names for them."""
 
 
 def load_nnunet(
@@ -87,7 +88,7 @@ def load_nnunet(
     device = choose_device(config)
     models = []
     for file, weights in zip(read.checkpoints, read.weights, strict=True):
-        with torch.device("meta"):  # only its names and shapes are compared with the checkpoint's
+        with torch.device("meta"):  # only the names and shapes of its tensors matter
             plain = build_network(
                 config.network.spec(), in_channels=read.task.num_channels, out_channels=read.task.num_outputs
             )
@@ -101,7 +102,7 @@ def load_nnunet(
             "nnUNetv2_apply_postprocessing as well, which takes these label maps",
             found[0],
         )
-    # What the plans say of an image's preparation is in no config, unlike a run's.
+    # The digest covers the plans, as the config does not describe their preprocessing.
     digests = [digest_file(file) for file in (*read.checkpoints, *(read.folder / name for name in FILES))]
     return Trained(
         source=read.folder,
@@ -116,7 +117,7 @@ def load_nnunet(
 
 
 def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
-    """Return a config that says what the plans do; its optimizer is nnU-Net's and trains nothing."""
+    """Return a config with the values of the plans; its optimizer is never used."""
     plan = read.plan
     values: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "_", f"{plan.dataset}_{plan.name}").lstrip("._-") or plan.name,
@@ -142,7 +143,7 @@ def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
 
 
 def load_archive(file: str | Path, overrides: Sequence[str] = (), *, checkpoint: str = "latest") -> list[Trained]:
-    """Load what `volseg export` wrote: a network, or those of the folds of a cross-validation.
+    """Load a file of `volseg export`: one network, or the networks of a cross-validation's folds.
 
     Parameters
     ----------
@@ -166,26 +167,24 @@ def load_archive(file: str | Path, overrides: Sequence[str] = (), *, checkpoint:
         if checkpoint not in ("latest", exported):
             raise ConfigError(f"{file} holds the {exported} checkpoint, not {checkpoint}; leave --checkpoint out")
         return [
-            replace(_load_member(file, *member, overrides), postprocessing=archive.postprocessing)
-            for member in zip(archive.runs, archive.weights, strict=True)
+            replace(_load_member(file, *network, overrides), postprocessing=archive.postprocessing)
+            for network in archive.networks
         ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """What `volseg export` wrote, while it is open."""
+    """An open file of `volseg export`."""
 
     manifest: Mapping[str, Any]
-    runs: list[RunFolder] = field(default_factory=list)
-    """Config, task and network of each network; they have no checkpoints and no cases."""
-    weights: list[bytes] = field(default_factory=list)
-    """Of each network, as `unpack_tensors` takes them."""
+    networks: list[tuple[RunFolder, bytes]]
+    """A run folder with config, task and plan, without checkpoints and cases; and the weights for `unpack_tensors`."""
     postprocessing: Postprocessing | None
 
 
 @contextmanager
 def open_archive(file: Path) -> Iterator[Archive]:
-    """Read an archive, whose hashes are compared, and lay out its runs until the block ends.
+    """Read an archive, compare its hashes, and write its runs into a temporary folder until the block ends.
 
     Raises
     ------
@@ -203,7 +202,7 @@ def open_archive(file: Path) -> Iterator[Archive]:
         if (content := members.get(POSTPROCESSING)) is not None:
             (Path(folder) / POSTPROCESSING).write_bytes(content)
             order = Postprocessing.load(Path(folder) / POSTPROCESSING)
-        archive = Archive(manifest=manifest, postprocessing=order)
+        networks = []
         for number in range(count):
             run = RunFolder(Path(folder) / str(number))
             run.path.mkdir()
@@ -212,9 +211,8 @@ def open_archive(file: Path) -> Iterator[Archive]:
                     (run.path / name).write_bytes(content)
             if (content := members.get(f"{number}/{WEIGHTS}")) is None:
                 raise CheckpointError(f"{file} has no {number}/{WEIGHTS}; copy it again")
-            archive.runs.append(run)
-            archive.weights.append(content)
-        yield archive
+            networks.append((run, content))
+        yield Archive(manifest=manifest, networks=networks, postprocessing=order)
 
 
 def _load_member(file: Path, run: RunFolder, weights: bytes, overrides: Sequence[str]) -> Trained:
@@ -232,5 +230,5 @@ def _load_member(file: Path, run: RunFolder, weights: bytes, overrides: Sequence
         task=task,
         preprocessing=preprocessing_of(config),
         models=(model.eval(),),
-        weights=hashlib.sha256(weights).hexdigest(),
+        weights=blake2b(weights, digest_size=16).hexdigest(),
     )

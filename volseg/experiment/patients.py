@@ -1,5 +1,6 @@
-"""What a training says of its patients: how many there are, and whether one trains and validates."""
+"""What a training reports about its patients: their number, and those that both train and validate."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from volseg.data.cases import Task
@@ -11,36 +12,37 @@ __all__ = ["PatientWords", "describe_patients"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatientWords:
-    """What is said about the patients of a split, each of whom should be on one side only."""
+    """Report on the patients of a split; each should be on one side only."""
 
     summary: str = ""
-    """Empty where each case counts as a patient of its own."""
+    """Empty if each case counts as a patient of its own."""
     warning: str = ""
-    """Empty where no patient is known to train and validate."""
+    """Empty if no patient is known to both train and validate."""
 
 
 def describe_patients(task: Task, group: str | None, split: Split, *, is_given: bool) -> PatientWords:
-    """Return what is to be said about the patients of a training.
+    """Return what to report about the patients of a training.
 
-    A split that cuts a patient is trained on nevertheless: published folds do so, and results on them are compared.
+    A split that cuts a patient is used nevertheless: published folds do so, and results on them are compared.
 
     Parameters
     ----------
     group : str or None
-        As ``split.group``; with None, evident patients are looked for.
+        As ``split.group``; with None, evident patients count.
     split : Split
         Of the training.
     is_given : bool
-        Whether somebody wrote the split down; else it was computed.
+        Whether the split comes from a file; else it was computed.
 
     Raises
     ------
     ConfigError, DataError
         As `find_groups`.
     """
-    groups, source, is_set = find_groups(task, group), f"split.group: {group}", group is not None
-    if not is_set and (proposed := propose_groups(task)) is not None and proposed.evident:
-        groups, source = find_groups(task, proposed.group), f"what the data set tells (split.group: {proposed.group})"
+    groups: Mapping[str, str] | None = find_groups(task, group)
+    source = f"split.group: {group}"
+    if group is None and (proposed := propose_groups(task)) is not None and proposed.evident:
+        groups, source = proposed.patients, f"evident groups of the data set (split.group: {proposed.group})"
     if groups is None:
         return PatientWords()
     names = [*split.training, *split.validation]
@@ -50,11 +52,11 @@ def describe_patients(task: Task, group: str | None, split: Split, *, is_given: 
     if not (cut := find_cut_patients([split], groups)):
         return PatientWords(summary=f"{counted}; none trains and validates")
     if is_given:
-        remedy = "the split is given, and taken as it is; make another one if it need not be compared"
+        remedy = "the split is given and used unchanged; make another one if results need not be comparable"
     else:
         remedy = "set split.group so, or to none if each case is of a patient of its own"
     return PatientWords(
         summary=f"{counted}; {len(cut)} train and validate",
         warning=f"{len(cut)} patient(s) train and validate, of {counted}: {cut[0].training} trains and "
-        f"{cut[0].validation} validates, so the Dice of the validation is too good; {remedy}",
+        f"{cut[0].validation} validates, so the Dice of the validation is too high; {remedy}",
     )

@@ -1,4 +1,4 @@
-"""Begin a training with the weights of another one: of a run, a checkpoint, or anybody's ``state_dict``."""
+"""Start a training with the weights of a run, a checkpoint, an exported run, or a ``state_dict``."""
 
 import logging
 import math
@@ -13,7 +13,7 @@ from volseg.experiment.cases import ChosenCases
 from volseg.experiment.weights import read_weights
 from volseg.models import FitGrid, build_network
 from volseg.models.transfer import WeightTransfer, find_followers, transfer_weights
-from volseg.models.weights import list_tensors, strip_prefixes
+from volseg.models.weights import strip_prefixes
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.state.random import own_random_numbers
 
@@ -47,12 +47,11 @@ class Start:
         self.config, self.task = config, chosen.task
         self.weights = read_weights(path)
         self._done: WeightTransfer | None = None
-        seen = self._find_seen(chosen)
         same_task = self.weights.task is not None and self.weights.task.name == self.task.name
-        if seen and same_task and is_main_process():
+        if same_task and is_main_process() and (seen := self._find_seen(chosen)):
             logger.warning(
-                "%s was trained on %d of this run's %d validation cases (or on their patients), first %s: their scores "
-                "will be too good",
+                "%s was trained on %d of this run's %d validation cases or on other cases of their patients, first "
+                "%s: their scores will be too good",
                 path,
                 len(seen),
                 len(chosen.split.validation),
@@ -70,14 +69,14 @@ class Start:
             )
 
     def _find_seen(self, chosen: ChosenCases) -> set[str]:
-        """Return the validation cases that the weights were trained on, or of whose patients they saw another case."""
+        """Return the validation cases that the weights were trained on, or whose patient they were trained on."""
         groups = find_groups(self.task, self.config.split.group) or {}
         patients = {groups[name] for name in self.weights.cases if name in groups}
         validated = chosen.split.validation
         return {name for name in validated if name in self.weights.cases or groups.get(name) in patients}
 
     def __call__(self, network: FitGrid) -> None:
-        """Take what fits; see `transfer_weights`."""
+        """Load what fits into a network; see `transfer_weights`."""
         config, task, weights = self.config, self.task, self.weights
         values = weights.values if weights.average else strip_prefixes(weights.values, network.state_dict())
         build = partial(build_network, config.network.spec(), patch_size=config.patch.size)
@@ -118,8 +117,8 @@ class Start:
         }
 
     def _describe(self, transfer: WeightTransfer, network: FitGrid) -> str:
-        """Return what was taken; a parameter of several names counts once, and less than all is never 100 %."""
-        sizes = {one.names[0]: one.tensor.numel() for one in list_tensors(network) if one.averaged_as and one.names}
+        """Report what was taken: each parameter counts once, and the share is rounded down, so that 100% means all."""
+        sizes = {name: parameter.numel() for name, parameter in network.named_parameters()}
         taken = sizes.keys() & transfer.taken
         share = sum(sizes[name] for name in taken) / sum(sizes.values())
         told = (
@@ -132,7 +131,7 @@ class Start:
 
 
 def require_weights(config: ExperimentConfig) -> None:
-    """Raise where a training that begins would not get the weights that it is to begin with; see `read_weights`."""
+    """Raise if the weights that a new training starts from cannot be read; see `read_weights`."""
     if config.training.start_from is not None:
         read_weights(config.training.start_from)
 

@@ -1,7 +1,7 @@
-"""Weights from any file, for a training that begins with them: whose they are, and as far as it is known, of which run.
+"""Read the weights that a training starts from, and what is known of the run that wrote them.
 
-Each kind of file has one reader, which compares checksums before it reads a value. What one reader refuses is not tried
-by another one.
+Each kind of file has one reader, which compares checksums before it reads a value. If that reader refuses a file, no
+other reader tries it.
 """
 
 from collections.abc import Mapping
@@ -29,17 +29,17 @@ CONTAINERS = ("state_dict", "network_weights", "model")
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Weights that a file holds; `volseg.models.weights` gives them to a network."""
+    """Weights from a file; `volseg.models.weights` loads them into a network."""
 
     file: Path
     values: Mapping[str, Any]
     """A ``state_dict``."""
     average: Mapping[str, Tensor] | None = None
-    """Of its parameters, where the training kept one."""
+    """Of the parameters, if the training kept one."""
     task: Task | None = None
-    """Of the run that they are from; None where that is not known."""
+    """Task of the run that wrote them, if it is known."""
     cases: frozenset[str] = frozenset()
-    """That this run trained on."""
+    """Cases that this run trained on, if they are known."""
 
 
 def read_weights(path: Path) -> Weights:
@@ -48,7 +48,7 @@ def read_weights(path: Path) -> Weights:
     Raises
     ------
     ConfigError
-        If ``path`` is nothing of this kind.
+        If ``path`` is none of these.
     CheckpointError
         If the file is damaged, or cannot be read without running code.
     """
@@ -63,7 +63,7 @@ def read_weights(path: Path) -> Weights:
         )
     if path.suffix == ".safetensors":
         raise ConfigError(
-            f"training.start_from: {path} carries no checksums, so damage would give other weights without an error; "
+            f"training.start_from: {path} carries no checksums, so damage would change weights without an error; "
             "convert it once by torch.save(safetensors.torch.load_file(FILE), 'weights.pt')"
         )
     if is_archive(path):
@@ -75,7 +75,7 @@ def read_weights(path: Path) -> Weights:
 
 
 def _read_run(file: Path, state: TrainingState) -> Weights:
-    """Return the weights of a checkpoint, with what is known of its run where it still lies in the run's folder."""
+    """Return the weights of a checkpoint, with its task and cases if the file is in the folder of its run."""
     weights = Weights(file=file, values=state.model, average=state.averaged)
     folder = RunFolder(file.absolute().parent.parent)
     if not (folder.exists and file.absolute().parent == folder.checkpoints.absolute()):
@@ -85,23 +85,24 @@ def _read_run(file: Path, state: TrainingState) -> Weights:
 
 def _read_archive(path: Path) -> Weights:
     with open_archive(path) as archive:
-        if len(archive.runs) != 1:
+        if len(archive.networks) != 1:
             raise ConfigError(
-                f"training.start_from: {path} holds {len(archive.runs)} networks; export the run of one fold and name "
-                "that file"
+                f"training.start_from: {path} holds {len(archive.networks)} networks; export the run of one fold and "
+                "name that file"
             )
-        return Weights(file=path, values=unpack_tensors(archive.weights[0], str(path)), task=archive.runs[0].task())
+        [(run, weights)] = archive.networks
+        return Weights(file=path, values=unpack_tensors(weights, str(path)), task=run.task())
 
 
 def _find_state_dict(content: Any, path: Path) -> Mapping[str, Any]:
-    """Return the ``state_dict`` in what others wrote."""
-    for _ in CONTAINERS:  # one may lie in another
+    """Return the ``state_dict`` in a file of another program."""
+    for _ in CONTAINERS:  # one may hold another, and a damaged one may hold itself
         found = [key for key in CONTAINERS if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)]
         if not found:
             break
         if len(found) > 1:
             raise CheckpointError(
-                f"training.start_from: {path} holds weights under {' and '.join(found)}; save those that are wanted: "
+                f"training.start_from: {path} holds weights under {' and '.join(found)}; save the ones that you want: "
                 "torch.save(network.state_dict(), FILE)"
             )
         content = content[found[0]]

@@ -27,10 +27,14 @@ def copy_without_values(value: Any, mode: FakeTensorMode) -> Any:
 
 
 class copying_by_clones(TorchFunctionMode):  # noqa: N801 (a context, as torch names its own)
-    """Let ``copy.deepcopy`` in here copy tensors without values, by ``clone``: torch's own way looks for the values."""
+    """Let ``copy.deepcopy`` in here copy by ``clone`` what torch's own way cannot copy.
+
+    These are tensors without values, and features of the last batch that a network keeps as attributes: they have a
+    history, which the copy does without.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not Tensor.__deepcopy__ or not isinstance(args[0], FakeTensor):
+        if func is not Tensor.__deepcopy__ or (args[0].is_leaf and not isinstance(args[0], FakeTensor)):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:

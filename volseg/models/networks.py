@@ -7,16 +7,18 @@ network's own parameter. A DynUNet or ResEncUNet is planned for the patch and it
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from monai.networks import nets
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from volseg.config.base import list_values
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError
-from volseg.models.bounded import build_within_memory
+from volseg.memory import available_bytes
 from volseg.models.deep_supervision import DynUNet
 from volseg.models.residual_encoder import ENCODER_BLOCKS, PlainConvUNet, ResEncUNet
 from volseg.models.topology import plan_topology
@@ -25,7 +27,13 @@ from volseg.models.vnet import VNet
 __all__ = ["NETWORKS", "build_network", "complete_spec"]
 
 LARGEST = 1 << 16
-"""Whole number that a network of volseg or MONAI takes: channels, blocks, sides."""
+"""Largest whole number in the parameters of networks of volseg and MONAI: channels, blocks, sides."""
+
+MOST_TENSORS = 5_000
+"""Parameters and buffers; a FlexibleUNet of ResNet-200, the largest that MONAI offers, has 1,288."""
+
+FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+"""Functions of torch with which modules create their parameters."""
 
 _DATA = ("in_channels", "out_channels")
 
@@ -117,15 +125,40 @@ def build_network(
             raise ConfigError(f"network {name} must take {' and '.join(_DATA)}, which follow from the data, by keyword")
     if NETWORKS.accepts(name, "spatial_dims"):
         fixed["spatial_dims"] = 3
-    is_own = NETWORKS.find_source(name) is not None
+    # A network of the user's own may create any number of tensors and drop them.
+    is_bounded = NETWORKS.find_source(name) is None
     large = [value for value in list_values(completed) if isinstance(value, int) and abs(value) > LARGEST]
-    if large and not is_own:
+    if large and is_bounded:
         raise ConfigError(f"network {name} takes whole numbers up to {LARGEST}, got {large[0]}")
-    build = partial(NETWORKS.build, completed, **fixed)
-    network = build() if is_own else build_within_memory(name, build)
+    with _ParameterBudget() if is_bounded else nullcontext():
+        network = NETWORKS.build(completed, **fixed)
     if not isinstance(network, nn.Module):
         raise ConfigError(f"network {name} must make a torch.nn.Module, got a {type(network).__name__}")
     return network
+
+
+class _ParameterBudget(TorchFunctionMode):
+    """Count the tensors that modules create, and raise `ConfigError` before they do not fit into memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = available_bytes() // 2  # the other half is for the weights that are loaded
+        self.num_tensors = MOST_TENSORS
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, after its result was counted on the meta device, which takes no memory."""
+        del types
+        kwargs = kwargs or {}
+        if func in FACTORIES:
+            self.num_bytes -= func(*args, **{**kwargs, "device": "meta"}).nbytes
+            self.num_tensors -= 1
+            if self.num_bytes < 0:
+                raise ConfigError(
+                    "its parameters do not fit into half of the free memory; take fewer channels or stages"
+                )
+            if self.num_tensors < 0:
+                raise ConfigError(f"it has more than {MOST_TENSORS} parameters and buffers; take fewer blocks")
+        return func(*args, **kwargs)
 
 
 def complete_spec(

@@ -102,7 +102,7 @@ def start_group(timeout: float = TIMEOUT, *, on_cpu: bool = False) -> None:
     store = open_store(launch, timeout, serve=True)
     _joined.serves = launch.rank == 0 and not launch.has_store
     about = {"where": name_own_place(), "machine": name_machine(), "pid": os.getpid()}
-    with _ending_without_answer(launch, timeout + SECONDS_OF_STORE):
+    with _limit_meeting(launch, timeout + SECONDS_OF_STORE):
         meeting = meet(store, launch, about, timeout, first=not _joined.has_met)
     _joined.meeting, _joined.has_met = meeting, True
     note_restarts(meeting.restarts)
@@ -219,11 +219,11 @@ def find_supervision() -> Supervision | None:
 
 
 @contextmanager
-def _ending_without_answer(launch: Launch, seconds: float) -> Iterator[None]:
-    """End this process if the block takes so long: it waits for the store, without limit where its machine is gone."""
+def _limit_meeting(launch: Launch, seconds: float) -> Iterator[None]:
+    """End this process if the block takes longer: calls of a store that is cut off have no timeout."""
     message = (
         f"process {launch.rank} of {launch.world_size} has no answer from {launch.address}:{launch.port}, where the "
-        f"processes of the job meet, for {seconds:g} s; the network to that machine is gone, or something holds it"
+        f"processes of the job meet, for {seconds:g} s; the network to that machine is gone, or that machine hangs"
     )
     clock = threading.Timer(seconds, end_by, (Cause(message=message, is_own=True),))
     clock.daemon = True

@@ -10,8 +10,8 @@ reads cases, as long as that one goes on. It ends this process, by itself and wh
   ``LEAST_SECONDS`` (its machine is gone, or something holds it): its name is told;
 - nobody has made any progress for the timeout: where everybody is is told;
 - the store is gone, and ``SECONDS_TO_LEAVE`` later this process is still there;
-- the store gives no answer for as long as a process may show no sign of life: the network to its machine is cut, which
-  no connection tells of. A thread asks, and the one that watches looks at its clock.
+- the store does not answer for as long as a process may show no sign of life. A cut network closes no connection, and
+  calls of the store have no timeout: another thread makes them.
 
 A failure after which the job goes on in another way (``again``) ends nobody for good: each process begins anew, once it
 has heard of it.
@@ -25,12 +25,14 @@ a short one kills processes that wait with reason; kernels of our own have none;
 """
 
 import json
+import math
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -63,12 +65,8 @@ PROCESSES_PER_SECOND = 64
 Answer = TypeVar("Answer")
 
 
-class NoAnswer(RuntimeError):  # noqa: N818  (as one of the store's own errors, to whoever asks it)
-    """The store gives no answer, and no error either."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"no answer for {seconds:.0f} s")
-        self.seconds = seconds
+class _NoAnswer(RuntimeError):  # noqa: N818  (caught like an error of the store)
+    """The store neither answers nor fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +161,7 @@ class Supervision:
     def leave(self) -> None:
         """Tell the others that this process ends well, and need not be missed."""
         self._is_leaving = True
-        with suppress(RuntimeError):  # no store: nobody is there who would miss it
+        with suppress(RuntimeError):  # no store: nobody misses this process
             self._ask(self._publish)
 
     def stop(self, seconds: float = 10.0) -> None:
@@ -193,36 +191,28 @@ class Supervision:
                 self.end(cause, self._format_stack() if show_stack else "")
 
     def _ask(self, question: Callable[[], Answer]) -> Answer:
-        """Return what the store answers.
+        """Return the store's answer.
 
         Raises
         ------
         RuntimeError
-            If it cannot be reached; `NoAnswer` if none comes for the longest silence, in which this process ran.
+            If the store cannot be reached, or does not answer within the longest silence (`_NoAnswer`).
         """
-        answers: list[Answer] = []
-        faults: list[Exception] = []
+        answer: Future[Answer] = Future()
 
         def ask() -> None:
             try:
                 with self._lock:
-                    answers.append(question())
-            except Exception as fault:  # raised by the thread that waits
-                faults.append(fault)
+                    answer.set_result(question())
+            except Exception as fault:  # raised by `result`
+                answer.set_exception(fault)
 
-        asking = threading.Thread(target=ask, name="volseg question", daemon=True)
-        asking.start()
-        waited, before = 0.0, time.monotonic()
-        while asking.is_alive():
-            asking.join(self.period)
-            now = time.monotonic()
-            waited += min(now - before, 2 * self.period)
-            before = now
-            if waited > self.longest_silence:
-                raise NoAnswer(waited)
-        if faults:
-            raise faults[0]
-        return answers[0]
+        threading.Thread(target=ask, name="volseg store", daemon=True).start()
+        # In periods: one in which this process was held counts like any other.
+        for _ in range(math.ceil(self.longest_silence / self.period)):
+            with suppress(TimeoutError):
+                return answer.result(self.period)
+        raise _NoAnswer("the store does not answer")
 
     def _publish_and_read(self) -> None:
         self._publish()
@@ -297,10 +287,10 @@ class Supervision:
         if self._is_leaving or self._ending.is_set():
             return
         own = self.members[self.rank]["where"]
-        if isinstance(fault, NoAnswer):
+        if isinstance(fault, _NoAnswer):
             message = (
-                f"{own} is cut off: the store of this job gives no answer for {fault.seconds:.0f} s; the network to "
-                "its launcher or first machine is gone, or something holds that"
+                f"{own} is cut off: the store of this job gives no answer for {self.longest_silence:.0f} s; the "
+                "network to its launcher or first machine is gone, or that machine hangs"
             )
             self.end(Cause(message=message, is_own=True), "")
         elif self._watched - self._lost > SECONDS_TO_LEAVE:
@@ -312,7 +302,7 @@ class Supervision:
         return member["machine"] == self.members[self.rank]["machine"] and not is_running(member["pid"])
 
     def _has_left(self, rank: int) -> bool:
-        """Ask a process that is gone for its last words: since they were last read it may have left, and ended."""
+        """Tell whether a process that is gone has left: it may have said so since its state was last read."""
         told = self._ask(lambda: self._get(f"life/{rank}"))
         return told is not None and bool(json.loads(told)["leaving"])
 

@@ -1,4 +1,4 @@
-"""The voxel sides of a volume, and those that a preprocessing leaves it with, by the volume's affine only."""
+"""The voxel sides of a volume before and after a preprocessing, from the volume's affine only."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,15 +12,14 @@ __all__ = ["Sides", "depends_on_case", "measure_sides", "spacing_after"]
 Sides = tuple[float, float, float]
 
 DIGITS = 6
-"""Significant digits of a side. NIfTI stores affines as float32, DICOM and MetaImage as decimals: a turned axis of 2 mm
-measures 1.9999998 or 2.0000001 mm."""
+"""Significant digits of a side. NIfTI stores affines as float32, DICOM and MetaImage as decimals: the side of a turned
+axis of 2 mm comes out as 1.9999998 or 2.0000001 mm."""
 
 
 def measure_sides(affine: ArrayLike) -> Sides:
-    """Return the voxel sides along D, H, W in mm, rounded to what a stored affine can say.
+    """Return the voxel sides along D, H, W in mm, rounded to the precision of a stored affine.
 
-    Everything that compares sides or distances takes them from here: the same voxels compare alike however the header
-    turns them.
+    All comparisons of sides or distances use this function, so that they do not depend on the volume's orientation.
 
     Parameters
     ----------

@@ -1,24 +1,58 @@
-"""Take over a saved state part by part: what does not fit is told by the name of its part, whatever it runs into."""
+"""Restore a saved state part by part; an error names the part that does not fit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.errors import CheckpointError
+from volseg.models.weights import load_weights
+from volseg.workflow.averaging import WeightAverage
+from volseg.workflow.randomness import restore_random_state
 from volseg.workflow.state import TrainingState
 
-__all__ = ["lay_out_like_parameters", "require_whole", "taking_over"]
+__all__ = ["restore"]
 
 NOT_WHOLE = "the checkpoint is not whole"
 
 
+def restore(
+    state: TrainingState,
+    network: nn.Module,
+    optimizer: Optimizer,
+    average: WeightAverage | None,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Load a state into the parts of a training, and set the random number generators.
+
+    Raises
+    ------
+    CheckpointError
+        Names the part that does not fit, or is incomplete.
+    """
+    with _naming("model"):
+        load_weights(network, state.model)
+    with _naming("optimizer"):
+        optimizer.load_state_dict(dict(state.optimizer))
+        _lay_out_like_parameters(optimizer)
+    _require_whole(state, optimizer)
+    with _naming("average"):
+        if (state.average is None) != (average is None):
+            raise ValueError("one of the two has an average of the weights (training.ema), the other has none")
+        if average and state.average:
+            average.load_state_dict(state.average)
+    with _naming("scaler"):
+        scaler.load_state_dict(dict(state.scaler))
+    with _naming("random"):
+        restore_random_state(state.random, network)
+
+
 @contextmanager
-def taking_over(part: str) -> Iterator[None]:
-    """Turn whatever a part of a state runs into into a `CheckpointError` that names the part."""
+def _naming(part: str) -> Iterator[None]:
+    """Turn any error of a part of a state into a `CheckpointError` that names the part."""
     try:
         yield
     except Exception as fault:  # networks, optimizers and generators each raise something else
@@ -26,11 +60,11 @@ def taking_over(part: str) -> Iterator[None]:
         raise CheckpointError(f"the checkpoint is not of this network and optimizer: {part}: {reason}") from fault
 
 
-def lay_out_like_parameters(optimizer: Optimizer) -> None:
-    """Lay out what an optimizer has taken over as its parameters lie in memory, as if it had begun with them.
+def _lay_out_like_parameters(optimizer: Optimizer) -> None:
+    """Give the optimizer's tensors the memory layout of its parameters.
 
-    The training that wrote it may have had the same weights in another layout. Fused optimizers read both in one order:
-    on a GPU torch refuses that, on a CPU it computes something else.
+    The training that saved them may have had another layout. Fused optimizers read both in one order: on a GPU torch
+    refuses other layouts, on a CPU it computes wrong numbers.
     """
     for parameter, remembered in optimizer.state.items():
         for name, value in remembered.items():
@@ -40,21 +74,8 @@ def lay_out_like_parameters(optimizer: Optimizer) -> None:
                     remembered[name] = laid_out.copy_(value)
 
 
-def require_whole(state: TrainingState, optimizer: Optimizer) -> None:
-    """Raise for a state whose parts do not belong together, or that has lost what its optimizer remembers.
-
-    Parameters
-    ----------
-    state : TrainingState
-        Of a training.
-    optimizer : Optimizer
-        Which has taken over its part.
-
-    Raises
-    ------
-    CheckpointError
-        Names the part.
-    """
+def _require_whole(state: TrainingState, optimizer: Optimizer) -> None:
+    """Refuse a state whose parts do not belong together, or without what its optimizer keeps of each parameter."""
     for part, batches in (("losses", state.losses), ("cases", state.cases)):
         if len(batches) != state.position:
             raise CheckpointError(f"{NOT_WHOLE}: {part}: {len(batches)} batches, but position is {state.position}")
@@ -63,7 +84,7 @@ def require_whole(state: TrainingState, optimizer: Optimizer) -> None:
     entries = state.optimizer["state"]
     for group, saved in zip(optimizer.param_groups, state.optimizer["param_groups"], strict=True):
         wanted = _remembered(optimizer, group)
-        # A parameter that never had a gradient has no entry; all of them have had none only if something was lost.
+        # A parameter that never had a gradient has no entry; if none has one, something was lost.
         for parameter in saved["params"] if not entries else [one for one in saved["params"] if one in entries]:
             if lost := sorted(wanted - {*entries.get(parameter, ())}):
                 raise CheckpointError(
@@ -73,11 +94,11 @@ def require_whole(state: TrainingState, optimizer: Optimizer) -> None:
 
 
 def _remembered(optimizer: Optimizer, group: dict[str, Any]) -> set[str]:
-    """Return what the optimizer keeps of each parameter of a group, by a step on one that is nobody's."""
-    if not type(optimizer).__module__.startswith("torch.optim"):  # somebody's own, whose step may do anything
+    """Return the names of what the optimizer keeps of each parameter of a group, by a step on another parameter."""
+    if not type(optimizer).__module__.startswith("torch.optim"):  # the step of a user's own may do anything
         return set()
     alone = torch.zeros_like(group["params"][0], requires_grad=True)
     alone.grad = torch.zeros_like(alone)
-    probe = type(optimizer)([{**group, "params": [alone]}])  # type: ignore[call-arg]  # whose own all have defaults
+    probe = type(optimizer)([{**group, "params": [alone]}])  # type: ignore[call-arg]  # their options all have defaults
     probe.step()
     return set(probe.state[alone])

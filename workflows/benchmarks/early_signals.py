@@ -1,49 +1,45 @@
-"""Signals to commands in their first ten seconds, most of which go by in imports; a part of `faults`."""
+"""Send signals to commands in their first ten seconds, while they import modules; a part of `faults`."""
 
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from volseg.commands import run_module
 
-__all__ = ["Command", "summarise_tries", "try_signal"]
+__all__ = ["NUMBERS", "summarise_tries", "try_signal"]
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FIRST_SECONDS = 10.0
 LIMIT = 60.0
-"""Seconds after which a process that got a signal is called hung; the machine may be busy."""
+"""Seconds after a signal until a process counts as hung, on a busy machine too."""
 SECONDS_TO_FOLLOW = 10.0
-"""For what a process has started to end behind it."""
+"""Time for the child processes of an ended process to end."""
 
-MARKS = (("libtorch_cpu", "with torch"), ("_multiarray_umath", "with numpy"), ("libpython", "before numpy"))
-"""How far the imports are, by libraries in the process's memory; the first that is found."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """What is started again and again, each time in a new folder."""
-
-    verb: str
-    arguments: Callable[[Path], Sequence[str]]
+MARKS = (("libtorch_cpu", "with torch"), ("_multiarray_umath", "with numpy"))
+"""How far the imports are, by the libraries in the process's memory; the first match counts."""
 
 
-def try_signal(command: Command, number: signal.Signals, folder: Path, chance: random.Random) -> dict:
-    """Send a signal at a random moment of the first ten seconds; return what came of it.
+def try_signal(
+    verb: str, arguments: Sequence[str], number: signal.Signals, folder: Path, chance: random.Random
+) -> dict:
+    """Send a signal at a random moment of a command's first ten seconds; return how the process ends.
 
     Parameters
     ----------
-    command, number
-        Who gets what.
+    verb, arguments
+        The command line.
+    number
+        The signal.
     folder
-        Of this try; the process writes there only.
+        For the output of the process.
     chance
         Chooses the moment, and whether the process is the script or ``python -m``.
     """
@@ -53,18 +49,18 @@ def try_signal(command: Command, number: signal.Signals, folder: Path, chance: r
     moment = chance.uniform(0, FIRST_SECONDS)
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         process = subprocess.Popen(
-            [*start, *command.verb.split(), *command.arguments(folder)],
+            [*start, *verb.split(), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            start_new_session=True,  # whose number finds what it has started
+            start_new_session=True,  # to find its child processes
         )
         try:
             process.wait(moment)
         except subprocess.TimeoutExpired:
             pass
         else:
-            return {"verb": command.verb, "signal": number.name, "where": "over", "moment": moment}
+            return {"where": "over"}
         where = _look(process.pid)
         process.send_signal(number)
         begin = time.monotonic()
@@ -75,12 +71,14 @@ def try_signal(command: Command, number: signal.Signals, folder: Path, chance: r
     left = _end_left(process.pid)
     process.wait()
     errors = (folder / "err").read_text(encoding="utf-8", errors="replace")
-    told = errors.count("volseg: interrupted")
-    by_signal = process.returncode == -number  # Python, or the system, before the first statement of volseg
-    well = (process.returncode == 128 + number and told == 1) or (by_signal and told == 0)
+    lines = errors.count("volseg: interrupted")
+    by_signal = process.returncode == -number  # before the first statement of volseg
+    well = (process.returncode == 128 + number and lines == 1) or (by_signal and lines == 0)
     well = well and not hung and not left and "Traceback" not in errors
+    # Python handles Ctrl-C itself in its first hundredths of a second, before it runs a line of volseg.
+    in_python_start = "KeyboardInterrupt" in errors and "/volseg/" not in errors
     return {
-        "verb": command.verb,
+        "verb": verb,
         "signal": number.name,
         "start": "-m" if start is module else "script",
         "moment": moment,
@@ -89,11 +87,9 @@ def try_signal(command: Command, number: signal.Signals, folder: Path, chance: r
         "seconds_until_gone": gone,
         "hung": hung,
         "left_alive": left,
-        "traceback": "Traceback" in errors,
-        # Python's own handler of Ctrl-C, in its first hundredths of a second, before it runs a line of volseg.
-        "in_python_start": "KeyboardInterrupt" in errors and "/volseg/" not in errors,
+        "in_python_start": in_python_start,
         "well": well,
-        "errors": "" if well else errors[-3000:],
+        "errors": errors[-3000:],
     }
 
 
@@ -106,7 +102,7 @@ def _look(pid: int) -> str:
 
 
 def _end_left(session: int) -> int:
-    """Return how many processes of a session outlive its leader, and end them."""
+    """Return how many processes of a session outlive its leader, and kill them."""
     end = time.monotonic() + SECONDS_TO_FOLLOW
     while (left := [pid for pid in _list_session(session) if pid != session]) and time.monotonic() < end:
         time.sleep(0.1)
@@ -119,33 +115,29 @@ def _list_session(session: int) -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended
             continue
         if int(fields[3]) == session and fields[0] not in (b"Z", b"X"):
             yield int(folder.name)
 
 
 def summarise_tries(runs: Sequence[dict]) -> dict:
-    """Return the counts by verb and signal; a process that ended before its signal is no try."""
+    """Return counts by verb and signal, and the failed tries; a process that ended before its signal is no try."""
     tries = [run for run in runs if run["where"] != "over"]
-    gone = sorted(run["seconds_until_gone"] for run in tries)
+    gone = [run["seconds_until_gone"] for run in tries]
+    wrong = [run for run in tries if not run["well"]]
+    pairs = Counter((run["verb"], run["signal"]) for run in tries)
+    failed = Counter((run["verb"], run["signal"]) for run in wrong)
     return {
-        "all_well": all(run["well"] or run["in_python_start"] for run in tries) and len(tries) > 0.8 * len(runs),
+        "all_well": all(run["in_python_start"] for run in wrong) and len(tries) > 0.8 * len(runs),
         "tries": len(tries),
-        "over_before": len(runs) - len(tries),
-        "well": sum(run["well"] for run in tries),
+        "well": len(tries) - len(wrong),
         "by_verb_and_signal": {
-            f"{verb}, {number.name}": f"{sum(run['well'] for run in found)} of {len(found)}"
-            for verb in sorted({run["verb"] for run in tries})
-            for number in NUMBERS
-            if (found := [run for run in tries if (run["verb"], run["signal"]) == (verb, number.name)])
+            f"{verb}, {name}": f"{count - failed[verb, name]} of {count}"
+            for (verb, name), count in sorted(pairs.items())
         },
         "where": Counter(run["where"] for run in tries),
         "statuses": Counter(str(run["status"]) for run in tries),
-        "in_python_start": sum(run["in_python_start"] for run in tries),
-        "tracebacks": sum(run["traceback"] for run in tries),
-        "hung": sum(run["hung"] for run in tries),
-        "left_alive": sum(run["left_alive"] for run in tries),
-        "seconds_until_gone": {"median": gone[len(gone) // 2], "largest": gone[-1]} if gone else None,
-        "runs": list(runs),
+        "seconds_until_gone": {"median": statistics.median(gone), "largest": max(gone)},
+        "not_well": wrong,
     }

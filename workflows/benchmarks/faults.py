@@ -1,19 +1,22 @@
-"""Kill trainings in every way that a cluster does, start them again, and see that no work was lost; the result is JSON.
+"""Kill trainings in every way that a cluster does, restart them, and check that no work is lost.
 
 python workflows/benchmarks/faults.py --result workflows/benchmarks/results/unet_cpu_faults.json
 python workflows/benchmarks/faults.py --only kill --kill 5 --result /tmp/faults.json      # a part of it, quickly
 
-kill       SIGKILL at random moments; `volseg train --restart` until it ends; every bit equals the uninterrupted run
+kill       SIGKILL at random moments; `volseg train --restart` until it ends; every bit equals the undisturbed run
 terminate  SIGTERM at random moments: seconds until the process is gone, and seconds of training that were lost
-spot       a spot notice from a metadata service (a local HTTP server) likewise
-worker     one of four processes is killed: the job goes on by itself, and ends with the weights of an undisturbed job
-torchrun   two processes under torchrun, again and again: all of them end with status 0
-signals    SIGINT, SIGTERM or SIGHUP at random moments of the first ten seconds of `train`, `predict`, `data check`, in
-           which modules are imported: status 128 + number, one line, no traceback, nothing left alive
+spot       a spot notice from a metadata service (a local HTTP server) in place of SIGTERM
+worker     one of four processes is killed: the job continues by itself, and ends with the weights of an undisturbed job
+torchrun   two processes under torchrun, many times: all of them end with status 0
+signals    SIGINT, SIGTERM or SIGHUP at random moments of the first ten seconds of `train`, `predict`, `data check`,
+           while modules are imported: status 128 + number, one line, no traceback, no process left
 
-Trainings run as `volseg` itself, on a synthetic task. Those of one process are forked off this one, which has imported
-everything: starting Python and torch would take most of the time, and kills would mostly hit imports. The processes of
-`signals` start as a user starts them.
+Trainings run on a synthetic task. Those of one process are forked from this one, which has imported everything: the
+start of Python and torch would take most of the time, and kills would mostly hit imports. The processes of `signals`
+start as a user starts them.
+
+The result is JSON: a list of sittings, to which each call of this script adds one. A sitting holds counts, and the runs
+that failed.
 """
 
 import argparse
@@ -32,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +43,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from early_signals import NUMBERS, Command, summarise_tries, try_signal
+from early_signals import NUMBERS, summarise_tries, try_signal
 
 from volseg import cli, experiment  # noqa: F401  (the forked trainings find it imported)
 from volseg.commands import run_module
@@ -48,7 +52,6 @@ from volseg.errors import CheckpointError
 from volseg.monitoring.environment import environment
 from volseg.workflow import load_checkpoint
 from volseg.workflow.records import CLOCKED
-from volseg.workflow.state import TrainingState
 
 CONFIG = {
     "name": "faults",
@@ -69,11 +72,11 @@ PHASES = (
     ("validation", ("validation.py", "predictor.py")),
     ("step", ("step.py", "augmented.py", "patches.py", 'training.py", line', "averaging.py")),
 )
-"""Where a process was, by the files in its traceback; the first that is found. Otherwise it began or ended."""
+"""Where a process is, by the files in its traceback; the first match counts. Without a match it starts or ends."""
 
 
 class Sitting:
-    """One start of a training in a process of its own, forked off this one."""
+    """A training in a process of its own, forked from this one."""
 
     def __init__(self, arguments: list[str], log: Path, environ: dict[str, str] | None = None) -> None:
         self.log, self.traceback = log, log.with_suffix(".where")
@@ -95,19 +98,21 @@ class Sitting:
             time.sleep(0.005)
 
     def end(self) -> int:
-        """Wait for the end; a process that hangs is killed and told."""
+        """Return the exit status; kill a process that hangs, and end the benchmark."""
         status = self.wait()
         if status is None:
             where = self.look()
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait()
-            raise SystemExit(
-                f"a training hung for {LIMIT} s in {where}; its log:\n{self.log.read_text(encoding='utf-8')[-3000:]}"
-            )
+            self.kill()
+            raise SystemExit(f"a training hung for {LIMIT} s in {where}; its log:\n{read_tail(self.log)}")
         return status
 
+    def kill(self) -> None:
+        """Kill the process."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.wait()
+
     def look(self) -> str:
-        """Return where the process is: it writes its own traceback, without Python's help."""
+        """Return where the process is, by the traceback that faulthandler writes."""
         self.traceback.write_bytes(b"")
         os.kill(self.pid, signal.SIGUSR2)
         for _ in range(50):
@@ -115,12 +120,17 @@ class Sitting:
             if text := self.traceback.read_text(encoding="utf-8"):
                 break
         else:
-            return "start"  # it had not come to install the handler yet
+            return "start"  # before the handler is installed
         return next((phase for phase, marks in PHASES if any(mark in text for mark in marks)), "start or end")
 
 
-def _be_training(arguments: list[str], log: Path, traceback: Path, environ: dict[str, str]) -> None:
-    """Be `volseg` with these arguments, in a child of the fork; does not return."""
+def read_tail(log: Path) -> str:
+    """Return the end of a log."""
+    return log.read_text(encoding="utf-8")[-3000:]
+
+
+def _be_training(arguments: list[str], log: Path, where: Path, environ: dict[str, str]) -> None:
+    """Run `volseg` with these arguments in the forked process; does not return."""
     status = 70
     try:
         os.setsid()
@@ -128,7 +138,7 @@ def _be_training(arguments: list[str], log: Path, traceback: Path, environ: dict
         with log.open("ab") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        faulthandler.register(signal.SIGUSR2, file=traceback.open("wb"), all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=where.open("wb"), all_threads=True)
         sys.argv = ["volseg", *arguments]
         try:
             cli.main()
@@ -138,44 +148,43 @@ def _be_training(arguments: list[str], log: Path, traceback: Path, environ: dict
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:
-        import traceback as printed  # only a training that fails needs it
-
-        printed.print_exc()
+        traceback.print_exc()
     finally:
         os._exit(status)
 
 
 def main() -> None:
-    """Run the parts that were asked for, and write what came of them."""
+    """Run the chosen parts, and write their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
-    counts = {"kill": 50, "terminate": 20, "spot": 20, "worker": 5, "torchrun": 100, "signals": 200}
-    for name, count in counts.items():
+    for name, (_, count) in PARTS.items():
         parser.add_argument(f"--{name}", type=int, default=count, metavar="RUNS")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--side-by-side", type=int, default=2, help="trainings of one process at a time")
+    parser.add_argument("--side-by-side", type=int, default=2, help="runs at the same time")
     chosen = parser.parse_args()
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # imports what optimizers import late, so that no fork does
     result: dict = {"command": shlex.join(["python", *sys.argv]), "environment": environment()}
+    chosen.result.parent.mkdir(parents=True, exist_ok=True)
+    earlier = json.loads(chosen.result.read_text(encoding="utf-8"))["sittings"] if chosen.result.exists() else []
     with tempfile.TemporaryDirectory(prefix="faults") as place:
         bench = Bench(Path(place), chosen.seed, chosen.side_by_side)
         if chosen.only != ["signals"]:
             result["undisturbed"] = bench.reference()
         for part in chosen.only:
             begin = time.perf_counter()
-            result[part] = {**PARTS[part](bench, getattr(chosen, part)), "took_seconds": time.perf_counter() - begin}
-            print(part, json.dumps({key: value for key, value in result[part].items() if key != "runs"}), flush=True)
-            chosen.result.parent.mkdir(parents=True, exist_ok=True)
-            chosen.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            result[part] = PARTS[part][0](bench, getattr(chosen, part))
+            result[part]["took_seconds"] = time.perf_counter() - begin
+            print(part, json.dumps(result[part]), flush=True)
+            chosen.result.write_text(json.dumps({"sittings": [*earlier, result]}, indent=1) + "\n", encoding="utf-8")
     failed = [part for part in chosen.only if not result[part]["all_well"]]
     sys.exit(f"not all well: {', '.join(failed)}" if failed else 0)
 
 
 class Bench:
-    """A task, a config, and the run that nobody disturbs."""
+    """A task, a config, and the undisturbed run."""
 
     def __init__(self, place: Path, seed: int, side_by_side: int) -> None:
         self.place, self.side_by_side = place, side_by_side
@@ -184,47 +193,48 @@ class Bench:
         self.config = self.write_config("config.yaml", {})
 
     def write_config(self, name: str, training: dict, **more: object) -> Path:
-        """Write the config with other values of the training."""
+        """Write the config with changed values."""
         content = {**CONFIG, **more, "training": {**CONFIG["training"], **training}, "data": {"root": str(self.task)}}
         path = self.place / name
         path.write_text(yaml.safe_dump(content), encoding="utf-8")
         return path
 
     def start(self, folder: Path, *more: str, environ: dict[str, str] | None = None) -> Sitting:
-        """Start, or go on with, the training in ``folder``."""
+        """Start or continue the training in ``folder``."""
         arguments = ["train", str(self.config), "--restart", "-o", str(folder), *more]
         return Sitting(arguments, folder.with_suffix(".log"), environ)
 
+    def finish(self, folder: Path, *more: str) -> str:
+        """Train undisturbed; return the fingerprint."""
+        sitting = self.start(folder, *more)
+        if sitting.end() != 0:
+            raise SystemExit(read_tail(sitting.log))
+        return fingerprint(folder)
+
     def reference(self) -> dict:
-        """Train undisturbed, twice: the second time says that the training repeats itself at all."""
-        durations = []
+        """Train undisturbed twice: only if both are equal can interrupted runs be compared."""
+        durations, found = [], set()
         for name in ("undisturbed", "undisturbed_again"):
-            sitting = self.start(self.place / name)
-            if sitting.end() != 0:
-                raise SystemExit(sitting.log.read_text(encoding="utf-8")[-3000:])
-            durations.append(time.monotonic() - sitting.begun)
+            begun = time.monotonic()
+            found.add(self.finish(self.place / name))
+            durations.append(time.monotonic() - begun)
         self.seconds = min(durations)
-        self.weights = fingerprint(load_checkpoint(self.place / "undisturbed" / "checkpoints" / "latest.pt"))
-        again = fingerprint(load_checkpoint(self.place / "undisturbed_again" / "checkpoints" / "latest.pt"))
-        if self.weights != again:
+        if len(found) > 1:
             raise SystemExit("two undisturbed runs differ: nothing can be compared")
+        [self.weights] = found
         return {"seconds": durations, "sha256": self.weights}
 
     def each(self, count: int, run: Callable[[int, random.Random], dict]) -> list[dict]:
-        """Run ``run(number, random numbers of its own)`` so many times, some side by side."""
+        """Call ``run(number, random generator)`` so many times, some at the same time."""
         seeds = [self.random.randrange(2**32) for _ in range(count)]
         with ThreadPoolExecutor(self.side_by_side) as threads:
             return list(threads.map(lambda at: run(at, random.Random(seeds[at])), range(count)))  # noqa: S311
 
-    def is_like_undisturbed(self, folder: Path) -> bool:
-        """Compare the last checkpoint's whole state, bit for bit."""
-        return fingerprint(load_checkpoint(folder / "checkpoints" / "latest.pt")) == self.weights
 
-
-def fingerprint(state: TrainingState) -> str:
-    """Return a digest of everything that a training goes on from, without the seconds it took."""
+def fingerprint(folder: Path) -> str:
+    """Return a digest of everything from which a run's training continues, without the seconds it took."""
     digest = hashlib.sha256()
-    content = state.as_checkpoint()
+    content = load_checkpoint(folder / "checkpoints" / "latest.pt").as_checkpoint()
     for name in ("seconds", "metadata"):
         content.pop(name)
     for record in (*content["history"], *([content["best"]] if content["best"] else ())):
@@ -250,7 +260,7 @@ def _digest(digest: "hashlib._Hash", value: object) -> None:
 
 
 def examine(folder: Path) -> dict:
-    """Look at what a killed training left: which checkpoints there are, and which of them cannot be read."""
+    """Return the progress of a killed training, and which of its checkpoints cannot be read."""
     faults, found = [], {}
     for name in NAMES:
         path = folder / "checkpoints" / name
@@ -263,7 +273,7 @@ def examine(folder: Path) -> dict:
 
 
 def kill(bench: Bench, count: int) -> dict:
-    """Kill by SIGKILL, one to three times a run."""
+    """Kill each run by SIGKILL, one to three times."""
 
     def run(number: int, chance: random.Random) -> dict:
         folder = bench.place / f"kill_{number}"
@@ -271,40 +281,50 @@ def kill(bench: Bench, count: int) -> dict:
         for _ in range(chance.randint(1, 3)):
             sitting = bench.start(folder)
             status = sitting.wait(chance.uniform(0, bench.seconds))
-            if status is not None:  # what was left of it was shorter than that
+            if status is not None:  # it ended before
                 break
             wheres.append(sitting.look())
-            os.kill(sitting.pid, signal.SIGKILL)
-            sitting.wait()
+            sitting.kill()
             faults += examine(folder)["faults"]
         status = bench.start(folder).end()
+        equal = status == 0 and fingerprint(folder) == bench.weights
+        left_over = sorted(path.name for path in (folder / "checkpoints").glob(".*"))
         return {
             "killed_in": wheres,
             "checkpoints_unreadable": faults,
             "status": status,
-            "equal": status == 0 and bench.is_like_undisturbed(folder),
-            "left_over": sorted(path.name for path in (folder / "checkpoints").glob(".*")),
+            "equal": equal,
+            "left_over": left_over,
+            "well": equal and not faults and not left_over,
         }
 
     runs = bench.each(count, run)
-    well = [found["equal"] and not found["checkpoints_unreadable"] and not found["left_over"] for found in runs]
     return {
-        "all_well": all(well),
-        "runs_equal_to_undisturbed": sum(found["equal"] for found in runs),
+        **count_well(runs),
         "kills": sum(len(found["killed_in"]) for found in runs),
         "killed_in": Counter(where for found in runs for where in found["killed_in"]),
         "unreadable_checkpoints": sum(len(found["checkpoints_unreadable"]) for found in runs),
-        "runs": runs,
+    }
+
+
+def count_well(runs: Sequence[dict]) -> dict:
+    """Return how many runs equal the undisturbed one bit for bit, and the runs that failed."""
+    wrong = [found for found in runs if not found["well"]]
+    return {
+        "all_well": not wrong,
+        "runs": len(runs),
+        "runs_equal_to_undisturbed": sum(found["equal"] for found in runs),
+        "not_well": wrong,
     }
 
 
 def terminate(bench: Bench, count: int) -> dict:
-    """End by SIGTERM, then go on to the end."""
+    """Stop each run by SIGTERM, then continue it to its end."""
 
     def run(number: int, chance: random.Random) -> dict:
         folder = bench.place / f"terminate_{number}"
         sitting = bench.start(folder)
-        # Not in the last tenth: it might be over.
+        # Not in the last tenth: it might have ended.
         if sitting.wait(chance.uniform(0.1, 0.9) * bench.seconds) is not None:
             return {"where": "over"}
         return ask_to_stop(bench, folder, sitting, lambda: os.kill(sitting.pid, signal.SIGTERM), bench.weights)
@@ -315,28 +335,29 @@ def terminate(bench: Bench, count: int) -> dict:
 def ask_to_stop(
     bench: Bench, folder: Path, sitting: Sitting, ask: Callable[[], object], expected: str, more: Sequence[str] = ()
 ) -> dict:
-    """Return how a process stopped that was asked to, and how its training ended after another start.
+    """Return how a process stops when asked to, and how its training ends after a restart.
 
     Parameters
     ----------
     bench, folder, sitting
-        The process, and where it trains.
+        The process, and its run folder.
     ask
-        Called once.
+        Asks it to stop.
     expected
         The fingerprint of the undisturbed run.
     more
-        What the command says besides.
+        Further arguments of the command.
     """
     where, before, at = sitting.look(), time.time(), time.monotonic()
     ask()
     status = sitting.end()
     seconds = time.monotonic() - at
     latest = folder / "checkpoints" / "latest.pt"
-    # A file written after the request holds all that was done; else what came after it is lost.
+    # A checkpoint written after the request holds all work; else the work since the last one is lost.
     lost = max(0.0, before - latest.stat().st_mtime) if latest.exists() else 0.0
     found = examine(folder)
     last = bench.start(folder, *more).end()
+    equal = last == 0 and fingerprint(folder) == expected
     return {
         "where": where,
         "status": status,
@@ -345,47 +366,41 @@ def ask_to_stop(
         "checkpoints_unreadable": found["faults"],
         "progress": found["progress"],
         "status_at_last": last,
-        "equal": last == 0 and fingerprint(load_checkpoint(latest)) == expected,
+        "equal": equal,
+        "well": equal and status == 128 + signal.SIGTERM and not found["faults"] and seconds <= 20 and lost <= 5,
     }
 
 
 def summarise(runs: list[dict]) -> dict:
-    """Return the worst of runs that were asked to stop."""
+    """Return counts and the longest times of runs that were asked to stop."""
     stopped = [run for run in runs if run["where"] != "over"]
     gone = [run["seconds_until_gone"] for run in stopped]
     lost = [run["seconds_lost"] for run in stopped]
-    well = [
-        run["equal"] and run["status"] == 128 + signal.SIGTERM and not run["checkpoints_unreadable"] for run in stopped
-    ]
+    counted = count_well(stopped)
     return {
-        "all_well": all(well) and max(gone) <= 20 and max(lost) <= 5 and len(stopped) > 0.8 * len(runs),
-        "stopped": len(stopped),
+        **counted,
+        "all_well": counted["all_well"] and len(stopped) > 0.8 * len(runs),
         "where": Counter(run["where"] for run in stopped),
         "statuses": Counter(run["status"] for run in stopped),
-        "runs_equal_to_undisturbed": sum(run["equal"] for run in stopped),
         "seconds_until_gone": {"median": statistics.median(gone), "largest": max(gone)},
         "seconds_lost": {"median": statistics.median(lost), "largest": max(lost)},
-        "runs": runs,
     }
 
 
 def spot(bench: Bench, count: int) -> dict:
-    """Announce the end of the machine, and let the training find out by itself."""
+    """Announce the end of the machine by its metadata service."""
 
     def run(number: int, chance: random.Random) -> dict:
         folder = bench.place / f"spot_{number}"
         with metadata_service() as (address, announce):
             environ = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": address}
-            # Longer, as the service is asked every five seconds only.
+            # Longer, because the service is asked only every five seconds.
             sitting = bench.start(folder, "--set", "training.spot=aws", *LONGER, environ=environ)
             if sitting.wait(chance.uniform(0.5, 2) * bench.seconds) is not None:
                 return {"where": "over"}
             return ask_to_stop(bench, folder, sitting, announce, longer, LONGER)
 
-    longest = bench.place / "longer"
-    if bench.start(longest, *LONGER).end() != 0:
-        raise SystemExit(longest.with_suffix(".log").read_text(encoding="utf-8")[-3000:])
-    longer = fingerprint(load_checkpoint(longest / "checkpoints" / "latest.pt"))
+    longer = bench.finish(bench.place / "longer", *LONGER)
     return summarise(bench.each(count, run))
 
 
@@ -394,7 +409,7 @@ LONGER = ("--set", "training.epochs=6", "--set", "training.iterations=150")
 
 @contextlib.contextmanager
 def metadata_service() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve what a spot instance can ask for; yield the address, and what announces its end."""
+    """Serve a spot instance's metadata; yield the address, and a function that announces the instance's end."""
     ending = threading.Event()
 
     class Answers(http.server.BaseHTTPRequestHandler):
@@ -416,19 +431,16 @@ def metadata_service() -> Iterator[tuple[str, Callable[[], None]]]:
         def log_message(self, *ignored: object) -> None:
             del ignored
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", ending.set
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", ending.set
+        finally:
+            server.shutdown()
 
 
 def worker(bench: Bench, count: int) -> dict:
-    """Kill one of four processes of a job that may start its processes again."""
+    """Kill one of four processes of a job with restarts."""
     config = bench.write_config("four.yaml", {"deterministic": True, "epochs": 4}, parallel={"data": 4})
 
     def job(folder: Path) -> subprocess.Popen:
@@ -438,8 +450,8 @@ def worker(bench: Bench, count: int) -> dict:
 
     calm = bench.place / "calm"
     if job(calm).wait(timeout=LIMIT) != 0:
-        raise SystemExit(calm.with_suffix(".log").read_text(encoding="utf-8")[-3000:])
-    expected = fingerprint(load_checkpoint(calm / "checkpoints" / "latest.pt"))
+        raise SystemExit(read_tail(calm.with_suffix(".log")))
+    expected = fingerprint(calm)
     runs = []
     for number in range(count):
         folder = bench.place / f"worker_{number}"
@@ -453,37 +465,40 @@ def worker(bench: Bench, count: int) -> dict:
         os.kill(victims[victim], signal.SIGKILL)
         begin = time.monotonic()
         status = running.wait(timeout=LIMIT)
+        seconds = time.monotonic() - begin
+        equal = status == 0 and fingerprint(folder) == expected
+        left_over = children_of_group(folder)
         runs.append(
             {
                 "killed": victim,
                 "processes": len(victims),
                 "status": status,
-                "seconds_to_the_end": time.monotonic() - begin,
-                "equal": status == 0 and fingerprint(load_checkpoint(folder / "checkpoints" / "latest.pt")) == expected,
-                "left_over": children_of_group(folder),
+                "seconds_to_the_end": seconds,
+                "equal": equal,
+                "left_over": left_over,
+                "well": equal and len(victims) == 4 and not left_over,
             }
         )
-    well = [run["equal"] and run["processes"] == 4 and not run["left_over"] for run in runs]
-    return {"all_well": all(well), "went_on_to_the_same_bits": sum(run["equal"] for run in runs), "runs": runs}
+    return {**count_well(runs), "seconds_to_the_end": {"largest": max(run["seconds_to_the_end"] for run in runs)}}
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a process has started."""
+    """Return the child processes of a process."""
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
     return sorted(int(child) for child in text.split())
 
 
 def children_of_group(folder: Path) -> int:
-    """Return how many processes still work for a folder."""
+    """Return the number of processes that still train in a folder."""
     found = 0
     for commandline in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended
             found += str(folder).encode() in commandline.read_bytes()
     return found
 
 
 def torchrun(bench: Bench, count: int) -> dict:
-    """Start two processes, train in them, and see how they end."""
+    """Train in two processes, and count their exit statuses."""
     launcher = run_module("torch.distributed.run", "--standalone", "--nproc-per-node=2")
     statuses, seconds, tails = [], [], []
     for number in range(count):
@@ -510,37 +525,37 @@ def torchrun(bench: Bench, count: int) -> dict:
 
 
 def signals(bench: Bench, count: int) -> dict:
-    """Send signals to processes of their own that are about to begin."""
-    # Under nohup, or in the background of a script, this process ignores these, and so would those that it starts.
+    """Send signals to commands in their first seconds."""
+    # Under nohup, or in the background of a script, this process ignores signals, and its children would too.
     for ignored in NUMBERS:
         if signal.getsignal(ignored) is signal.SIG_IGN:
             signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
-    large = make_task(bench.place / "Task01_Large", num_cases=200)  # which takes more than ten seconds
+    large = make_task(bench.place / "Task01_Large", num_cases=200)  # takes more than ten seconds
     run = bench.place / "predicts"
-    if bench.start(run).end() != 0:
-        raise SystemExit(run.with_suffix(".log").read_text(encoding="utf-8")[-3000:])
+    bench.finish(run)
     endless = ["--set", "training.epochs=100000", "--set", "training.checkpoint_minutes=60"]
-    commands = (
-        Command("train", lambda folder: [str(bench.config), "-o", str(folder / "run"), "--no-cache", *endless]),
-        Command("predict", lambda folder: [str(run), str(large / "imagesTr"), "-o", str(folder / "predictions")]),
-        Command("data check", lambda _: [str(large)]),
-    )
 
     def attempt(number: int, chance: random.Random) -> dict:
         folder = bench.place / f"signal_{number}"
-        return try_signal(commands[number % 3], NUMBERS[number // 3 % 3], folder, chance)
+        verb, arguments = (
+            ("train", [str(bench.config), "-o", str(folder / "run"), "--no-cache", *endless]),
+            ("predict", [str(run), str(large / "imagesTr"), "-o", str(folder / "predictions")]),
+            ("data check", [str(large)]),
+        )[number % 3]
+        return try_signal(verb, arguments, NUMBERS[number // 3 % 3], folder, chance)
 
     return summarise_tries(bench.each(count, attempt))
 
 
 PARTS = {
-    "kill": kill,
-    "terminate": terminate,
-    "spot": spot,
-    "worker": worker,
-    "torchrun": torchrun,
-    "signals": signals,
+    "kill": (kill, 50),
+    "terminate": (terminate, 20),
+    "spot": (spot, 20),
+    "worker": (worker, 5),
+    "torchrun": (torchrun, 100),
+    "signals": (signals, 200),
 }
+"""Each part, and how many runs it has by default."""
 
 if __name__ == "__main__":
     main()

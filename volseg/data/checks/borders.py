@@ -1,10 +1,9 @@
-"""The image along a label's border, and statistics of the label's shape, as few numbers of each case.
+"""The shape of a label, and the image along its border, as a few numbers per case.
 
-Voxels near the border are sorted into cells: by how far inside or outside they lie (eight shells, one finest voxel
-each) and by the octant around the label's centre. The mean intensities of all cells are the profile of the border. It
-is alike in cases of one anatomy. A profile is taken for the label as it lies, and for the label after each of several
-shifts and mirrorings: if one of these resembles the other cases much more, the label is misplaced
-(`volseg.data.checks.placing`).
+Voxels near the border are sorted into cells: by their distance from the border (eight shells, one finest voxel each)
+and by the octant around the label's centre. The mean intensities of the cells are the profile of the border, which is
+alike in cases of one anatomy. Profiles are also taken after shifting and mirroring the label: a label is misplaced if
+such a profile resembles the other cases much more (`volseg.data.checks.placing`).
 
 References
 ----------
@@ -18,7 +17,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy import ndimage
 
-from volseg.data.checks.texture import COARSE_SIDE, coarsen
+from volseg.data.checks.texture import choose_steps, coarsen
+from volseg.data.checks.volumes import measure_agreement
 
 __all__ = [
     "CELLS",
@@ -27,45 +27,38 @@ __all__ = [
     "LabelShape",
     "Move",
     "describe_border",
-    "find_structures",
     "measure_shape",
     "pool",
     "take_profile",
 ]
 
 SHELLS = np.arange(-2.5, 4.0)
-"""Distances from the border, in finest voxels and negative inside, at which one shell ends and the next begins."""
+"""Limits between the shells: distances from the border in finest voxels, negative inside."""
 
 NEAR, FAR = -3.5, 4.0
 """Where the first shell begins and the last one ends."""
 
 CELLS = 8 * (len(SHELLS) + 1)
-"""Shells times octants."""
+"""Number of shells times octants."""
 
 OCTANT_BITS = np.array([8, 16, 32])
-"""Of a cell's number, beside the shell: whether it lies to the right, in front, and above of the centre."""
+"""Bits of a cell's number above its shell: set to the right, in front and above of the label's centre."""
 
 MOST_BORDER = 8192
-"""Voxels of a border at most; of a longer one every so many are taken."""
+"""Most voxels of a border; longer borders are subsampled."""
 
 FEWEST_VOXELS = 3
-"""Of a cell that has a mean."""
-
-FEWEST_PAIRS = 200
-"""Neighbours that are compared at least: two lesions of one voxel each are no noise."""
-
-COUNTED_VOXELS = 1 << 22
-"""About how many voxels are compared with their neighbours."""
+"""Voxels that a cell needs for a mean."""
 
 
 class Move(NamedTuple):
-    """A way in which a label may be misplaced, which is undone by the same."""
+    """A shift or mirroring of a label that may undo its misplacement."""
 
     kind: Literal["none", "shift", "mirror"]
     axis: int = 0
-    """Of right-left, front-back and head-feet."""
+    """Right-left, front-back or head-feet."""
     step: int = 0
-    """Voxels."""
+    """Coarse voxels."""
 
 
 STEPS = (-12, -8, -4, -2, 2, 4, 8, 12)
@@ -74,25 +67,29 @@ MOVES = (
     *(Move("shift", axis, step) for axis in range(3) for step in STEPS),
     *(Move("mirror", axis) for axis in range(3)),
 )
-"""What is tried, the label as it lies first."""
+"""Moves that are tried; the first leaves the label in place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelShape:
-    """Statistics of the structures of a label map, all together."""
+    """Statistics of all structures of a label map together."""
 
+    volume: float
+    """In mm3."""
+    unlabelled: float
+    """Share of the voxels."""
     agreement: float
-    """Share of neighbours, of which one at least is labelled, that have one value: low for a ragged label."""
+    """As `measure_agreement` returns it, low for a ragged label; 1 for a label with few neighbours."""
     stray: float
-    """Distance of the farthest voxel from the largest connected part, per root mean square radius of all."""
+    """Distance of the farthest voxel from the largest connected part, in root mean square radii of the label."""
     on_faces: float
-    """Labelled voxels on the faces of the volume, per two thirds power of their number."""
-    offset: tuple[float, ...] = ()
-    """From the middle of the volume to that of the label's box (coarse voxels)."""
-    skew: tuple[float, ...] = ()
-    """From the middle of the label's box to its centre, per side of the box."""
-    steps: tuple[int, ...] = (1, 1, 1)
-    """Voxels of the file for one coarse voxel."""
+    """Number of labelled voxels on the faces of the volume, divided by the number of labelled voxels to the 2/3."""
+    offset: tuple[float, ...]
+    """From the middle of the volume to the middle of the label's bounding box (coarse voxels)."""
+    skew: tuple[float, ...]
+    """From the middle of the bounding box to the label's centre, in sides of the box."""
+    steps: tuple[int, ...]
+    """Voxels of the file per coarse voxel."""
     profiles: np.ndarray = field(compare=False, repr=False)
     """``(moves, cells)``, float32; NaN where a cell has too few voxels. No rows for a label without a border."""
 
@@ -103,17 +100,18 @@ class Border(NamedTuple):
     positions: np.ndarray
     """``(N, 3)``."""
     cells: np.ndarray
-    """``(N,)``: the shell, and in `OCTANT_BITS` whether the voxel lies beyond the centre along each axis."""
+    """``(N,)``: number of the shell, with the `OCTANT_BITS` of the octant."""
 
 
 def measure_shape(
-    image: np.ndarray, label: np.ndarray, ignore: int | None, spacing: tuple[float, ...], limits: tuple[float, float]
+    image: np.ndarray, label: np.ndarray, spacing: tuple[float, ...], limits: tuple[float, float]
 ) -> LabelShape:
     """Return the statistics of a label ``(D, H, W)`` with structures.
 
-    The image is on the label's grid, both are upright, and most of its values are between the ``limits``.
+    Image and label share a grid and are upright. Intensities are clipped to the ``limits``.
     """
-    labelled = find_structures(label, ignore)
+    labelled = label > 0
+    size = int(labelled.sum())
     coarse, steps = pool(labelled)
     sides = np.array(spacing) * steps
     places = np.argwhere(coarse)
@@ -122,9 +120,11 @@ def measure_shape(
     flat = coarsen(image).clip(*limits)
     rows = [] if border is None else [take_profile(flat, border, move) for move in MOVES]
     return LabelShape(
-        agreement=_measure_agreement(label),
+        volume=size * float(np.prod(spacing)),
+        unlabelled=1 - size / label.size,
+        agreement=1.0 if np.isnan(agreement := measure_agreement(label)) else agreement,
         stray=_measure_stray(coarse[tuple(map(slice, first, last + 1))], sides),
-        on_faces=_count_on_faces(labelled) / max(1, int(labelled.sum())) ** (2 / 3),
+        on_faces=_count_on_faces(labelled) / size ** (2 / 3),
         offset=tuple(((first + last + 1 - coarse.shape) / 2).tolist()),
         skew=tuple(((places.mean(0) - (first + last) / 2) / (last - first + 1)).tolist()),
         steps=steps,
@@ -132,31 +132,15 @@ def measure_shape(
     )
 
 
-def find_structures(label: np.ndarray, ignore: int | None) -> np.ndarray:
-    """Return which voxels of a label map are labelled."""
-    return label > 0 if ignore is None else (label > 0) & (label != ignore)
-
-
 def pool(labelled: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return for each block of voxels whether one of them is labelled, and the sides of the blocks (voxels)."""
-    steps = tuple(-(-side // COARSE_SIDE) for side in labelled.shape)
+    """Return which blocks of voxels hold a labelled one, and the sides of the blocks (voxels)."""
+    steps = choose_steps(labelled.shape)
     for axis, step in enumerate(steps):
         if step > 1:
-            # `coarsen` takes the middle of each block; the voxels that fill no block belong to the last one.
+            # `coarsen` takes the middle of each block; a remainder without a middle belongs to the last block.
             starts = np.arange(0, labelled.shape[axis], step)[: -(-(labelled.shape[axis] - step // 2) // step)]
             labelled = np.logical_or.reduceat(labelled, starts, axis=axis)
     return labelled, steps
-
-
-def _measure_agreement(label: np.ndarray) -> float:
-    """Compare neighbours in planes, of a large label in some of them; a label of a few voxels has no surface."""
-    planes = label[:: -(-label.size // COUNTED_VOXELS)]
-    pairs = same = 0
-    for one, other in ((planes[:, 1:], planes[:, :-1]), (planes[:, :, 1:], planes[:, :, :-1])):
-        counts = (one > 0) | (other > 0)
-        pairs += int(counts.sum())
-        same += int((counts & (one == other)).sum())
-    return same / pairs if pairs >= FEWEST_PAIRS else 1.0
 
 
 def _measure_stray(box: np.ndarray, sides: np.ndarray) -> float:
@@ -174,7 +158,7 @@ def _count_on_faces(labelled: np.ndarray) -> int:
 
 
 def describe_border(labelled: np.ndarray, sides: np.ndarray) -> Border | None:
-    """Return the voxels near the border of a coarse label; None where all or nothing is labelled."""
+    """Return the voxels near the border of a coarse label; None if all or no voxels are labelled."""
     places = np.argwhere(labelled)
     if not len(places):
         return None
@@ -195,7 +179,7 @@ def describe_border(labelled: np.ndarray, sides: np.ndarray) -> Border | None:
 
 
 def take_profile(image: np.ndarray, border: Border, move: Move = MOVES[0]) -> np.ndarray:
-    """Return the mean intensity of each cell of a border that was moved, NaN where there are too few voxels."""
+    """Return the mean intensity of each cell after a move of the border, NaN where a cell has too few voxels."""
     shape = image.shape
     places, cells = list(border.positions.T), border.cells
     if move.kind == "shift":
@@ -203,12 +187,10 @@ def take_profile(image: np.ndarray, border: Border, move: Move = MOVES[0]) -> np
     elif move.kind == "mirror":
         places[move.axis] = shape[move.axis] - 1 - places[move.axis]
         cells = cells ^ OCTANT_BITS[move.axis]
-    is_there = np.ones(len(cells), dtype=bool)
+    is_inside = np.ones(len(cells), dtype=bool)
     for place, side in zip(places, shape, strict=True):
-        if place.min() < 0 or place.max() >= side:
-            is_there &= (place >= 0) & (place < side)
-    if not is_there.all():
-        places, cells = [place[is_there] for place in places], cells[is_there]
+        is_inside &= (place >= 0) & (place < side)
+    places, cells = [place[is_inside] for place in places], cells[is_inside]
     values = image[tuple(places)]
     counts = np.bincount(cells, minlength=CELLS)
     sums = np.bincount(cells, values, minlength=CELLS)

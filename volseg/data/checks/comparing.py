@@ -1,12 +1,7 @@
 """What only the whole data set shows: cases that are unlike the others, and labels that nobody has.
 
-A value stands out if it is far from the median, by a factor that no protocol explains, and beyond three quartile ranges
-of the logarithms, Tukey's "far out" [1]_; and only if at most a tenth of five cases or more do. Where more do, the data
-set is mixed, which is told once.
-
-References
-----------
-.. [1] Tukey, Exploratory Data Analysis (1977), chapter 2: outer fences.
+Statistics of single cases are compared by `volseg.data.checks.outliers`. Where many cases differ, the data set is
+mixed, which is reported once.
 """
 
 from collections import Counter, defaultdict
@@ -15,28 +10,25 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from volseg.data.cases import Case, Task
-from volseg.data.checks.deviations import RARE, find_absent_labels, find_odd_images, find_odd_labels
-from volseg.data.checks.facts import ChannelFacts, ComparedCase, ImageFacts
+from volseg.data.checks.facts import AXES, ChannelFacts, ComparedCase, ImageFacts, StructureFacts
 from volseg.data.checks.kinds import Finding
+from volseg.data.checks.outliers import FEWEST_CASES, RARE, find_odd_images, find_odd_labels, find_outliers
 from volseg.data.names import list_some
-from volseg.data.readers import list_files
 
 __all__ = ["compare_cases", "describe_data"]
 
-FEWEST_CASES = 5
-"""Of which one can stand out."""
+FEW_CASES = 5
+"""Cases that grids and intensities need before one of them can be an outlier: factors this large show among few."""
 
 FAR_SIZE, FAR_SPACING, FAR_SCALE = 1.5, 3.0, 10.0
-"""Factors from the median beyond which a size, a spacing, and a range of intensities may stand out."""
-
-ENOUGH_CASES = 10
-"""In fewer cases a size stands out by the factor of a spacing."""
+"""Factors from the median beyond which a size, a spacing, and a range of intensities can be outliers. Among fewer than
+`FEWEST_CASES` a size needs the factor of a spacing."""
 
 THICKNESS_SHOWS = {"noise", "slices-unlike", "wrapped", "label-ragged"}
-"""Kinds of findings that thicker or thinner slices explain."""
+"""Kinds of findings that an unusual slice thickness explains."""
 
-FENCE = 3.0
-"""Quartile ranges from the quartiles."""
+ALWAYS, FEWEST_ALWAYS = 0.95, 20
+"""A label is expected in each case if this share of the cases have it, of at least so many."""
 
 MIXED_SCALE = 100.0
 """Factor between ranges of intensities from which on a data set is mixed."""
@@ -44,14 +36,14 @@ MIXED_SCALE = 100.0
 COMMON = 0.8
 """Share of the cases that makes a rule."""
 
-ALONE = 0.05
-"""Share of the cases that can lie apart from all others by their range of intensities."""
+APART = 0.05
+"""Largest share of the cases that can lie apart from all others by their range of intensities."""
 
 FOLDS = 5
 """Of nnU-Net's cross-validation, which is ours too."""
 
 LEAST_CONTRAST = 0.05
-"""Of the range of intensities, between labelled voxels and the others; less of it has no sign."""
+"""Least contrast with a sign, in ranges of intensities."""
 
 LEAST_DOUBLED = 64
 """Labelled voxels from which on two equal label maps are no chance."""
@@ -65,21 +57,19 @@ OFFSET_HIGH = 1000.0
 Images = Sequence[tuple[Case, ImageFacts]]
 Channels = Sequence[tuple[Case, ChannelFacts]]
 
-AXES = ("left-right", "front-back", "head-feet")
-
 
 def compare_cases(facts: Sequence[ComparedCase], task: Task) -> list[Finding]:
     """Return what the cases show side by side; all are remarks."""
     labelled = [fact for fact in facts if fact.label_counts]
     images = [(fact.case, fact.image) for fact in facts if fact.image is not None]
     unlike = _find_unlike_spacings(images)
-    odd = (*find_odd_labels(labelled, task), *find_odd_images(facts, task))
+    odd = (*find_odd_labels(facts), *find_odd_images(facts, task))
     found = [
         *_find_label_counts(labelled, task),
         *_find_same_labels(labelled, task),
         *_find_orientations(images),
         *_find_grids(images),
-        *find_absent_labels(labelled, task),
+        *_find_absent_labels(labelled, task),
         *(finding for finding in odd if finding.case not in unlike or finding.kind not in THICKNESS_SHOWS),
     ]
     for index, modality in enumerate(task.modalities):
@@ -87,13 +77,8 @@ def compare_cases(facts: Sequence[ComparedCase], task: Task) -> list[Finding]:
         is_ct = modality.strip().lower() == "ct"
         channels = [(case, image.channels[index]) for case, image in images if len(image.channels) == task.num_channels]
         found += _find_ct(channels, where) if is_ct else _find_scales(channels, where)
-        found += _find_contrasts(channels, where)
-        found += _find_labels_on_air(channels, where, is_ct=is_ct)
+        found += _find_odd_structures(channels, where, is_ct=is_ct)
     return list({(one.case, one.kind): one for one in reversed(found)}.values())[::-1]
-
-
-def _about(case: Case, kind: str, detail: str, field: str = "image") -> Finding:
-    return Finding(case["case"], list_files(case[field])[0], detail, kind)
 
 
 def _find_label_counts(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
@@ -106,17 +91,33 @@ def _find_label_counts(facts: Sequence[ComparedCase], task: Task) -> Iterator[Fi
             yield Finding("", None, f"{value} ({name}) in {holding} of {len(looked)} cases", "label-rare")
 
 
+def _find_absent_labels(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
+    """Remark on cases that lack a label which nearly all others have; an empty label is a finding of its own."""
+    labelled = [fact for fact in facts if fact.image is not None and _count_structures(fact, task)]
+    for value, name in task.foreground.items():
+        looked = [fact for fact in labelled if value in (fact.case.get("labelled") or (value,))]
+        absent = [fact for fact in looked if value not in fact.label_counts]
+        if len(looked) >= FEWEST_ALWAYS and len(absent) <= max(1, (1 - ALWAYS) * len(looked)):
+            share = 1 - len(absent) / len(looked)
+            for fact in absent:
+                message = f"{value} ({name}), which {share:.0%} of the cases have"
+                yield Finding.of(fact.case, "label-absent", message, "label")
+
+
+def _count_structures(fact: ComparedCase, task: Task) -> int:
+    return sum(count for value, count in fact.label_counts.items() if value not in (0, task.ignore))
+
+
 def _find_same_labels(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
     by_digest: dict[str, list[ComparedCase]] = defaultdict(list)
     for fact in facts:
-        structures = sum(count for value, count in fact.label_counts.items() if value not in (0, task.ignore))
-        if fact.label_digest is not None and structures >= LEAST_DOUBLED:
+        if fact.label_digest is not None and _count_structures(fact, task) >= LEAST_DOUBLED:
             by_digest[fact.label_digest].append(fact)
     for first, *rest in by_digest.values():
-        # Two names for one image are told as such.
+        # Equal images are a finding of their own.
         others = [fact.case["case"] for fact in rest if fact.image != first.image]
         if others:
-            yield _about(first.case, "same-label", f"also {list_some(others)}", "label")
+            yield Finding.of(first.case, "same-label", f"also {list_some(others)}", "label")
 
 
 def _find_orientations(images: Images) -> Iterator[Finding]:
@@ -130,50 +131,43 @@ def _find_orientations(images: Images) -> Iterator[Finding]:
         return
     for case, image in images:
         if image.orientation != usual:
-            yield _about(case, "orientation", f"{image.orientation}, elsewhere {usual}")
+            yield Finding.of(case, "orientation", f"{image.orientation}, elsewhere {usual}")
 
 
 def _find_grids(images: Images) -> Iterator[Finding]:
-    """Remark on sizes, and on spacings that no protocol explains or that make the size odd too.
+    """Remark on unusual sizes, and on spacings that are far too large or small or make the size unusual too.
 
     Another protocol has thicker slices and fewer of them; a wrong spacing makes the patient larger.
     """
-    least = FAR_SIZE if len(images) >= ENOUGH_CASES else FAR_SPACING
+    least = FAR_SIZE if len(images) >= FEWEST_CASES else FAR_SPACING
     spacings: Sequence[Sequence[float]] = [image.spacing for _, image in images]
     extents: Sequence[Sequence[float]] = [image.extent for _, image in images]
     for index, axis in enumerate(AXES):
         steps, sizes = ([side[index] for side in sides] for sides in (spacings, extents))
-        large = _find_far(sizes, least)
-        wrong = {*_find_far(steps, FAR_SPACING), *(place for place in _find_far(steps, least) if place in large)}
-        for kind, values, places in (("spacing", steps, sorted(wrong)), ("extent", sizes, large)):
-            for place in places:
-                detail = f"{values[place]:.3g} mm {axis}, elsewhere about {np.median(values):.3g}"
-                yield _about(images[place][0], kind, detail)
+        odd_sizes = _find_far(sizes, least)
+        wrong = {*_find_far(steps, FAR_SPACING), *({*_find_far(steps, least)} & {*odd_sizes})}
+        for kind, values, outliers in (("spacing", steps, sorted(wrong)), ("extent", sizes, odd_sizes)):
+            for outlier in outliers:
+                detail = f"{values[outlier]:.3g} mm {axis}, elsewhere about {np.median(values):.3g}"
+                yield Finding.of(images[outlier][0], kind, detail)
 
 
 def _find_unlike_spacings(images: Images) -> set[str]:
-    """Return the cases with a spacing far from the median, be they many."""
+    """Return the cases whose spacing is far from the median, however many they are."""
     logs = np.log([image.spacing for _, image in images]).reshape(-1, 3)
     far = np.abs(logs - np.median(logs, axis=0)).max(1) > np.log(FAR_SPACING) if len(images) else []
     return {case["case"] for (case, _), is_far in zip(images, far, strict=True) if is_far}
 
 
 def _find_far(values: Sequence[float], factor: float) -> list[int]:
-    """Return which values stand out; none if more than a tenth do, or one of few."""
-    if len(values) < FEWEST_CASES:
-        return []
-    logs = np.log(np.maximum(values, np.finfo(np.float64).tiny))
-    lower, middle, upper = np.percentile(logs, [25, 50, 75])
-    width = FENCE * (upper - lower)
-    far = (np.abs(logs - middle) > np.log(factor)) & ((logs < lower - width) | (logs > upper + width))
-    return far.nonzero()[0].tolist() if far.sum() <= max(1, RARE * len(values)) else []
+    return find_outliers(values, factor, is_ratio=True, fewest=FEW_CASES)
 
 
 def _find_apart(values: Sequence[float], factor: float) -> list[int]:
-    """Return which values are smaller or larger than all others by a factor, however much these differ."""
+    """Return the indices of values that are smaller or larger than all others by a factor, however these spread."""
     order = np.argsort(values)
     logs = np.log(np.maximum(np.array(values)[order], np.finfo(np.float64).tiny))
-    most = max(1, int(ALONE * len(values)))
+    most = max(1, int(APART * len(values)))
     wide = (np.diff(logs) > np.log(factor)).nonzero()[0]
     low = max((at + 1 for at in wide if at < most), default=0)
     high = min((at + 1 for at in wide if at + 1 >= len(values) - most), default=len(values))
@@ -182,62 +176,53 @@ def _find_apart(values: Sequence[float], factor: float) -> list[int]:
 
 def _find_scales(channels: Channels, where: str) -> Iterator[Finding]:
     ranges = [channel.high - channel.low for _, channel in channels]
-    if len(ranges) < FEWEST_CASES:
+    if len(ranges) < FEW_CASES:
         return
     low, high = np.percentile(ranges, [100 * RARE / 2, 100 - 100 * RARE / 2])
     if low > 0 and high / low > MIXED_SCALE:
         yield Finding("", None, f"{where}ranges of {min(ranges):.3g} to {max(ranges):.3g}", "intensity-mixed")
     for place in sorted({*_find_far(ranges, FAR_SCALE), *_find_apart(ranges, FAR_SCALE)}):
         detail = f"{where}a range of {ranges[place]:.3g}, elsewhere about {np.median(ranges):.3g}"
-        yield _about(channels[place][0], "intensity-scale", detail)
+        yield Finding.of(channels[place][0], "intensity-scale", detail)
 
 
 def _find_ct(channels: Channels, where: str) -> Iterator[Finding]:
     for case, channel in channels:
         if channel.lowest >= 0 and channel.high > OFFSET_HIGH:
-            yield _about(case, "ct-offset", f"{where}{channel.lowest:g} to {channel.highest:g}")
+            yield Finding.of(case, "ct-offset", f"{where}{channel.lowest:g} to {channel.highest:g}")
         elif channel.lowest > CLIPPED_ABOVE and channel.share_lowest >= CLIPPED_SHARE:
             detail = f"{where}{100 * channel.share_lowest:.0f} % of the voxels at {channel.lowest:g}"
-            yield _about(case, "ct-clipped", detail)
+            yield Finding.of(case, "ct-clipped", detail)
 
 
-def _find_contrasts(channels: Channels, where: str) -> Iterator[Finding]:
-    contrasts = [_contrast(channel) for _, channel in channels]
-    known = [contrast for contrast in contrasts if contrast is not None]
-    if len(known) < FEWEST_CASES:
-        return
-    usual = float(np.sign(np.median(known)))
-    clear = [contrast for contrast in known if contrast * usual > LEAST_CONTRAST]
-    if len(clear) < (1 - RARE) * len(known) and len(known) - len(clear) > 1:
-        return
-    for (case, _), contrast in zip(channels, contrasts, strict=True):
-        if contrast is not None and contrast * usual < -LEAST_CONTRAST:
-            usually = float(np.median(known))
-            yield _about(case, "contrast", f"{where}{contrast:+.2f} of the range, elsewhere about {usually:+.2f}")
+def _find_odd_structures(channels: Channels, where: str, *, is_ct: bool) -> Iterator[Finding]:
+    """Remark on cases whose largest structure lies on air, or is dark where it is bright in the other cases.
+
+    Each structure is compared with the same one: in a cropped CT, lungs may be the only one.
+    """
+    by_label: dict[int, list[tuple[Case, StructureFacts, bool]]] = defaultdict(list)
+    for case, channel in channels:
+        for rank, (value, structure) in enumerate(channel.structures.items()):
+            by_label[value].append((case, structure, rank == 0))
+    for held in by_label.values():
+        if len(held) < FEW_CASES:
+            continue
+        contrasts = np.array([structure.contrast for _, structure, _ in held])
+        usual = np.nanmedian(contrasts) if np.isfinite(contrasts).any() else 0.0
+        clear, reverse = (sign * np.sign(usual) * contrasts > LEAST_CONTRAST for sign in (1, -1))
+        has_sign = np.isfinite(contrasts).sum() - clear.sum() <= max(1, RARE * len(held))
+        on_air = [_lies_on_air(structure, is_ct=is_ct) for _, structure, _ in held]
+        is_tissue = sum(on_air) <= max(1, RARE * len(held))  # neither lungs nor the darkest structure
+        for (case, structure, is_largest), is_reverse, is_on_air in zip(held, reverse, on_air, strict=True):
+            if is_largest and has_sign and is_reverse:
+                message = f"{where}{structure.contrast:+.2f} of the range, elsewhere about {usual:+.2f}"
+                yield Finding.of(case, "contrast", message)
+            if is_largest and is_tissue and is_on_air:
+                yield Finding.of(case, "label-on-air", f"{where}its median voxel is {structure.median:g}", "label")
 
 
-def _contrast(channel: ChannelFacts) -> float | None:
-    width = channel.high - channel.low
-    if channel.foreground is None or channel.background is None or width <= 0:
-        return None
-    return (channel.foreground - channel.background) / width
-
-
-def _find_labels_on_air(channels: Channels, where: str, *, is_ct: bool) -> Iterator[Finding]:
-    known = [(case, channel) for case, channel in channels if channel.foreground is not None]
-    if len(known) < FEWEST_CASES:
-        return
-    off = [_lies_on_air(channel, is_ct=is_ct) for _, channel in known]
-    if sum(off) > max(1, RARE * len(known)):  # lungs, or structures that are the darkest
-        return
-    for (case, channel), is_off in zip(known, off, strict=True):
-        if is_off:
-            yield _about(case, "label-on-air", f"{where}its median voxel is {channel.foreground:g}", "label")
-
-
-def _lies_on_air(channel: ChannelFacts, *, is_ct: bool) -> bool:
-    assert channel.foreground is not None
-    return channel.foreground_lowest > 0.5 or (is_ct and channel.foreground < CLIPPED_ABOVE)
+def _lies_on_air(structure: StructureFacts, *, is_ct: bool) -> bool:
+    return structure.share_lowest > 0.5 or (is_ct and structure.median < CLIPPED_ABOVE)
 
 
 def describe_data(facts: Sequence[ComparedCase], task: Task) -> dict[str, object]:

@@ -1,81 +1,77 @@
-"""Images that are another case's but for a crop, a mirroring, or another scale of intensities.
+"""Images that are cropped, mirrored or rescaled copies of other cases' images.
 
-Small copies of all images are compared with each other, in the eight mirrorings. The pairs that are most alike are read
-again, and compared voxel by voxel where they overlap: two patients, or two scans of one, differ by as much as
-neighbours do, and a copy by its rounding only.
+Thumbnails of all images are compared with each other, in the eight mirrorings. The most similar pairs are read again
+and compared voxel by voxel where they overlap: two patients, or two scans of one patient, differ by as much as
+neighbouring voxels do, and a copy only by rounding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
 
-from volseg.data.cases import Case
+from volseg.data.checks.facts import ComparedCase, turn_upright
 from volseg.data.checks.kinds import Finding
-from volseg.data.readers import list_files
+from volseg.data.readers import read_volume
 
 __all__ = ["find_copies"]
 
 ALIKE = 0.6
-"""Correlation of two small copies, without what all images have in common, from which a pair may be compared."""
+"""Correlation of two thumbnails, after subtracting the mean thumbnail, from which a pair may be read again."""
 
 FEWEST_USUAL = 10
-"""Images of which a mean is what they have in common."""
+"""Images from which on the mean thumbnail is subtracted."""
 
 SAME = 0.25
-"""Median difference of two images, up to a scale, per median difference of neighbours. Rounding to 8 bits leaves 0.1;
-two noisy images of one object have 1."""
+"""Largest difference of a copy, up to a scale, in differences of neighbouring voxels (medians). Rounding to 8 bits
+leaves 0.1; two noisy images of one object have 1."""
 
 FEWEST_COMPARED = 1000
-"""Voxels that differ from their neighbour, of which a median is taken."""
+"""Voxels that must differ from their neighbour, for a median of the differences."""
 
 FEWEST_PAIRS, PAIRS_PER_CASE = 8, 0.125
-"""How many pairs are read again at most: those that are most alike."""
+"""Most pairs that are read again, the larger of: a number, and a number per case."""
 
 OVERLAP = 0.5
-"""Share of the smaller image that must lie in the larger one."""
+"""Least share of the smaller image that lies in the larger one."""
 
 BLOCK_SIDE = 96
-"""Voxels along each axis of what is compared, around the middle."""
+"""Voxels along each axis of the blocks, around the middle, that are compared."""
 
 ROWS = 256
-"""Small copies compared with all others at a time."""
+"""Thumbnails compared with all others at a time."""
 
 MIRRORINGS = tuple(axes for count in range(4) for axes in combinations(range(3), count))
 
 
-def find_copies(
-    cases: Sequence[Case],
-    thumbnails: np.ndarray,
-    known: Callable[[int, int], bool],
-    read: Callable[[Case], np.ndarray],
-) -> list[Finding]:
-    """Remark on each case of a pair of which one is a copy of the other.
+def find_copies(facts: Sequence[ComparedCase], digests: Mapping[str, str]) -> list[Finding]:
+    """Remark on both cases of each pair whose images are copies without being equal.
 
     Parameters
     ----------
-    cases : sequence of dict
-        With paths.
-    thumbnails : numpy array
-        ``(N, S, S, S)``, of mean 0 and length 1.
-    known : callable
-        Whether two cases, by their places, are reported as doubles already.
-    read : callable
-        Returns the upright first channel of a case.
+    facts : sequence of ComparedCase
+        All cases.
+    digests : mapping
+        Case id to the digest of the image; equal images are a finding of their own.
     """
+    cases = [fact.case for fact in facts if fact.thumbnail is not None and fact.thumbnail.any()]
+    thumbnails = np.array([fact.thumbnail for fact in facts if fact.thumbnail is not None and fact.thumbnail.any()])
+    named = [digests.get(case["case"]) for case in cases]
     partners: dict[int, list[str]] = {}
-    for one, other, mirrored in _list_alike(thumbnails, known):
-        if _agree(read(cases[one]), np.flip(read(cases[other]), mirrored)):
+    for one, other, mirrored in _list_alike(thumbnails, named):
+        images = [turn_upright(read_volume(cases[index]["image"])) for index in (one, other)]
+        if _agree(images[0], np.flip(images[1], mirrored)):
             partners.setdefault(one, []).append(cases[other]["case"])
             partners.setdefault(other, []).append(cases[one]["case"])
     return [
-        Finding(cases[place]["case"], list_files(cases[place]["image"])[0], f"of {', '.join(names)}", "image-copy")
-        for place, names in sorted(partners.items())
+        Finding.of(cases[index], "image-copy", f"of {', '.join(names)}") for index, names in sorted(partners.items())
     ]
 
 
-def _list_alike(thumbnails: np.ndarray, known: Callable[[int, int], bool]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Return the pairs that are most alike, the best first, each with the axes along which one is mirrored."""
+def _list_alike(thumbnails: np.ndarray, digests: Sequence[str | None]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return the most similar pairs with other digests, each with the axes along which one image is mirrored."""
+    if not len(thumbnails):
+        return []
     found: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
     usual = thumbnails.mean(0) if len(thumbnails) >= FEWEST_USUAL else 0
     flat = _standardise(thumbnails - usual)
@@ -85,10 +81,11 @@ def _list_alike(thumbnails: np.ndarray, known: Callable[[int, int], bool]) -> li
             likeness = flat[start : start + ROWS] @ mirrored.T
             for row, other in np.argwhere(likeness > ALIKE).tolist():
                 one, value = start + row, float(likeness[row, other])
-                if one < other and value > found.get((one, other), (0.0, ()))[0] and not known(one, other):
+                best = found.get((one, other), (0.0, ()))[0]
+                if one < other and value > best and digests[one] != digests[other]:
                     found[one, other] = value, axes
-    best = sorted(found.items(), key=lambda item: -item[1][0])
-    return [(*pair, axes) for pair, (_, axes) in best[: max(FEWEST_PAIRS, round(PAIRS_PER_CASE * len(flat)))]]
+    ordered = sorted(found.items(), key=lambda item: -item[1][0])
+    return [(*pair, axes) for pair, (_, axes) in ordered[: max(FEWEST_PAIRS, round(PAIRS_PER_CASE * len(flat)))]]
 
 
 def _standardise(thumbnails: np.ndarray) -> np.ndarray:
@@ -98,7 +95,7 @@ def _standardise(thumbnails: np.ndarray) -> np.ndarray:
 
 
 def _agree(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two images, shifted by whole voxels, are one up to the scale of their intensities."""
+    """Whether two images are equal after a shift by whole voxels and a linear change of intensities."""
     blocks = [_take_middle(image) for image in (one, other)]
     room = [side + other_side for side, other_side in zip(blocks[0].shape, blocks[1].shape, strict=True)]
     spectra = [np.fft.rfftn(block - block.mean(), room, axes=(0, 1, 2)) for block in blocks]

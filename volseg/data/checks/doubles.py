@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from volseg.data.cases import Case
 from volseg.data.checks.kinds import Finding
 from volseg.data.names import list_some
-from volseg.data.readers import list_files, name_files
+from volseg.data.readers import name_files
 from volseg.data.splits import Split
 
 __all__ = ["find_leaks", "find_same_images", "refuse_held_out", "remark_on_same_images"]
@@ -27,7 +27,7 @@ def remark_on_same_images(digests: Iterable[tuple[Case, str]]) -> list[Finding]:
         crosses = any(("label" in first) != ("label" in case) for case in rest)
         also = f"also {list_some([case['case'] for case in rest])}"
         kind = "trains-and-tests" if crosses else "same-image"
-        remarks.append(Finding(first["case"], list_files(first["image"])[0], also, kind))
+        remarks.append(Finding.of(first, kind, also))
     return remarks
 
 
@@ -54,7 +54,7 @@ def refuse_held_out(
                     f"{name_files(case['image'])} holds the same voxels as the validation case {held_out[0]}{where}; "
                     "keep one of them, or both on one side of the split"
                 )
-                refused[case["case"]] = [Finding(case["case"], list_files(case["image"])[0], message, "leak")]
+                refused[case["case"]] = [Finding.of(case, "leak", message)]
     return refused
 
 

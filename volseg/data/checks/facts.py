@@ -1,8 +1,9 @@
 """What is kept of a case that was read, so that it can be compared with the others: a few numbers, no voxels."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import gcd
+from math import gcd, nan
+from typing import NamedTuple
 
 import nibabel
 import numpy as np
@@ -12,9 +13,21 @@ from torch import Tensor
 from volseg.data.cases import Case, Task
 from volseg.data.checks.borders import LabelShape, measure_shape
 from volseg.data.checks.reading import CheckedCase
-from volseg.data.checks.texture import Texture, draw_thumbnail, measure_texture
+from volseg.data.checks.texture import Texture, compute_thumbnail, measure_texture
 
-__all__ = ["ChannelFacts", "ComparedCase", "ImageFacts", "find_axes", "measure", "turn_upright"]
+__all__ = [
+    "AXES",
+    "ChannelFacts",
+    "ComparedCase",
+    "ImageFacts",
+    "StructureFacts",
+    "find_axes",
+    "measure",
+    "turn_upright",
+]
+
+AXES = ("left-right", "front-back", "head-feet")
+"""Of an upright volume."""
 
 SAMPLES = 1 << 20
 """Voxels that percentiles are taken of."""
@@ -23,10 +36,20 @@ RANGE = (0.005, 0.5, 0.995)
 """Percentiles between which intensities count: single hot voxels do not."""
 
 INCOMPARABLE = {"size", "not-finite", "constant", "image-is-label", "swapped"}
-"""Kinds of problems with which a case would stand out by what follows from them."""
+"""Kinds of problems whose consequences would make a case an outlier."""
 
 UNLIKE_LABELS = {"label-reordered", "label-channels", "label-fractions", "label-undeclared"}
-"""Kinds of problems with which a label would."""
+"""Kinds of problems after which the shape of a label is unknown."""
+
+
+class StructureFacts(NamedTuple):
+    """Intensities of the voxels with one label."""
+
+    median: float
+    contrast: float
+    """From the median of the unlabelled voxels to that of these, in ranges of intensities; NaN if either is unknown."""
+    share_lowest: float
+    """Share of the voxels that have the channel's lowest value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +66,8 @@ class ChannelFacts:
     share_lowest: float
     """Share of the voxels that have the lowest value."""
     texture: Texture
-    foreground: float | None = None
-    """Median of the labelled voxels; None without any."""
-    background: float | None = None
-    """Median of the others."""
-    foreground_lowest: float = 0.0
-    """Share of the labelled voxels that have the lowest value."""
+    structures: Mapping[int, StructureFacts]
+    """By label, the largest structure first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +100,9 @@ class ComparedCase:
     """Voxels of each value; empty without a label that can be read."""
     label_digest: str | None = None
     label: LabelShape | None = None
-    """None without structures on the image's grid, and of a label that is partly to be ignored."""
+    """None without structures on the image's grid, and where voxels are to be ignored."""
     thumbnail: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """The image's first channel, small and upright; None where ``image`` is."""
+    """Of the image's upright first channel, as `compute_thumbnail` returns it; None where ``image`` is."""
 
 
 def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
@@ -105,22 +124,22 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
     facts = _measure_image(image, label if is_labelled else None, task)
     first, limits = turn_upright(image), (facts.channels[0].low, facts.channels[0].high)
     shape = None
+    # Voxels to be ignored leave the size and the border of a label unknown.
     if is_comparable and task.ignore not in checked.label_counts and checked.label_counts.keys() - {0}:
-        # Of a label that is partly to be ignored neither size nor border are known.
-        # On the image's grid by its voxels, whatever its own header says: that is a finding of its own.
-        shape = measure_shape(first, turn_upright(label, image), task.ignore, facts.spacing, limits)
-    return replace(known, image=facts, label=shape, thumbnail=draw_thumbnail(first, *limits))
+        # On the image's grid, whatever the label's own header says: that is a finding of its own.
+        shape = measure_shape(first, turn_upright(label, image), facts.spacing, limits)
+    return replace(known, image=facts, label=shape, thumbnail=compute_thumbnail(first, *limits))
 
 
 def find_axes(volume: MetaTensor) -> tuple[list[int], list[bool]]:
-    """Return the file's axis along right-left, front-back and head-feet, and whether each points to the latter."""
+    """Return the file's axes along right-left, front-back and head-feet, and which point left, back or to the feet."""
     codes = nibabel.orientations.io_orientation(volume.affine.numpy())
     order = [int(axis) for axis in codes[:, 0].argsort()]
     return order, [bool(codes[axis, 1] < 0) for axis in order]
 
 
 def turn_upright(volume: MetaTensor, place: MetaTensor | None = None) -> np.ndarray:
-    """Return the first channel with its axes towards right, front and head, by the affine of ``place``; a view."""
+    """Return the first channel with axes to the right, front and head, by the affine of ``place``; a view."""
     order, turned = find_axes(volume if place is None else place)
     channel: np.ndarray = volume.as_tensor()[0].permute(order).numpy()
     return channel[tuple(slice(None, None, -1 if is_turned else 1) for is_turned in turned)]
@@ -129,34 +148,33 @@ def turn_upright(volume: MetaTensor, place: MetaTensor | None = None) -> np.ndar
 def _measure_image(image: MetaTensor, label: MetaTensor | None, task: Task) -> ImageFacts:
     order, _ = find_axes(image)
     steps = image.affine[:3, :3].norm(dim=0).tolist()
-    foreground = None
-    if label is not None:
-        structures = label.as_tensor()[0]
-        foreground = structures > 0 if task.ignore is None else (structures > 0) & (structures != task.ignore)
     shape, spacing = ([values[axis] for axis in order] for values in (image.shape[1:], steps))
     codes = nibabel.orientations.io_orientation(image.affine.numpy())
+    labels = None if label is None else label.as_tensor()[0]
     return ImageFacts(
         shape=(int(shape[0]), int(shape[1]), int(shape[2])),
         spacing=(spacing[0], spacing[1], spacing[2]),
         orientation="".join(nibabel.orientations.ornt2axcodes(codes)),
-        channels=tuple(_measure_channel(channel, foreground, order) for channel in image.as_tensor()),
+        channels=tuple(_measure_channel(channel, labels, order, task.foreground) for channel in image.as_tensor()),
     )
 
 
-def _measure_channel(channel: Tensor, foreground: Tensor | None, order: list[int]) -> ChannelFacts:
+def _measure_channel(channel: Tensor, labels: Tensor | None, order: list[int], values: Iterable[int]) -> ChannelFacts:
     lowest, highest = channel.aminmax()
     taken = _choose_samples(channel.numel())
     samples = channel.flatten()[taken]
     low, median, high = (_percentile(samples, part) for part in RANGE)
-    inside = outside = None
-    on_lowest = 0.0
-    if foreground is not None and foreground.any():
-        # Of the labelled voxels, which may be few, as many as there are.
-        labelled = channel[foreground]
-        labelled = labelled[_choose_samples(labelled.numel())]
-        inside, on_lowest = _percentile(labelled, 0.5), (labelled == lowest).float().mean().item()
-        others = samples[~foreground.flatten()[taken]]
-        outside = _percentile(others, 0.5) if others.numel() else None
+    structures: dict[int, StructureFacts] = {}
+    if labels is not None:
+        others = samples[labels.flatten()[taken] == 0]
+        background = _percentile(others, 0.5) if others.numel() else nan
+        for value, voxels in _sample_structures(channel, labels, values):
+            middle = _percentile(voxels, 0.5)
+            structures[value] = StructureFacts(
+                median=middle,
+                contrast=(middle - background) / ((high - low) or nan),
+                share_lowest=(voxels == lowest).float().mean().item(),
+            )
     return ChannelFacts(
         lowest=lowest.item(),
         highest=highest.item(),
@@ -165,14 +183,22 @@ def _measure_channel(channel: Tensor, foreground: Tensor | None, order: list[int
         high=high,
         share_lowest=(samples == lowest).float().mean().item(),
         texture=measure_texture(channel.permute(order), low, high),
-        foreground=inside,
-        background=outside,
-        foreground_lowest=on_lowest,
+        structures=structures,
     )
 
 
+def _sample_structures(channel: Tensor, labels: Tensor, values: Iterable[int]) -> list[tuple[int, Tensor]]:
+    """Return voxels of each structure, the largest first."""
+    # A sample of all voxels could miss small structures.
+    is_labelled = labels > 0
+    taken = _choose_samples(int(is_labelled.sum()))
+    intensities, held = channel[is_labelled][taken], labels[is_labelled][taken]
+    found = [(value, intensities[held == value]) for value in values]
+    return sorted(((value, voxels) for value, voxels in found if voxels.numel()), key=lambda item: -item[1].numel())
+
+
 def _choose_samples(count: int) -> slice:
-    """Return which of ``count`` voxels are looked at: evenly, and by a step that meets every row and column."""
+    """Return the voxels of ``count`` to sample: evenly, by a step that meets every row and column."""
     step = max(1, count // SAMPLES)
     while gcd(step, count) > 1:
         step += 1

@@ -6,16 +6,20 @@ mean; ``look`` is what may be meant and should be looked at once.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
+
+from volseg.data.cases import Case
+from volseg.data.readers import list_files
 
 __all__ = ["KINDS", "Finding", "FindingKind", "Severity"]
 
 Severity = Literal["bad", "look"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FindingKind:
     """One thing that can be wrong."""
 
@@ -29,13 +33,7 @@ class FindingKind:
     """What ``--fix`` does about it; empty where nothing can be done without guessing."""
 
 
-def _bad(says: str, rule: str, remedy: str, mended: str = "") -> FindingKind:
-    return FindingKind(severity="bad", says=says, rule=rule, remedy=remedy, mended=mended)
-
-
-def _look(says: str, rule: str, remedy: str, mended: str = "") -> FindingKind:
-    return FindingKind(severity="look", says=says, rule=rule, remedy=remedy, mended=mended)
-
+_bad, _look = partial(FindingKind, "bad"), partial(FindingKind, "look")
 
 KINDS: Mapping[str, FindingKind] = MappingProxyType(
     {
@@ -71,9 +69,9 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "NaN or infinite voxels", "none, in image and label", "replace them, for instance by the value of air"
         ),
         "huge-values": _look(
-            "values beyond any scanner's",
-            "no value beyond 1e18, the square of which float32 cannot hold: means and losses become NaN",
-            "replace them, for instance by the value of air",
+            "voxels beyond the range of any scanner",
+            "no absolute value above 1e18: its square overflows float32, and means and losses become NaN",
+            "replace them, for example by the value of air",
         ),
         "constant": _bad("an image without content", "two values at least in every channel", "export the image again"),
         "label-channels": _bad(
@@ -113,10 +111,10 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "the image's affine, if the shapes agree and the label is 0.25 voxel away at most, or has no place at all",
         ),
         "label-reordered": _bad(
-            "image and label lie in one place, their voxels in another axis order",
-            "the image's order of axes, and its directions",
-            "reorder the label's voxels with its affine; the image's affine for it would mirror it",
-            "reordered, without loss",
+            "the label covers the image's place with its axes in another order",
+            "the image's order and directions of the axes",
+            "reorder the label's voxels with its affine; copying the image's affine would turn or mirror the label",
+            "reordered without loss",
         ),
         "leak": _bad(
             "the same image trains and validates",
@@ -125,19 +123,19 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "the first is kept alone, if the labels are equal too",
         ),
         "patient-cut": _look(
-            "a patient trains and validates",
-            "all cases of a patient on one side of each split that is given (a table's, or --split)",
-            "the Dice of the validation is too good; make another split unless these folds are published",
+            "a patient is in training and in validation",
+            "all cases of a patient on the same side of each given split (the data set's own, or --split)",
+            "the validation Dice will be too high; make another split unless these folds are published",
         ),
         "patients": _look(
-            "several cases are of one patient",
-            "a patient for each case, by a column of patients, DICOM's PatientID, or the names of cases",
-            "volseg configure writes split.group, which keeps them together; set it in a config of your own",
+            "several cases belong to one patient",
+            "one case per patient, according to a column of patients, DICOM's PatientID, or the case names",
+            "volseg configure writes split.group, which keeps them together; set it in your own configs",
         ),
         "patients-possible": _look(
-            "several cases may be of one patient",
-            "names that do not count within a patient, such as ID_01 and ID_02 for many an ID",
-            "set split.group if they are; --group none says that they are not",
+            "several cases may belong to one patient",
+            "case names that do not count within a patient, as ID_01 and ID_02 of many IDs do",
+            "set split.group if they do; --group none declares that they do not",
         ),
         "label-empty": _look(
             "the label holds background only",
@@ -150,8 +148,8 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "add them to the list, or take them out of the label map",
         ),
         "image-like-label": _look(
-            "the image holds nothing but values of labels",
-            "more than the declared values; or more than 256 integers, or unlike neighbours, as images have",
+            "the image looks like a label map",
+            "undeclared values, and more than 256 integers or neighbours that mostly differ",
             "is it a label map?",
         ),
         "same-channels": _look("two channels hold the same voxels", "channels differ", "was one file taken for both?"),
@@ -187,54 +185,54 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "one of them belongs to another case",
         ),
         "image-copy": _look(
-            "the image is a copy of another case's, cropped, mirrored or of another scale of intensities",
-            "voxels that differ by a quarter of what neighbours do or more, in any mirroring, shift and scale",
-            "keep one, or it counts more than others and may be tested on",
+            "the image is a cropped, mirrored or rescaled copy of another case's image",
+            "a difference of at least a quarter of the step between neighbouring voxels, after alignment",
+            "keep one; otherwise it counts twice, and may be in training and test",
         ),
         "label-full": _look(
             "the label covers the whole volume",
-            "at most 98 % of the voxels, where nine of ten cases stay below 90 %",
-            "is the background labelled as well, or the image cropped to the structure?",
+            "an unlabelled part of at least a tenth of the median",
+            "is the background labelled, or the image cropped to the structure?",
         ),
         "label-volume": _look(
-            "the labelled volume (mm3) is far from the other cases'",
-            "no less than a quarter, no more than 6 times the median, or within 5 robust deviations of the logarithms",
-            "is the label finished, of this structure and of this spacing? a patient may be so",
+            "the labelled volume is far from the other cases'",
+            "between a quarter and 6 times the median",
+            "is the label complete, of the right structure, and the spacing right? the patient may be unusual",
         ),
         "label-absent": _look(
-            "a label that nearly all cases hold is not in this one",
-            "every label that 95 % of 20 or more cases hold",
-            "was it merged into another value, or forgotten? after surgery it may be so",
+            "a label that nearly all cases have is missing",
+            "every label that at least 95 % of the cases have, in a data set of 20 or more",
+            "was it merged into another label, or forgotten? it may be absent after surgery",
         ),
         "label-ragged": _look(
-            "the label is ragged, as noise is",
-            "neighbours agree at most 12 points less than in the median case, or within 5 robust deviations",
-            "is it the right file, and was it stored as integers? many small structures look alike",
+            "the label is as ragged as noise",
+            "a share of equal neighbours at most 12 percentage points below the median",
+            "is it the right file, stored as integers? many small structures look like this too",
         ),
         "label-scattered": _look(
-            "labelled voxels lie far from the largest part",
-            "at most 0.3 radii farther than in the median case, or within 5 robust deviations",
-            "remove stray voxels; a second structure may be so",
+            "labelled voxels lie far from the largest connected part",
+            "at most 0.3 radii more than the median",
+            "remove stray voxels, unless they are a second structure",
         ),
         "label-cut": _look(
             "the label reaches the faces of the volume",
-            "as little as in the other cases, within 3 % of its surface or 5 robust deviations",
-            "is the volume cut off, or the label shifted? a smaller field of view may be so",
+            "a part of its surface on them at most 3 percentage points above the median",
+            "is the volume cut off, or the label shifted? the field of view may be smaller",
         ),
         "label-shifted": _look(
-            "the label is shifted against the image",
-            "the image along its border, and its place in the volume, are most like the other cases' where it lies",
-            "look at both together; an unusual patient may be so",
+            "the label is probably shifted against the image",
+            "no other place where the label and the image along its border match the other cases much better",
+            "view both together; the patient may be unusual",
         ),
         "label-mirrored": _look(
-            "the label is mirrored against the image",
-            "the image along its border, and its place in the volume, are most like the other cases' where it lies",
-            "look at both together; an unusual patient may be so",
+            "the label is probably mirrored against the image",
+            "no other place where the label and the image along its border match the other cases much better",
+            "view both together; the patient may be unusual",
         ),
         "labels-exchanged": _look(
             "the labels of two cases are probably exchanged",
-            "each label fits its own image better than the other's",
-            "look at both cases; exchange the files if it is so",
+            "each label fits its own image better than the other case's",
+            "view both cases, and exchange the files if so",
         ),
         "label-missing": _look(
             "a declared label is in no case",
@@ -253,43 +251,43 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         ),
         "spacing": _look(
             "a spacing far from the other cases'",
-            "within a factor 3 of the median (1.5 where the size is far too), or three quartile ranges of the others",
+            "within a factor of 3 of the median, or of 1.5 if the size is unusual too",
             "is it in mm? leave the case out if it is another protocol",
         ),
         "extent": _look(
             "a size (mm) far from the other cases'",
-            "within a factor 1.5 of the median, or of three quartile ranges",
+            "within a factor of 1.5 of the median, or of 3 among fewer than ten cases",
             "is it cut off, or of another body region?",
         ),
         "intensity-scale": _look(
             "intensities of another scale than the other cases'",
-            "a range (0.5 to 99.5 %) within a factor 10 of the median, or of three quartile ranges, and of some others",
+            "a range (0.5 to 99.5 %) within a factor of 10 of the median, and of the next smaller or larger range",
             "export it as the others, or normalise each case by itself (ZScore)",
         ),
         "noise": _look(
-            "the image is noisier than in the other cases",
-            "neighbours correlate at most 0.15 less than in the median case, or within 5 robust deviations",
-            "noise, swapped bytes and overflows look so; is it another protocol?",
+            "the image is noisier than the other cases' images",
+            "a correlation of neighbours at most 0.15 below the median",
+            "noise, swapped bytes and integer overflows look like this; another protocol may too",
         ),
         "slices-unlike": _look(
-            "slices along one axis are less alike than in the other cases",
-            "a roughness against the other axes within a factor 1.5 of the median case's, or 5 robust deviations",
-            "were slices left out, or is the spacing wrong? thicker slices look so too",
+            "neighbouring slices differ more than those of other cases",
+            "roughness along one axis, divided by the roughness along the others, at most 1.5 times the median",
+            "are slices missing, or is the spacing wrong? thicker slices look like this too",
         ),
         "wrapped": _look(
-            "intensities jump between neighbours as after an overflow",
-            "at most 0.5 points more jumps over 90 % of the range than in the median case, or 5 robust deviations",
+            "intensities jump as after an integer overflow",
+            "steps over 90 % of the range in at most 0.5 percentage points more of the neighbours than the median",
             "export it in a type that holds its values, such as float32",
         ),
         "saturated": _look(
             "many voxels have the highest value",
-            "at most 1 point more of them than in the median case, or within 5 robust deviations",
-            "export it with all its values; a padded or masked image may be so",
+            "a share of them at most 1 percentage point above the median",
+            "export it with all its values; padding and masks look like this too",
         ),
         "empty-slices": _look(
             "slices hold a single value",
-            "at most 10 points more of them than in the median case, or within 5 robust deviations",
-            "are slices missing? a padded volume may be so",
+            "a share of them at most 10 percentage points above the median",
+            "are slices missing? padding looks like this too",
         ),
         "intensity-mixed": _look(
             "the cases' intensities differ by orders of magnitude",
@@ -307,13 +305,13 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "export it with all its values",
         ),
         "contrast": _look(
-            "the structures are darker than the rest where they are brighter in the other cases, or the reverse",
-            "the sign of 90 % of the cases",
+            "the largest structure is dark where it is bright in the other cases, or the reverse",
+            "brighter or darker than the background, as this structure is in 90 % of the cases",
             "is the image inverted, of another sequence, or the label displaced?",
         ),
         "label-on-air": _look(
             "the label lies on air",
-            "fewer than half of its voxels at the image's lowest value or, in CT, below -500, as in the other cases",
+            "at most half of the largest structure's voxels at the lowest value, and in CT a median of -500 or more",
             "is it shifted or mirrored against the image?",
         ),
     }
@@ -332,6 +330,11 @@ class Finding:
     """A sentence with its remedy for what is bad; the detail for what is to be looked at."""
     kind: str = "unreadable"
     """A key of `KINDS`."""
+
+    @classmethod
+    def of(cls, case: Case, kind: str, message: str, field: str = "image") -> "Finding":
+        """Return a finding about the first file of a case's ``field``."""
+        return cls(case["case"], list_files(case[field])[0], message, kind)
 
     def __str__(self) -> str:
         return f"{self.case}: {self.message}"

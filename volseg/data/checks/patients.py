@@ -1,6 +1,6 @@
-"""Patients who train and validate, and names that tell of several cases of one patient."""
+"""Check that no patient trains and validates, and report names that suggest several cases of one patient."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from volseg.data.cases import Task
 from volseg.data.checks.kinds import Finding
@@ -13,41 +13,33 @@ __all__ = ["check_patients"]
 
 def check_patients(
     task: Task, group: str | None, splits: Sequence[Split]
-) -> tuple[dict[str, str] | None, list[Finding]]:
-    """Return the patient of each case, None where each is of one of its own, and what is to be looked at.
+) -> tuple[Mapping[str, str] | None, list[Finding]]:
+    """Return the patient of each case, None if each is of its own, and findings.
 
     Parameters
     ----------
     group : str or None
-        As ``split.group``; with None, patients are looked for, and one who is found is remarked on.
+        As ``split.group``; with None, the data set's own hints are taken, and reported.
     splits : sequence of Split
-        That somebody wrote down; none where folds will be computed.
+        Given splits; empty if folds will be computed.
 
     Raises
     ------
     ConfigError, DataError
         As `find_groups`.
     """
-    if group is not None:
-        groups = find_groups(task, group)
-        return groups, _find_cut(task, groups, splits)
-    if (proposed := propose_groups(task)) is None:
-        return None, []
-    groups = find_groups(task, proposed.group)
-    if not proposed.evident:
-        return None, [Finding("", None, f"{proposed.reason} (split.group: {proposed.group})", "patients-possible")]
-    if splits:
-        return groups, _find_cut(task, groups, splits)
-    return groups, [Finding("", None, f"{proposed.reason} (split.group: {proposed.group})", "patients")]
-
-
-def _find_cut(task: Task, groups: dict[str, str] | None, splits: Sequence[Split]) -> list[Finding]:
+    groups: Mapping[str, str] | None = find_groups(task, group)
+    if group is None and (proposed := propose_groups(task)) is not None:
+        groups = proposed.patients if proposed.evident else None
+        if groups is None or not splits:
+            kind = "patients" if proposed.evident else "patients-possible"
+            return groups, [Finding("", None, f"{proposed.reason} (split.group: {proposed.group})", kind)]
     files = {case["case"]: list_files(case["image"])[0] for case in task.training}
-    return [
+    return groups, [
         Finding(
             cut.training,
             files[cut.training],
-            f"is of {cut.patient}, as {cut.validation}, which validates in fold {cut.fold}",
+            f"is of patient {cut.patient}, and so is {cut.validation}, which validates in fold {cut.fold}",
             "patient-cut",
         )
         for cut in find_cut_patients(splits, groups or {})

@@ -31,7 +31,7 @@ LABEL_VALUES = {"label-undeclared", "label-fractions"}
 """What an image in a label's place looks like."""
 
 NO_VALUES = {"not-finite", "constant"}
-"""Problems of an image whose values say nothing more."""
+"""Kinds of problems after which an image is not compared with label maps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,23 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from volseg.data.cases import Case, Task
-from volseg.data.checks.borders import find_structures, pool
 from volseg.data.checks.comparing import compare_cases, describe_data
 from volseg.data.checks.copies import find_copies
-from volseg.data.checks.deviations import RARE
 from volseg.data.checks.doubles import find_leaks, find_same_images, remark_on_same_images
-from volseg.data.checks.facts import ComparedCase, find_axes, measure, turn_upright
+from volseg.data.checks.facts import ComparedCase, measure
 from volseg.data.checks.findings import summarise_kind
 from volseg.data.checks.kinds import Finding
 from volseg.data.checks.patients import check_patients
-from volseg.data.checks.placing import BorderModel, Placed, find_exchanged, find_misplaced
+from volseg.data.checks.placing import find_displaced
 from volseg.data.checks.reading import CheckedCase, read_case
-from volseg.data.checks.texture import coarsen
 from volseg.data.names import list_some
-from volseg.data.readers import list_files, read_volume
+from volseg.data.readers import list_files
 from volseg.data.splits import Split, folds
 from volseg.data.threads import Allowance, map_in_threads
 from volseg.files import replacing
@@ -42,9 +37,6 @@ FOLDS = 5
 
 BYTES_PER_STORED = 12
 """What reading and checking take for a byte of voxels: as stored, as float32 in two orders, and masks (uint8: 11.7)."""
-
-UNLIKE_IMAGES = {"noise", "wrapped", "empty-slices", "single-slice"}
-"""Kinds of findings that explain why no label fits the image."""
 
 JSON_FORMAT = "volseg data check, 1"
 
@@ -84,7 +76,7 @@ class TaskCheck:
         return {"ok": counts["ok"], "look": counts["look"], "bad": counts["bad"]}
 
     def lines(self) -> list[str]:
-        """Return the table: bad findings, a row for all that say the same, a row per kind of the others, and counts."""
+        """Return the table: a row per message of bad findings, a row per kind of remarks, and counts."""
         rows = [*_list_problems(self.problems)]
         by_kind: dict[str, list[Finding]] = defaultdict(list)
         for remark in self.remarks:
@@ -128,7 +120,7 @@ class TaskCheck:
 
 
 def _list_problems(problems: Sequence[Finding]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield a row for each message, whatever file it is about; of several cases it lists the first ones."""
+    """Yield a row for each message without its file, with the names of the first cases."""
     alike: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in problems:
         alike[finding.kind, finding.message.replace(str(finding.file), "").strip()].append(finding)
@@ -164,9 +156,9 @@ def check_task(
     ----------
     splits : sequence of Split, optional
         No image may train in one of them in which it validates; by default the data set's own, else nnU-Net's five
-        folds, by patient where there are several cases of one.
+        folds, which keep the cases of a patient together.
     group : str, optional
-        How cases are grouped by patient, as ``split.group``; by default as the data set tells.
+        Which cases belong to one patient, as ``split.group``; by default as the data set shows.
     workers, progress
         As for `check_cases`.
     """
@@ -201,10 +193,8 @@ def check_task(
     leaking = {leak.case for leak in leaks}
     doubles = [one for one in remark_on_same_images(digests) if one.kind != "same-image" or one.case not in leaking]
     findings += [*leaks, *doubles, *of_patients, *compare_cases(facts, task)]
-    findings += [
-        *_find_copies(facts, {case["case"]: digest for case, digest in digests}),
-        *_find_displaced(facts, task, findings),
-    ]
+    findings += find_copies(facts, {case["case"]: digest for case, digest in digests})
+    findings += list(find_displaced(facts, findings))
     same = [[case["case"] for case in several] for several in find_same_images(trained)]
     return TaskCheck(
         task=task,
@@ -213,44 +203,6 @@ def check_task(
         facts=tuple(facts),
         equal=tuple(tuple(names) for names in same if len({labels[name] for name in names}) == 1),
     )
-
-
-def _find_copies(facts: Sequence[ComparedCase], digests: Mapping[str, str]) -> list[Finding]:
-    """Remark on images that are copies of others without being equal."""
-    shown = [fact for fact in facts if fact.thumbnail is not None and fact.thumbnail.any()]
-    names = [digests.get(fact.case["case"]) for fact in shown]
-    return find_copies(
-        [fact.case for fact in shown],
-        np.array([fact.thumbnail for fact in shown]),
-        lambda one, other: names[one] == names[other],
-        lambda case: turn_upright(read_volume(case["image"])),
-    )
-
-
-def _find_displaced(facts: Sequence[ComparedCase], task: Task, found: Sequence[Finding]) -> list[Finding]:
-    """Remark on labels that fit another place, or another image, much better."""
-    odd = {finding.case for finding in found}
-    explained = {finding.case for finding in found if finding.kind in UNLIKE_IMAGES}
-    placed = [
-        Placed(fact.case, fact.label)
-        for fact in facts
-        if fact.label is not None and len(fact.label.profiles) and fact.case["case"] not in explained
-    ]
-    model = BorderModel.of([one.label for one in placed if one.case["case"] not in odd])
-    if model is None:
-        return []
-
-    def read(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        image, label = read_volume(case["image"]), read_volume(case["label"])
-        coarse, steps = pool(find_structures(turn_upright(label, image), task.ignore))
-        order, _ = find_axes(image)
-        sides = image.affine[:3, :3].norm(dim=0).numpy()[order] * steps
-        return coarsen(turn_upright(image)), coarse, sides
-
-    swaps = list(find_exchanged(placed, model, read))
-    exchanged = {finding.case for finding in swaps}
-    misplaced = find_misplaced(placed, model, max(1, round(RARE * len(placed))))
-    return [*swaps, *(finding for finding in misplaced if finding.case not in exchanged)]
 
 
 def _default_splits(task: Task, groups: Mapping[str, str] | None) -> list[Split]:

@@ -1,9 +1,10 @@
-"""Statistics of an image's voxels by which noise, an overflow, saturation and lost slices show.
+"""Statistics of an image that show noise, integer overflow, saturation and lost slices.
 
-Of a large image a block around the middle is looked at, and every so many voxels of a slice.
+In a large image they are computed from a block around the middle, and slices are subsampled.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,20 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-__all__ = ["COARSE_SIDE", "THUMBNAIL_SIDE", "Texture", "coarsen", "draw_thumbnail", "measure_texture"]
+__all__ = ["Texture", "choose_steps", "coarsen", "compute_thumbnail", "measure_texture"]
 
 BLOCK_SIDE = 128
 """Voxels along each axis of the block in which neighbours are compared."""
 
 COARSE_SIDE = 96
-"""Voxels along each axis to which a volume is thinned out at most."""
+"""Most voxels along each axis of a subsampled volume."""
 
 WIDE_JUMP = 0.9
-"""Part of the range. Up to four fifths lie between a brain and the background that was cut away around it; nearly all
-of it lies between the ends of an integer type."""
+"""Share of the range of values. A brain differs from its masked background by up to 0.8, an overflow by nearly 1."""
 
 THUMBNAIL_SIDE = 16
-"""Voxels along each axis of the small copy by which images are compared with each other."""
+"""Voxels along each axis of a thumbnail."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,22 +32,23 @@ class Texture:
     """Statistics of one channel."""
 
     smoothness: tuple[float, float, float]
-    """Correlation of neighbours along each axis, between the 0.5th and the 99.5th percentile: 0 for noise."""
+    """Correlation of neighbours along each axis, of values clipped to the 0.5th and 99.5th percentile: 0 for noise."""
     jumps: float
-    """Share of the neighbours that differ by more than `WIDE_JUMP` of the range of values, as after an overflow."""
+    """Share of neighbours that differ by more than `WIDE_JUMP` of the range of values."""
     share_highest: float
     """Share of the voxels at the highest value."""
     empty_slices: float
-    """Share of the slices that hold a single value, along the axis that has most of them."""
+    """Share of the slices that hold a single value, along the axis with the most of them."""
 
     def compare_axis(self, axis: int) -> float:
-        """Return how much rougher the image is along an axis than along the others, as a logarithm."""
-        rough = [math.log(max(1 - smooth, 1e-6)) for smooth in self.smoothness]
-        return rough[axis] - (sum(rough) - rough[axis]) / 2
+        """Return the roughness along an axis, relative to the geometric mean of the other axes'."""
+        rough = [max(1 - smooth, 1e-6) for smooth in self.smoothness]
+        others = rough[:axis] + rough[axis + 1 :]
+        return rough[axis] / math.sqrt(math.prod(others))
 
 
 def measure_texture(channel: Tensor, low: float, high: float) -> Texture:
-    """Return the statistics of a channel ``(D, H, W)`` whose values lie mostly between ``low`` and ``high``."""
+    """Return the statistics of a channel ``(D, H, W)`` with the 0.5th percentile ``low`` and the 99.5th ``high``."""
     lowest, highest = (float(bound) for bound in channel.aminmax())
     middle = [max(0, (side - BLOCK_SIDE) // 2) for side in channel.shape]
     block = channel[tuple(slice(start, start + BLOCK_SIDE) for start in middle)].to(torch.float64)
@@ -65,23 +66,28 @@ def measure_texture(channel: Tensor, low: float, high: float) -> Texture:
 
 
 def _count_empty(channel: Tensor, dim: int) -> float:
-    steps = [1 if axis == dim else -(-side // COARSE_SIDE) for axis, side in enumerate(channel.shape)]
-    thinned = channel[tuple(slice(None, None, step) for step in steps)]
+    if min(channel.shape) == 1:
+        return 0.0
+    steps = [1 if axis == dim else step for axis, step in enumerate(choose_steps(channel.shape))]
+    sampled = channel[tuple(slice(None, None, step) for step in steps)]
     others = [axis for axis in range(3) if axis != dim]
-    is_empty = thinned.amax(others) == thinned.amin(others)
-    return float(is_empty.double().mean()) if min(channel.shape) > 1 else 0.0
+    return float((sampled.amax(others) == sampled.amin(others)).double().mean())
+
+
+def choose_steps(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the subsampling along each axis that leaves at most `COARSE_SIDE` voxels."""
+    return tuple(-(-side // COARSE_SIDE) for side in shape)
 
 
 def coarsen(channel: np.ndarray) -> np.ndarray:
-    """Return every so many voxels of a channel, so that `COARSE_SIDE` are left along an axis at most."""
-    steps = [-(-side // COARSE_SIDE) for side in channel.shape]
-    return channel[tuple(slice(step // 2, None, step) for step in steps)]
+    """Subsample a channel to at most `COARSE_SIDE` voxels along each axis; a view."""
+    return channel[tuple(slice(step // 2, None, step) for step in choose_steps(channel.shape))]
 
 
-def draw_thumbnail(channel: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Return a small copy of a channel, of mean 0 and length 1, as float32."""
+def compute_thumbnail(channel: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Return a channel resized to `THUMBNAIL_SIDE` voxels along each axis, of mean 0 and norm 1, as float32."""
     coarse = torch.from_numpy(coarsen(channel).clip(low, high).astype(np.float32))[None, None]
     small = interpolate(coarse, size=(THUMBNAIL_SIDE,) * 3, mode="trilinear")[0, 0].double()
     small -= small.mean()
-    drawn: np.ndarray = (small / small.norm().clamp(min=np.finfo(np.float64).tiny)).float().numpy()
-    return drawn
+    thumbnail: np.ndarray = (small / small.norm().clamp(min=np.finfo(np.float64).tiny)).float().numpy()
+    return thumbnail

@@ -25,6 +25,7 @@ __all__ = [
     "find_label_faults",
     "find_place_fault",
     "holds_labels_only",
+    "measure_agreement",
     "resembles_labels",
 ]
 
@@ -49,9 +50,15 @@ MOST_FRACTIONS = 5
 ROUNDED_VALUE = 1e-3
 """How far from an integer the values of a label may lie by a rounding."""
 
-MOST_LABELS, BESIDE_THEMSELVES = 256, 0.6
-"""Values of a label map at most, and the share of neighbours (one of them not 0) that are equal at least. Of images in
-8 bits a tenth are, of two values that are drawn a half, of the hippocampus three quarters."""
+MOST_LABELS, LEAST_AGREEMENT = 256, 0.6
+"""Most values of a label map, and its least agreement. Images of 8 bits have a tenth, noise of two values a half, the
+hippocampus three quarters."""
+
+FEWEST_PAIRS = 200
+"""Pairs of neighbours that an agreement needs: two lesions of one voxel each are no noise."""
+
+COMPARED_VOXELS = 1 << 22
+"""About how many voxels are compared with their neighbours."""
 
 SAME_SPACING = 0.01
 """Part by which two spacings differ and are one spacing, rounded."""
@@ -175,8 +182,8 @@ def _describe_fractions(voxels: Tensor, values: LabelValues) -> str:
     found = _list_values(values.fractions, values.num_fractions)
     if values.farthest <= ROUNDED_VALUE:
         return (
-            f"holds values that are no integers ({found}), by {values.farthest:.1g} at most, as a scale factor leaves "
-            "them; round them, for instance by `volseg data check --fix`"
+            f"holds values that are no integers ({found}), {values.farthest:.1g} off at most, as after a scale factor; "
+            "round them, for example by `volseg data check --fix`"
         )
     probabilities = " of a probability map" if voxels.min() >= 0 and voxels.max() <= 1 else ""
     return (
@@ -227,7 +234,7 @@ def holds_labels_only(image: Tensor, task: Task) -> bool:
 
 
 def resembles_labels(image: Tensor) -> bool:
-    """Whether a volume holds few integers, mostly beside themselves, as label maps do: of whatever task."""
+    """Whether a volume holds few integers, mostly next to equal ones, as the label maps of any task do."""
     channel = image[0]
     middle = channel[channel.shape[0] // 2]
     lowest, highest = (float(bound) for bound in channel.aminmax())
@@ -236,13 +243,22 @@ def resembles_labels(image: Tensor) -> bool:
     values = count_values(channel)
     if values is None or values.fractions or len(values.counts) > MOST_LABELS:
         return False
+    return measure_agreement(channel.numpy()) > LEAST_AGREEMENT
+
+
+def measure_agreement(labels: np.ndarray) -> float:
+    """Return the share of neighbours with equal values, among those of which at least one is labelled.
+
+    Neighbours share a plane along the first axis; in a large volume some planes are compared. NaN if there are fewer
+    than `FEWEST_PAIRS`.
+    """
+    planes = labels[:: -(-labels.size // COMPARED_VOXELS)]
     pairs = same = 0
-    for dim in range(3):
-        one, other = (channel.narrow(dim, start, channel.shape[dim] - 1) for start in (0, 1))
+    for one, other in ((planes[:, 1:], planes[:, :-1]), (planes[:, :, 1:], planes[:, :, :-1])):
         counts = (one > 0) | (other > 0)
         pairs += int(counts.sum())
         same += int((counts & (one == other)).sum())
-    return pairs > 0 and same / pairs > BESIDE_THEMSELVES
+    return same / pairs if pairs >= FEWEST_PAIRS else math.nan
 
 
 def find_place_fault(image: MetaTensor, label: MetaTensor) -> Fault | None:

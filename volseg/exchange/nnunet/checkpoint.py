@@ -1,10 +1,9 @@
-"""nnU-Net's checkpoints: which values of them a prediction needs."""
+"""Read the weights and settings that a prediction needs from nnU-Net's checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from volseg.errors import CheckpointError
@@ -12,12 +11,10 @@ from volseg.exchange.torch_file import read_torch_file
 
 __all__ = ["NnunetWeights", "read_checkpoint"]
 
-AXES = (0, 1, 2)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NnunetWeights:
-    """What a prediction needs of a checkpoint."""
+    """The parts of a checkpoint that a prediction needs."""
 
     configuration: str
     trainer: str
@@ -41,15 +38,15 @@ def read_checkpoint(path: Path) -> NnunetWeights:
     if not isinstance(content, dict) or any(key not in content for key in wanted):
         raise CheckpointError(f"{path} should hold {', '.join(wanted)}, as nnU-Net 2 writes; it is another program's")
     weights, arguments, axes = (content.get(key) for key in (*wanted[:2], "inference_allowed_mirroring_axes"))
-    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
-        raise CheckpointError(f"{path}: network_weights should be named tensors, got {type(weights).__name__}")
-    if strange := [name for name, value in weights.items() if not _is_stored(value)]:
-        raise CheckpointError(f"{path}: network_weights.{strange[0]} should be a tensor of stored numbers")
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{path}: network_weights should map names to tensors, got {type(weights).__name__}")
+    if odd := [name for name, value in weights.items() if not (isinstance(name, str) and isinstance(value, Tensor))]:
+        raise CheckpointError(f"{path}: network_weights should map names to tensors, not {odd[0]!r:.200}")
     configuration = arguments.get("configuration") if isinstance(arguments, dict) else None
     if not isinstance(configuration, str):
         raise CheckpointError(f"{path}: init_args should name the configuration, got {configuration!r}")
     listed = axes if isinstance(axes, tuple | list) else () if axes is None else (axes,)
-    if not all(type(axis) is int and axis in AXES for axis in listed):
+    if not all(type(axis) is int and axis in range(3) for axis in listed):
         raise CheckpointError(f"{path}: inference_allowed_mirroring_axes should be among 0, 1, 2, got {axes!r}")
     return NnunetWeights(
         configuration=configuration,
@@ -57,10 +54,3 @@ def read_checkpoint(path: Path) -> NnunetWeights:
         mirror_axes=tuple(listed),
         weights=weights,
     )
-
-
-def _is_stored(value: object) -> bool:
-    """Say whether a value is a dense tensor whose every number is stored, none of them expanded."""
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        return False
-    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()

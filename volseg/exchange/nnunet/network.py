@@ -7,11 +7,10 @@ place, every place its tensor, of the same shape. So weights of a network that o
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from volseg.errors import CheckpointError, ConfigError
-from volseg.models.weights import strip_prefixes
+from volseg.models.weights import find_value, strip_prefixes
 
 __all__ = ["read_network", "rename_weights"]
 
@@ -75,21 +74,21 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
         count, kind = stages - (key == "decoder_blocks"), _is_size if key in ("strides", "kernel_size") else _is_count
         if key != "name" and not (len(of_stages) == count and all(map(kind, of_stages))):
             raise ConfigError(
-                f"{where} builds {name} with {key} {of_stages!r:.200}; needed: whole positive numbers, {count} of them"
+                f"{where} builds {name} with {key} {of_stages!r:.200}; needed: {count} positive whole numbers"
             )
-    # No tensor tells it, and the logits would lie on a coarser grid than the image.
+    # No tensor's shape depends on this stride, but the logits would lie on a coarser grid than the image.
     if spec["strides"][0] not in (1, [1, 1, 1]):
         raise ConfigError(f"{where} builds {name} with a first stage of stride {spec['strides'][0]}; needed: 1")
     return spec
 
 
 def _is_count(value: Any) -> bool:
-    """Say whether a value is a whole positive number that torch can count to."""
+    """Say whether a value is a positive whole number of 31 bits."""
     return type(value) is int and 0 < value < 2**31
 
 
 def _is_size(value: Any) -> bool:
-    """Say whether a value is a whole positive number, or three of them."""
+    """Say whether a value is a positive whole number, or three of them."""
     return all(map(_is_count, value)) if isinstance(value, list) and len(value) == 3 else _is_count(value)
 
 
@@ -108,7 +107,10 @@ def _read_architecture(configuration: Mapping[str, Any], where: str) -> tuple[st
     blocks, up, kernels, strides = (configuration[key] for key in old)
     base, most = (configuration[key] for key in numbers)
     if not (isinstance(blocks, list) and len(blocks) <= MOST_STAGES and _is_count(base) and _is_count(most)):
-        raise ConfigError(f"{where} should give each stage its convolutions, and two numbers of features")
+        raise ConfigError(
+            f"{where} should list the convolutions of at most {MOST_STAGES} stages, and give "
+            f"{' and '.join(numbers)} as whole numbers"
+        )
     return name, {
         "n_stages": len(blocks),
         "features_per_stage": [min(base * 2**stage, most) for stage in range(len(blocks))],
@@ -133,39 +135,40 @@ def rename_weights(weights: Mapping[str, Tensor], network: nn.Module, where: str
     Raises
     ------
     CheckpointError
-        Unless every tensor has its one place, of its shape.
+        Unless each tensor has one place, and the place's shape and kind of number.
     """
     places = network.state_dict()
     last = sum(name.startswith("ups.") and name.endswith(".weight") for name in places) - 1
     table = dict(_pair_names(places, last))
-    theirs = _merge_aliases(strip_prefixes(weights, table.values()), where)
+    bare = strip_prefixes(weights, table.values())
+    names: dict[str, list[str]] = {}
+    for name in bare:
+        names.setdefault(_resolve_alias(name), []).append(name)
     # Heads of deep supervision: trained with, never predicted with.
     heads = {f"decoder.seg_layers.{stage}.{kind}" for stage in range(last) for kind in ("weight", "bias")}
-    if missing := [name for name in table.values() if name not in theirs]:
+    if missing := [name for name in table.values() if name not in names]:
         raise CheckpointError(f"{where} has no tensor {missing[0]!r}, which the network of its plans needs")
-    if surplus := sorted(theirs.keys() - set(table.values()) - heads):
+    if surplus := sorted(names.keys() - set(table.values()) - heads):
         raise CheckpointError(f"{where} holds {surplus[0]!r}, for which the network of its plans has no place")
     assert table.keys() == places.keys(), "the table is made of the network"
-    renamed = {ours: theirs[name] for ours, name in table.items()}
-    for ours, tensor in renamed.items():
-        if tensor.shape != places[ours].shape:
+    renamed = {}
+    for ours, name in table.items():
+        try:
+            renamed[ours] = find_value(bare, names[name], places[ours])
+        except CheckpointError as fault:
+            raise CheckpointError(f"{where}: {fault}") from fault
+        if renamed[ours].shape != places[ours].shape:
             raise CheckpointError(
-                f"{where}: {table[ours]} has the shape {tuple(tensor.shape)}; the network of its plans needs "
+                f"{where}: {name} has the shape {tuple(renamed[ours].shape)}; the network of its plans needs "
                 f"{tuple(places[ours].shape)}"
             )
     return renamed
 
 
-def _merge_aliases(weights: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Return each tensor once: nnU-Net's modules hold each layer under two names, and the encoder once more."""
-    merged: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        plain = name.removeprefix("decoder.") if name.startswith("decoder.encoder.") else name
-        plain = plain.replace(".all_modules.0.", ".conv.").replace(".all_modules.1.", ".norm.")
-        if plain in merged and not torch.equal(merged[plain], tensor):
-            raise CheckpointError(f"{where}: {name} should be the same tensor as {plain}, but they differ")
-        merged[plain] = tensor
-    return merged
+def _resolve_alias(name: str) -> str:
+    """Return the first of a tensor's names: nnU-Net's modules hold each layer twice, and the encoder once more."""
+    plain = name.removeprefix("decoder.") if name.startswith("decoder.encoder.") else name
+    return plain.replace(".all_modules.0.", ".conv.").replace(".all_modules.1.", ".norm.")
 
 
 def _pair_names(places: Iterable[str], last: int) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What nnU-Net's plans say of one configuration: its geometry, its intensities, its network."""
+"""Read the geometry, the intensities and the network of one configuration from nnU-Net's plans."""
 
 import math
 from collections.abc import Mapping
@@ -66,9 +66,9 @@ def read_plan(file: Path, name: str) -> NnunetPlan:
     plans = read_json(file, has_nan=True)
     try:
         return _read_plan(plans, file, name)
-    except (TypeError, AttributeError, KeyError, IndexError) as fault:  # a value of a kind that no plans have there
+    except (TypeError, AttributeError, KeyError, IndexError) as fault:  # a value of a wrong type
         raise DataError(
-            f"{file} is not as nnU-Net 2 writes it, and cannot be read ({fault}); copy the model folder again"
+            f"{file} differs from what nnU-Net 2 writes, and cannot be read ({fault}); copy the model folder again"
         ) from fault
 
 
@@ -93,11 +93,7 @@ def _read_plan(plans: Any, file: Path, name: str) -> NnunetPlan:
     if reader not in READERS:
         raise ConfigError(f"{where} reads images by {reader}; what can be followed: {', '.join(READERS)}")
     schemes, masked = given.get("normalization_schemes"), given.get("use_mask_for_norm")
-    if (
-        not isinstance(schemes, list)
-        or not isinstance(masked, list)
-        or list(map(type, masked)) != [bool] * len(schemes)
-    ):
+    if not (isinstance(schemes, list) and isinstance(masked, list)) or [*map(type, masked)] != [bool] * len(schemes):
         raise DataError(f"{where} should give each channel a scheme and a mask, got {schemes} and {masked}")
     if unknown := [scheme for scheme in schemes if scheme not in SCHEMES]:
         raise ConfigError(f"{where} normalises by {unknown[0]}; what can be followed: {', '.join(SCHEMES)}")

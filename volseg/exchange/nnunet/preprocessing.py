@@ -60,7 +60,7 @@ class _AsNnunet(MapTransform):
         shape = [round(min(side / to * n, 2.0**31)) for side, to, n in zip(sides, plan.spacing, before, strict=True)]
         if math.prod(shape) > MOST_VOXELS or 16 * len(voxels) * math.prod(shape) > max(ALWAYS_FITS, available_bytes()):
             raise GridError(
-                f"{before} voxels of {sides} mm are {shape} voxels of {list(plan.spacing)} mm, which memory does not "
+                f"{before} voxels of {sides} mm become {shape} voxels of {list(plan.spacing)} mm, which memory cannot "
                 "hold; check the spacing in the image's header and in the plans"
             )
         if 0 in shape:

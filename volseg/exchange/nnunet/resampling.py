@@ -61,7 +61,7 @@ class Resampling:
         separates, threshold = given["force_separate_z"], given.get("separate_z_anisotropy_threshold", ANISOTROPY)
         if not isinstance(separates, bool | None) or not is_number(threshold):
             raise ConfigError(
-                f"{where}: force_separate_z should be true, false or null with a number as threshold, got "
+                f"{where}: force_separate_z should be true, false or null, and its threshold a number; got "
                 f"{separates!r} and {threshold!r}"
             )
         if function == LINEAR:
@@ -77,7 +77,7 @@ class Resampling:
 
 
 def is_number(value: object) -> bool:
-    """Say whether a value of a JSON file is a finite number that float32 holds."""
+    """Say whether a value of a JSON file is a finite number within the range of float32."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38
 
 

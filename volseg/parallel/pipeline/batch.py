@@ -81,6 +81,8 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Beha
     for copied, passage in passages:
         passage.wait(copied)
     statistics.commit()
+    if statistics.splits_batch_norm:
+        placement.warn_of_batch_norm()
     placement.forget_marks(outputs)
     return outputs
 

@@ -6,6 +6,7 @@ of the last one called. All of it is ordinary autograd, so backward needs no cod
 device, and the micro-batches flow back as they came.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from volseg.parallel.pipeline.observe.trace import Trace, find_segments, find_se
 from volseg.parallel.timeline import find_timeline
 
 __all__ = ["Location", "PlacedRun", "Placement", "place"]
+
+logger = logging.getLogger(__name__)
 
 MARKS = ("_volseg_location", "_volseg_order", "_volseg_copies")
 """Notes on tensors."""
@@ -69,6 +72,8 @@ class Placement:
     """Whether forward was seen to change its arguments in place."""
     buffered: tuple[nn.Module, ...] = ()
     """Modules with buffers."""
+    has_warned: bool = False
+    """Whether the user knows that batch norm sees micro-batches."""
     devices: frozenset[torch.device] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,6 +90,16 @@ class Placement:
             for buffer in get_buffers(module).values():
                 if buffer is not None:
                     _unmark(buffer)
+
+    def warn_of_batch_norm(self) -> None:
+        """Warn, once, that a batch norm in training is not that of the plain network."""
+        if not self.has_warned:
+            self.has_warned = True
+            logger.warning(
+                "batch norm in a pipeline normalises each micro-batch with its own mean and variance, so outputs and "
+                "gradients in training differ from those of the plain network; the running statistics are those of the "
+                "whole batch. Instance norm, group norm and strategy='spatial' are exact"
+            )
 
     def start_late_run(self) -> "PlacedRun":
         """Return a run for a module called on its own: by the user, or by checkpoint's recomputation in backward."""
@@ -144,12 +159,14 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
 
 
 def _find_quiet(net: nn.Module, trace: Trace) -> Iterator[str]:
-    """Yield the paths of self-contained leaves without norms that a run has to see: over the batch, or with buffers."""
+    """Yield the paths of self-contained leaves, without batch norms and instance norms with running statistics."""
     buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
     for path, operations in find_self_contained(trace).items():
-        by_instance = (operation for operation in operations if operation.name == "instance_norm")
-        over_batch = any("batch_norm" in operation.name for operation in operations)
-        if not over_batch and not any(buffers.intersection(norm.states) for norm in by_instance):
+        if not any(
+            "batch_norm" in operation.name
+            or (operation.name == "instance_norm" and buffers.intersection(operation.states))
+            for operation in operations
+        ):
             yield path
 
 

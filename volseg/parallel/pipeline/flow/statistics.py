@@ -176,6 +176,8 @@ class WholeBatchStatistics:
 
     def __init__(self, micro_batches: int) -> None:
         self.micro_batches = micro_batches
+        self.splits_batch_norm = False
+        """Whether a batch norm took the statistics of one micro-batch of several."""
         self.gathered: dict[tuple[int, int], _Gathered] = {}
         self._calls: dict[int, int] = defaultdict(int)
         self._index = 0
@@ -272,6 +274,8 @@ def run_norm(
             "normalises each micro-batch by itself: take a larger split_size, batches that leave no remainder of one "
             "sample, or an instance or group norm"
         )
+    if isinstance(statistics, WholeBatchStatistics) and not form.by_instance:
+        statistics.splits_batch_norm = statistics.micro_batches > 1
     mean, variance = given.get("running_mean"), given.get("running_var")
     if mean is None or variance is None:
         return None

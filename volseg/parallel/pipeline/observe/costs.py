@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from volseg.device.pretended import find_pretended, is_pretended, move_in_place, read_clock
+from volseg.device.pretended import is_gpu, is_pretended, move_in_place, read_clock
 from volseg.device.torch_internals import keep_gpu_busy, pytree, without_overrides
 from volseg.errors import PartitionError, VolsegError
 from volseg.forecast.copying import copying_by_clones
@@ -32,7 +33,8 @@ from volseg.parallel.state.random import own_random_numbers
 __all__ = ["Measured", "copy_network", "find_activations", "measure", "move_call", "observe_copy"]
 
 REPEATS = 2
-"""Timed passes after one to warm up; the quickest counts."""
+"""Timed passes on a GPU after one to warm up; the quickest counts. On a host the first pass counts: observing the
+network has warmed it up, and three passes would take longer than the batch."""
 
 # Long enough for the host to queue a part before the device starts on it, else the host would be timed.
 SLEEP_CYCLES = 2_000_000
@@ -93,7 +95,7 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
         If it cannot be copied.
     """
     try:
-        with copying_by_clones() if find_pretended() is not None else contextlib.nullcontext():
+        with copying_by_clones():
             probe = copy.deepcopy(net)
     except Exception as failure:
         raise PartitionError(
@@ -110,9 +112,7 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
     return probe
 
 
-def measure(
-    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, repeats: int = REPEATS
-) -> Measured:
+def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Measured:
     """Time every segment of a copy of the network on one device.
 
     Parameters
@@ -123,8 +123,6 @@ def measure(
         A micro-batch.
     device
         Where to run.
-    repeats
-        Timed passes after one to warm up; the quickest counts.
 
     Raises
     ------
@@ -137,14 +135,15 @@ def measure(
         probe, trace, observer = observe_copy(net, args, kwargs, device)
         found = find_segments(trace)
         passes = []
-        for _ in range(repeats + 1):
+        for _ in range(1 + REPEATS if is_gpu(device) else 1):
             own_args, own_kwargs = move_call((args, kwargs), device)
             with torch.enable_grad(), Stopwatch(probe, found, device) as watch:
                 probe(*own_args, **own_kwargs)
                 watch.finish()
             passes.append(watch.times)
         host_ms = _measure_host_ms(probe, *move_call((args, kwargs), device)) if on_gpu else 0.0
-    quickest = _find_quickest(passes[1:], len(found))
+    times = np.fmin.reduce(np.stack(passes[1:] or passes))  # NaN for segments that no timed pass ran: the path varies
+    np.copyto(times, np.nanmean(times, 0), where=np.isnan(times))
     activations = find_activations(observer, found)
     sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
     layers = [
@@ -156,23 +155,9 @@ def measure(
             activation_bytes=sum(block.num_bytes for block in activations if min(block.kept, default=-1) == number),
             sent_bytes=sum(observer.made_bytes[number] for number in segment.sends),
         )
-        for number, (segment, (forward, backward)) in enumerate(zip(found, quickest, strict=True))
+        for number, (segment, (forward, backward)) in enumerate(zip(found, times.tolist(), strict=True))
     ]
     return Measured(trace, tuple(found), tuple(layers), tuple(activations), host_ms)
-
-
-def _find_quickest(passes: Sequence[dict[int, tuple[float, float]]], segments: int) -> list[tuple[float, float]]:
-    """Return forward and backward milliseconds of each segment: the quickest, of the passes that ran it.
-
-    A path that varies may leave a segment out of all of them. It counts as the mean of the others.
-    """
-    timed = {
-        number: tuple(min(times) for times in zip(*(each[number] for each in passes if number in each), strict=True))
-        for number in range(segments)
-        if any(number in each for each in passes)
-    }
-    mean = tuple(sum(times) / len(timed) for times in zip(*timed.values(), strict=True))
-    return [timed.get(number, mean) for number in range(segments)]  # type: ignore[misc]
 
 
 def find_activations(observer: Observer, parts: Sequence[Segment]) -> list[KeptActivation]:
@@ -223,8 +208,8 @@ class Stopwatch(runs.Run):
         self._number = 0
         self._segment = 0
         self._paused = False
-        self.times: dict[int, tuple[float, float]] = {}
-        """Forward and backward milliseconds of the segments that ran, by number: a path may vary between passes."""
+        self.times = np.full((len(parts), 2), np.nan)
+        """Forward and backward milliseconds of each segment; NaN for those that this pass did not run."""
 
     def __enter__(self) -> "Stopwatch":
         super().__enter__()
@@ -244,10 +229,10 @@ class Stopwatch(runs.Run):
         try:
             backward = self._backward(sent) if sent else 0.0
         except RuntimeError as failure:
-            # Every result is asked for a gradient here, and the network may need none of it: what autograd has saved
-            # may be overwritten there, or have no derivative. Or a reentrant checkpoint hands its gradient past the
-            # cut, to a segment that is done. An error of a gradient that is needed comes again in the training. The
-            # time is guessed: forward once more, and twice that for the gradients.
+            # Every result is differentiated here, also those whose gradient the network does not need: there saved
+            # tensors may be overwritten, or a derivative be missing. A reentrant checkpoint hands its gradient past the
+            # cut, to a segment that is done. An error of a needed gradient is raised again by the training. The time is
+            # estimated as a second forward, and twice that for the gradients.
             if isinstance(failure, torch.OutOfMemoryError | VolsegError):
                 raise
             backward = 3 * forward
@@ -257,8 +242,8 @@ class Stopwatch(runs.Run):
         # What was cut off looks like a weight to autocast, which would keep its cast copy, and by that the activation
         # and its gradient, up to the end of the batch: the whole network's, in place of the largest part's.
         torch.clear_autocast_cache()
-        before = self.times.get(self._segment, (0.0, 0.0))  # a path may come back to one
-        self.times[self._segment] = before[0] + forward, before[1] + backward
+        row = self.times[self._segment]  # a path may return to a segment
+        row[:] = np.nansum((row, (forward, backward)), 0)
 
     def _backward(self, sent: list[Tensor]) -> float:
         gradients = [torch.ones_like(tensor) for tensor in sent]

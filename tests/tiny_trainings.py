@@ -1,0 +1,75 @@
+"""Trainings of a few steps, whose weights the tests export and load again."""
+
+import torch
+import yaml
+from torch import nn
+
+from volseg.data.synthetic import make_task
+from volseg.experiment import load_config
+from volseg.workflow import Checkpoints, Hook, Named, Training
+
+__all__ = ["DYNUNET", "FirstWeights", "clone", "config_factory", "make_training"]
+
+DYNUNET = (
+    "network={name: DynUNet, kernel_size: [3, 3, 3], strides: [1, 2, 2], upsample_kernel_size: [2, 2], "
+    "filters: [4, 8, 8]}"
+)
+
+
+class FirstWeights(Hook):
+    """Keep the weights that a training starts with, and stop it."""
+
+    def on_training_begin(self, training):
+        self.weights = clone(training.network.state_dict())
+        training.stop("seen")
+
+
+def clone(state):
+    """Return a copy of a ``state_dict`` of tensors."""
+    return {name: value.clone() for name, value in state.items()}
+
+
+def config_factory(folder):
+    """Make a data set, and return a function from a run folder and settings to a config."""
+    values = {
+        "name": "tiny",
+        "data": {"root": str(make_task(folder / "Task00_Synthetic", num_cases=2, num_test=1))},
+        "preprocessing": [{"name": "Spacing", "spacing": [4.0, 4.0, 4.0]}, {"name": "ZScore"}],
+        "split": {"num_folds": 2, "validation": "none"},
+        "patch": {"size": [8, 8, 8], "batch": 2},
+        "augmentation": {"enabled": False},
+        "optimizer": {"name": "SGD", "lr": 0.3},
+        "training": {"epochs": 1, "iterations": 3, "ema": 0.7},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return lambda output, *settings: load_config(file, [f"output={output}", *settings])
+
+
+class Batches:
+    """Three batches of noise in each epoch."""
+
+    def __init__(self, num_classes):
+        self.num_classes = num_classes
+
+    def __len__(self):
+        return 3
+
+    def epoch(self, number, start=0):
+        for position in range(start, 3):
+            torch.manual_seed(position)
+            label = torch.randint(self.num_classes, (2, 4, 4, 4))
+            yield {"image": torch.randn(2, 1, 4, 4, 4), "label": label, "case": ["a", "b"]}
+
+
+def make_training(network, folder, num_classes, *hooks, decay=0.7):
+    """Return a training that averages the weights of a network, and writes checkpoints into a folder."""
+    return Training(
+        Named(network, inputs=["image"], outputs=["logits"]),
+        Named(nn.functional.cross_entropy, inputs=["logits", "label"], outputs=["loss"]),
+        torch.optim.SGD(network.parameters(), lr=0.3),
+        Batches(num_classes),
+        epochs=1,
+        average_decay=decay,
+        hooks=[*hooks, Checkpoints(folder)],
+    )
