@@ -14,6 +14,7 @@ from monai.networks.nets import DynUNet
 from torch import nn
 
 import volseg
+from volseg.checkpointing.file import LATEST
 from volseg.data.synthetic import make_task
 from volseg.errors import ConfigError
 from volseg.exchange.tensors import pack_tensors, unpack_tensors
@@ -23,7 +24,6 @@ from volseg.experiment.weights import read_weights
 from volseg.models.transfer import transfer_weights
 from volseg.models.weights import list_tensors, load_weights
 from volseg.workflow import Checkpoints, Hook, Named, Training, load_checkpoint
-from volseg.workflow.checkpoints import LATEST
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 

@@ -12,6 +12,7 @@ import yaml
 from monai.networks.nets import DynUNet
 from torch import nn
 
+from volseg.checkpointing.file import LATEST
 from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError, ConfigError, VolsegError
 from volseg.exchange.archive import write_archive
@@ -25,7 +26,6 @@ from volseg.models import FitGrid
 from volseg.models.transfer import transfer_weights
 from volseg.models.weights import load_weights, strip_prefixes
 from volseg.workflow import Checkpoints, Hook, Named, Training, load_checkpoint, save_checkpoint
-from volseg.workflow.checkpoints import LATEST
 
 NNUNET = Path(__file__).parents[1] / "exchange" / "nnunet" / "model" / "fold_0" / "checkpoint_final.pth"
 

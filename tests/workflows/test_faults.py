@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from volseg.checkpointing.file import LATEST
 from volseg.workflow import Checkpoints, Named, Training, load_checkpoint
-from volseg.workflow.checkpoints import LATEST
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from volseg.checkpointing.compatible import require_same_config, require_same_split
+from volseg.checkpointing.file import LATEST, load_checkpoint
+from volseg.checkpointing.folder import RunFolder
+from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.readers import stem
@@ -15,12 +19,7 @@ from volseg.data.splits import Split
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.evaluation.summary import Summary, read_summary
 from volseg.experiment.cases import choose_split, list_given_splits
-from volseg.experiment.run_folder import RunFolder
-from volseg.experiment.same_run import require_same_config, require_same_split
-from volseg.workflow.checkpoints import LATEST, load_checkpoint
 from volseg.workflow.hooks import Patience
-from volseg.workflow.records import EpochRecord
-from volseg.workflow.state import TrainingState
 
 __all__ = ["Fold", "FoldResult", "plan_folds", "was_trained_to_its_end"]
 
@@ -72,13 +71,8 @@ class Fold:
         """
         if not self.folder.exists:
             return
-        require_same_config(self.folder, self.config, of="cross-validation")
+        require_same_config(self.folder, self.config, folds=True)
         require_same_split(self.folder, self.split)
-
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether there is something to go on from; else `train` begins anew."""
-        return any(self.folder.checkpoints.glob("*.pt"))
 
     def result(self) -> FoldResult | None:
         """Return what the run left; None unless it was trained to its end and validated.

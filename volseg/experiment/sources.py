@@ -6,17 +6,17 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
+from volseg.checkpointing.file import LATEST, load_checkpoint
+from volseg.checkpointing.folder import RunFolder
 from volseg.data.names import list_some
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import is_archive
 from volseg.exchange.nnunet import is_nnunet_model
 from volseg.experiment.folds import was_trained_to_its_end
 from volseg.experiment.imported import NNUNET_CHECKPOINTS, load_archive, load_nnunet
-from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import PREDICTION_KEYS, Trained, load_run, require_keys
 from volseg.inference.postprocessing import Postprocessing
 from volseg.transforms.preprocessing import Preprocessing
-from volseg.workflow.checkpoints import LATEST, load_checkpoint
 
 __all__ = ["Source", "find_folds", "load_trained"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from volseg.checkpointing.state import TrainingState
 from volseg.errors import CheckpointError
-from volseg.workflow.state import TrainingState
 
 __all__ = ["lay_out_like_parameters", "require_whole", "taking_over"]
 

@@ -55,7 +55,7 @@ class TimedCheckpoints(Checkpoints):
 
     def finish(self) -> None:
         """Wait for what is being written, and count the time to the next one from now."""
-        self._finish()
+        super().finish()
         self._taken_at = time.monotonic()
 
 

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from volseg import experiment
+from volseg.checkpointing.state import EpochRecord
 from volseg.data.layouts import load_task
 from volseg.data.preprocessed import prepare_all
 from volseg.data.synthetic import make_task
@@ -47,7 +48,6 @@ from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.training_log import TrainingLog
 from volseg.workflow import Hook, Training
-from volseg.workflow.records import EpochRecord
 
 NUM_CASES = 16
 WARM_UP = 2

@@ -32,7 +32,7 @@ from volseg.data.preparing import prepare_sound
 from volseg.experiment.building import preprocessing_of
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.overlays import draw_overlays
-from volseg.experiment.run_folder import RunFolder
+from volseg.checkpointing.folder import RunFolder
 gc.collect(); gc.freeze()  # as `volseg train` does
 config = load_config("configs/task04_unet.yaml", [f"data.root={sys.argv[1]}", "data.cache=none"])
 chosen, steps = choose_cases(config), preprocessing_of(config)

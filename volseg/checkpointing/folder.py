@@ -1,4 +1,4 @@
-"""The folder of a run: where everything that a training leaves behind has its place.
+"""The files of a run folder.
 
 ::
 
@@ -9,12 +9,12 @@
         task.json                name, channels and labels of the task
         network.json             spacing and network as they were planned
         split.json               the cases of this run, in nnU-Net's form
-        components.json          where each component came from that is not built in; components/ keeps their files
+        cases.json               a fingerprint of each case, null of those that were bad
+        components.json          the source of each component that is not built in; components/ keeps copies of files
         start.json               what was taken of the weights that training.start_from names
-        cases.json               a fingerprint of each, null of those that were bad
         memory.json              what the first steps took of each GPU, and what was forecast
-        kernels.json             what was measured of kernels, and which are taken (training.kernels: measured)
-        replanned.json           how the run goes on since a step was out of memory (parallel.on_oom: replan)
+        kernels.json             times of kernels, and which are taken (training.kernels: measured)
+        replanned.json           how the run goes on after a step was out of memory (parallel.on_oom: replan)
         checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
         history.jsonl            the numbers of each epoch, a line for each
         status.json              how far the training is, rewritten every few seconds
@@ -36,6 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from volseg.checkpointing.file import BEST, LATEST, PREVIOUS, load_checkpoint
+from volseg.checkpointing.state import TrainingState
 from volseg.config.loading import dump_config, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
@@ -57,24 +59,25 @@ from volseg.monitoring.run_files import (
     read_times,
 )
 from volseg.reporting import NAME
-from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
-from volseg.workflow.state import TrainingState
 
-__all__ = ["CASES", "MEMORY", "RunFolder", "list_labelled"]
+__all__ = ["CASES", "ENVIRONMENT", "MEMORY", "NETWORK", "RunFolder", "list_labelled"]
 
 logger = logging.getLogger(__name__)
 
-CASES = "cases.json"
-"""Ids of the cases of the split that were bad when the run was begun."""
+ENVIRONMENT, TASK, SPLIT = DESCRIPTION = ("environment.json", "task.json", "split.json")
+"""What a training writes before the config; a folder with a config and without them is not a run of volseg."""
 
-NETWORK = "network.json"
-"""Which network was planned, and for which voxel sides."""
+NETWORK, CASES, MEMORY = "network.json", "cases.json", "memory.json"
 
-MEMORY = "memory.json"
-"""What the first steps took of each GPU, and what was forecast."""
 
-DESCRIPTION = ("environment.json", "task.json", "split.json")
-"""What a training writes before the config; a config without them is somebody's own."""
+class Entry:
+    """A file or a folder in the folder of a run, by its name; read as its path."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: "RunFolder", kind: object = None) -> Path:
+        return folder.path / self.name
 
 
 @dataclass(frozen=True, init=False)
@@ -83,77 +86,26 @@ class RunFolder:
 
     path: Path
 
+    config_file = Entry("config.yaml")
+    task_file = Entry(TASK)
+    split_file = Entry(SPLIT)
+    checkpoints = Entry("checkpoints")
+    tensorboard = Entry("tensorboard")
+    history_file = Entry(HISTORY)
+    status_file = Entry(STATUS)
+    times_file = Entry(TIMES)
+    validation = Entry("validation")
+    report_file = Entry("report.md")
+    report_page = Entry(NAME)
+    postprocessing_file = Entry("postprocessing.json")
+    predictions = Entry("predictions")
+
     def __init__(self, path: str | Path) -> None:
         object.__setattr__(self, "path", Path(path))
 
-    @property
-    def config_file(self) -> Path:
-        """The resolved config."""
-        return self.path / "config.yaml"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of ``latest.pt``, ``previous.pt`` and ``best.pt``."""
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of the event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def history_file(self) -> Path:
-        """The numbers of each epoch."""
-        return self.path / HISTORY
-
-    @property
-    def status_file(self) -> Path:
-        """How far the training is."""
-        return self.path / STATUS
-
-    @property
-    def times_file(self) -> Path:
-        """What the time went by with."""
-        return self.path / TIMES
-
-    @property
-    def validation(self) -> Path:
-        """Folder of ``summary.json`` and the predictions it is about."""
-        return self.path / "validation"
-
-    @property
-    def report_file(self) -> Path:
-        """What a finished training came to, in short."""
-        return self.path / "report.md"
-
-    @property
-    def report_page(self) -> Path:
-        """What a training came to, however it ended, for browsers."""
-        return self.path / NAME
-
-    @property
-    def postprocessing_file(self) -> Path:
-        """Which postprocessing helps, once that was measured."""
-        return self.path / "postprocessing.json"
-
-    @property
-    def predictions(self) -> Path:
-        """Folder of predictions of cases without a label."""
-        return self.path / "predictions"
-
-    def begin(
-        self,
-        config: ExperimentConfig,
-        task: Task,
-        split: Split,
-        environment: Mapping[str, Any],
-        fingerprints: Mapping[str, str | None] | None = None,
-        plan: NetworkPlan | None = None,
-    ) -> None:
-        """Describe a new run; see `PreparedCases.fingerprints`."""
+    def begin(self, config: ExperimentConfig, task: Task, split: Split, files: Mapping[str, Any]) -> None:
+        """Describe a new run; ``files`` are the contents of JSON files by name, `ENVIRONMENT` among them."""
         self.require_free()
-        self.write_json(CASES, dict(fingerprints or {}))
-        self.write_json("environment.json", environment)
         described = {
             "name": task.name,
             "modalities": task.modalities,
@@ -162,11 +114,14 @@ class RunFolder:
             "ignore": task.ignore,
             "labelled": list_labelled(task),
         }
-        self.write_json("task.json", described)
-        if plan is not None:
-            self.write_json(NETWORK, plan.as_json())
-        write_splits(self.path / "split.json", [split])
-        dump_config(config.located(), self.config_file)  # last: a folder with a config is a whole one
+        for name, content in {**files, TASK: described}.items():
+            self.write_json(name, content)
+        write_splits(self.split_file, [split])
+        self.write_config(config)  # last: a folder with a config is a whole one
+
+    def write_config(self, config: ExperimentConfig) -> None:
+        """Write the config of the run as it begins or goes on."""
+        dump_config(config.located(), self.config_file)
 
     @property
     def exists(self) -> bool:
@@ -198,15 +153,20 @@ class RunFolder:
                 "missing); choose another folder by --output, or remove it if it is not needed"
             )
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to go on from."""
+        return any((self.checkpoints / name).exists() for name in (LATEST, PREVIOUS, BEST))
+
     def may_go_on(self) -> bool:
-        """Return whether there is a checkpoint to go on from; a run that was lost before its first one is forgotten.
+        """Return whether there is a checkpoint to go on from; without one, remove the config of the run.
 
         Raises
         ------
         ConfigError
             If the folder's ``config.yaml`` is none that a training wrote.
         """
-        if any((self.checkpoints / name).exists() for name in (LATEST, PREVIOUS, BEST)):
+        if self.has_checkpoint:
             return True
         self._require_own_config()
         logger.info("%s holds no checkpoint; the training begins at its first epoch", self.path)
@@ -215,7 +175,7 @@ class RunFolder:
 
     def abandon(self) -> None:
         """Make room for another attempt, as nothing was trained in this one; to be called with the folder's lock."""
-        if not any(self.checkpoints.glob("*.pt")):
+        if not self.has_checkpoint:
             self.config_file.unlink(missing_ok=True)
 
     def forget_validation(self) -> None:
@@ -229,10 +189,6 @@ class RunFolder:
         for folder in (self.path, self.checkpoints):
             remove_partials(folder)
 
-    def go_on(self, config: ExperimentConfig) -> None:
-        """Describe the run as it goes on: longer, on other devices, with its data elsewhere."""
-        dump_config(config.located(), self.config_file)
-
     def config(self, overrides: Sequence[str] = ()) -> ExperimentConfig:
         """Read the config of the run, with some values overridden."""
         if not self.config_file.is_file():
@@ -243,7 +199,7 @@ class RunFolder:
 
     def task(self) -> Task:
         """Read name, channels, labels and regions of the run's task; its cases are not part of the run folder."""
-        file = self.path / "task.json"
+        file = self.task_file
         described = read_json(file)
         if not isinstance(described, dict) or not isinstance(described.get("name"), str):
             raise DataError(f"{file} should hold the name, modalities and labels of a task; restore it from a copy")
@@ -266,7 +222,7 @@ class RunFolder:
 
     def split(self) -> Split:
         """Read which cases train and which validate."""
-        return read_splits(self.path / "split.json")[0]
+        return read_splits(self.split_file)[0]
 
     def write_json(self, name: str, content: Any) -> Path:
         """Write ``content`` to a file of the folder, whole or not at all."""
