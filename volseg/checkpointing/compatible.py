@@ -22,7 +22,7 @@ from volseg.errors import ConfigError, DataError
 
 __all__ = [
     "RULES",
-    "Rule",
+    "ResumeRule",
     "find_finished_report",
     "find_mesh",
     "list_keys",
@@ -38,7 +38,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Rule:
+class ResumeRule:
     """Whether something may be another one when a run goes on."""
 
     resume: Literal["may differ", "must be equal", "is refused", "is kept"]
@@ -52,40 +52,40 @@ class Rule:
     """Whether keys that may differ on resume may also differ when a cross-validation goes on."""
 
 
-RULES: Mapping[str, Rule] = {
-    "output": Rule("may differ", "the run folder may be moved"),
-    "data.root, split.file, split.group": Rule("may differ", "files may be moved; cases are compared, not paths"),
-    "data.keep, data.device_limit, data.cache, data.cache_limit": Rule(
+RULES: Mapping[str, ResumeRule] = {
+    "output": ResumeRule("may differ", "the run folder may be moved"),
+    "data.root, split.file, split.group": ResumeRule("may differ", "files may be moved; cases are compared, not paths"),
+    "data.keep, data.device_limit, data.cache, data.cache_limit": ResumeRule(
         "may differ", "prepared cases are equal wherever they are kept"
     ),
-    "device, parallel., training.kernels": Rule(
+    "device, parallel., training.kernels": ResumeRule(
         "may differ", "`patch.batch` is the batch of all devices together, and weights agree to round-off"
     ),
-    "training.checkpoint_minutes, training.spot, logging.": Rule("may differ", "they change no weights"),
-    "training.epochs, training.patience": Rule(
+    "training.checkpoint_minutes, training.spot, logging.": ResumeRule("may differ", "they change no weights"),
+    "training.epochs, training.patience": ResumeRule(
         "may differ", "a training may go on longer; the folds of a cross-validation may not", folds=False
     ),
-    "every other key": Rule(
+    "every other key": ResumeRule(
         "must be equal",
         "it decides what is trained",
         refusal="{folder} was begun with another config: {changes}. Restore these values, or start a new {kind} with "
         "another --output",
     ),
-    "fewer `training.epochs` than were trained": Rule(
+    "fewer `training.epochs` than were trained": ResumeRule(
         "is refused",
         "the weights are not those of a shorter training",
         "checkpoints",
         "{folder} has trained {epoch} epochs and {batches} batches, training.epochs is {epochs}; to go on set "
         "training.epochs to more, to validate as it is use volseg validate",
     ),
-    "replicas and slabs, with `training.deterministic`": Rule(
+    "replicas and slabs, with `training.deterministic`": ResumeRule(
         "must be equal",
         "they decide the order of sums, and so the bits",
         refusal="{folder} was begun with {before} and training.deterministic: true, which gives the same bits with "
         "these numbers only, got {now}; set both to what they were (fewer processes may compute them), or begin "
         "another run",
     ),
-    "channels, labels, regions": Rule(
+    "channels, labels, regions": ResumeRule(
         "must be equal",
         "outputs of the network and scores keep their meaning",
         "task.json",
@@ -93,7 +93,7 @@ RULES: Mapping[str, Rule] = {
         "another --output",
         DataError,
     ),
-    "cases that train, cases that validate": Rule(
+    "cases that train, cases that validate": ResumeRule(
         "must be equal",
         "no case that was trained on may validate",
         "split.json",
@@ -102,7 +102,7 @@ RULES: Mapping[str, Rule] = {
         "not validate",
         DataError,
     ),
-    "voxels of each case, and which cases are bad": Rule(
+    "voxels of each case, and which cases are bad": ResumeRule(
         "must be equal",
         "the scores are of these images and labels",
         "cases.json",
@@ -110,25 +110,29 @@ RULES: Mapping[str, Rule] = {
         "or start a new run with another --output",
         DataError,
     ),
-    "bytes of files of `--components`": Rule(
+    "bytes of files of `--components`": ResumeRule(
         "must be equal",
         "they may compute anything",
         "components.json",
         "{change}. Go on with {way}, or start a new run with another --output",
     ),
-    "versions of packages of components": Rule(
+    "versions of packages of components": ResumeRule(
         "may differ", "another version is logged; without the package the run is refused", "components.json"
     ),
-    "tensors of the network, groups of the optimizer": Rule(
+    "tensors of the network, groups of the optimizer": ResumeRule(
         "must be equal", "the state must fit; the error names the part that does not", "checkpoints"
     ),
-    "the GPUs": Rule("may differ", "the random state of a GPU that is absent is left out", "checkpoints"),
-    "planned network, and spacing of the data": Rule("is kept", "data and planning may have changed", "network.json"),
-    "mesh of `parallel: auto`": Rule("is kept", "sums keep their order; on another number of GPUs it is chosen anew"),
-    "kernels of `training.kernels: measured`": Rule(
+    "the GPUs": ResumeRule("may differ", "the random state of a GPU that is absent is left out", "checkpoints"),
+    "planned network, and spacing of the data": ResumeRule(
+        "is kept", "data and planning may have changed", "network.json"
+    ),
+    "mesh of `parallel: auto`": ResumeRule(
+        "is kept", "sums keep their order; on another number of GPUs it is chosen anew"
+    ),
+    "kernels of `training.kernels: measured`": ResumeRule(
         "is kept", "a busy machine must change no round-off", "kernels.json"
     ),
-    "what `parallel.on_oom: replan` changed": Rule(
+    "what `parallel.on_oom: replan` changed": ResumeRule(
         "is kept", "the first way was out of memory; another mesh in the config is tried instead", "replanned.json"
     ),
 }

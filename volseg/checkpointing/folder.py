@@ -70,7 +70,7 @@ ENVIRONMENT, TASK, SPLIT = DESCRIPTION = ("environment.json", "task.json", "spli
 NETWORK, CASES, MEMORY = "network.json", "cases.json", "memory.json"
 
 
-class Entry:
+class RunPath:
     """A file or a folder in the folder of a run, by its name; read as its path."""
 
     def __init__(self, name: str) -> None:
@@ -86,19 +86,19 @@ class RunFolder:
 
     path: Path
 
-    config_file = Entry("config.yaml")
-    task_file = Entry(TASK)
-    split_file = Entry(SPLIT)
-    checkpoints = Entry("checkpoints")
-    tensorboard = Entry("tensorboard")
-    history_file = Entry(HISTORY)
-    status_file = Entry(STATUS)
-    times_file = Entry(TIMES)
-    validation = Entry("validation")
-    report_file = Entry("report.md")
-    report_page = Entry(NAME)
-    postprocessing_file = Entry("postprocessing.json")
-    predictions = Entry("predictions")
+    config_file = RunPath("config.yaml")
+    task_file = RunPath(TASK)
+    split_file = RunPath(SPLIT)
+    checkpoints = RunPath("checkpoints")
+    tensorboard = RunPath("tensorboard")
+    history_file = RunPath(HISTORY)
+    status_file = RunPath(STATUS)
+    times_file = RunPath(TIMES)
+    validation = RunPath("validation")
+    report_file = RunPath("report.md")
+    report_page = RunPath(NAME)
+    postprocessing_file = RunPath("postprocessing.json")
+    predictions = RunPath("predictions")
 
     def __init__(self, path: str | Path) -> None:
         object.__setattr__(self, "path", Path(path))
