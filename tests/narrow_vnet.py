@@ -1,7 +1,7 @@
-"""MONAI's V-Net an eighth as wide, which it cannot be told to be.
+"""MONAI's V-Net, an eighth as wide: its width is no parameter.
 
-Of its 46 million parameters each comparison in float64 took half a minute, through the same layers.
-`test_narrow_vnet.py` says that nothing else differs.
+With its 46 million parameters each comparison in float64 took half a minute, through the same layers.
+`test_narrow_vnet.py` checks that nothing else differs.
 """
 
 from monai.networks.nets import VNet
@@ -15,9 +15,9 @@ __all__ = ["NarrowVNet"]
 
 
 class NarrowVNet(VNet):
-    """MONAI's blocks and its forward, without dropout: that of the last levels MONAI keeps whatever it is told.
+    """MONAI's blocks and forward, without dropout, which MONAI cannot switch off in the finest levels.
 
-    With a topology its levels have other kernels and strides, as those of `volseg.models.VNet`.
+    A topology sets the kernels and strides of its levels, as in `volseg.models.VNet`.
     """
 
     def __init__(self, topology: Topology | None = None) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import DataError, ParallelError
-from volseg.models.topology import Topology, plan_vnet_topology
+from volseg.models.topology import plan_vnet_topology
 from volseg.parallel import ModelParallel
 from volseg.parallel.verification.verify import compare
+from volseg.planning.geometry import turn_topology
 
 
 @dataclass(frozen=True)
@@ -310,12 +311,9 @@ THICK = plan_vnet_topology((216, 256, 9), (1.5, 1.5, 10.0))
 
 
 def thick_vnet(axes: tuple[int, int, int]) -> Case:
-    """Return a V-Net of thick slices: of what the volume's sides, and the axes of its plan, become along D, H, W."""
-    strides, kernels = (
-        tuple(tuple(level[axis] for axis in axes) for level in levels) for levels in (THICK.strides, THICK.kernels)
-    )
+    """Return a V-Net of thick slices whose axes are put in another order."""
     d, h, w = ((32, 16, 6)[axis] for axis in axes)
-    return Case(lambda: NarrowVNet(Topology(strides, kernels, THICK.filters)), (2, 1, d, h, w))
+    return Case(lambda: NarrowVNet(turn_topology(THICK, axes)), (2, 1, d, h, w))
 
 
 THICK_VNETS = {"slices along W": (0, 1, 2), "slices along H": (0, 2, 1), "slices along D": (2, 0, 1)}

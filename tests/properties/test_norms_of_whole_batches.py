@@ -1,8 +1,8 @@
-"""Law: a batch norm of a replica takes the statistics of the whole batch, whatever tensor it normalises.
+"""Law: a batch norm of a replica takes the statistics of the whole batch, for any tensor that it normalises.
 
-One process with the whole batch is compared with a mesh of replicas in float64: outputs, every gradient, running
-statistics, a second step, and evaluation afterwards. The norms stand behind pools, on tokens, on rows, on summaries of
-a volume, and at a level of one plane, which all shards compute whole.
+A mesh of replicas is compared in float64 with one process that has the whole batch: outputs, every gradient, running
+statistics, a second step, and evaluation afterwards. The norms get pooled volumes, tokens, rows, means of a volume, and
+a level of one plane, which every shard computes whole.
 """
 
 import runpy
@@ -41,7 +41,7 @@ CALLS = ("module", "functional", "twice", "without gradient")
 
 @dataclass(frozen=True)
 class Norm:
-    """Where a norm stands, how forward calls it, and its settings."""
+    """What a norm gets, how forward calls it, and its settings."""
 
     place: str
     call: str = "module"
@@ -51,7 +51,7 @@ class Norm:
 
 
 class Normed(nn.Module):
-    """Adds to a volume what follows from a norm of it, or of something that was computed of it."""
+    """Gates a volume by a norm of the volume, or of something computed from it."""
 
     def __init__(self, norm: Norm) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def build(norms: tuple[Norm, ...]) -> nn.Module:
 
 
 def train(norms: tuple[Norm, ...], data: int, spatial: int, kernels: str, batch: int) -> dict[str, float]:
-    """Return what differs from one process, with its error."""
+    """Return the error of each value that differs from one process."""
     cases.CASES["norms"] = cases.Case(lambda: build(norms))
     found: dict[str, float] = cases.run("norms", data, spatial, batch=batch, kernels=kernels)
     return found
@@ -137,11 +137,11 @@ def test_any_norms_on_any_mesh(norms: tuple[Norm, ...], mesh: tuple[int, int, st
 
 
 def refuse_pipeline(norms: tuple[Norm, ...], evaluated: bool) -> str:
-    """Return the refusal of replicas that are pipelines, whose micro-batches have no statistics of a whole batch."""
+    """Return the error of replicas that are pipelines: their micro-batches have no statistics of the whole batch."""
     net = build(norms).double()
     model = cases.wrap(net, 2, 1, 2, "pipeline", fixed=False)
     batch = torch.randn(2, 1, 8, 6, 6, dtype=torch.float64)
-    if evaluated:  # what a first pass found must not keep a later one from being looked at
+    if evaluated:  # a first pass in evaluation must not skip the check of a later one in training
         model.eval()
         with torch.no_grad():
             model(batch)
@@ -153,7 +153,7 @@ def refuse_pipeline(norms: tuple[Norm, ...], evaluated: bool) -> str:
 
 @pytest.mark.parametrize("evaluated", [False, True])
 @pytest.mark.parametrize("call", ["module", "functional"])
-def test_replicas_of_a_pipeline_refuse_them(call: str, evaluated: bool) -> None:
+def test_replicas_of_a_pipeline_refuse_batch_norm(call: str, evaluated: bool) -> None:
     norms: Any = (Norm("volume", call, running=False),)
     for message in in_group(2, refuse_pipeline, norms, evaluated):
         assert message.startswith("ParallelError")

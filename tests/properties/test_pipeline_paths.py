@@ -1,7 +1,7 @@
-"""Law: a pipeline equals the plain network run by micro-batches, where the path varies from call to call too.
+"""Law: a pipeline equals the plain network run by micro-batches, also if the path varies from call to call.
 
-The path is chosen by chance, by a counter, or by values, and side branches without a gradient overwrite in place what
-autograd has saved. Measuring ran the network several times, and took for granted that each run took the same path.
+The path follows random numbers, a counter, or values. Side branches without a gradient overwrite tensors that autograd
+has saved. Measuring runs the network several times, and relied on each run taking the same path.
 """
 
 import copy
@@ -20,7 +20,7 @@ from volseg.parallel import ModelParallel, Pipeline
 
 
 class Part(nn.Module):
-    """Three layers, of which a rule says which are called, and how often."""
+    """Three layers; a rule decides which of them are called, and how often."""
 
     def __init__(self, rule: "Callable[[Part, Tensor], Tensor]") -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def overwrite_a_gate(part: Part, x: Tensor) -> Tensor:
 
 
 def overwrite_by_relu(part: Part, x: Tensor) -> Tensor:
-    side = part.b(x).exp()
+    side = part.b(x).sigmoid()
     with torch.no_grad():
         gate = F.relu(side - 0.5, inplace=True)
         side.zero_()
@@ -96,7 +96,7 @@ def overwrite_by_relu(part: Part, x: Tensor) -> Tensor:
 
 
 def overwrite_an_alias(part: Part, x: Tensor) -> Tensor:
-    side = part.c(part.b(x).tanh()).exp().detach()
+    side = part.c(part.b(x).tanh()).sigmoid().detach()
     side.add_(1)
     return part.a(x) * side.sigmoid()
 
@@ -134,7 +134,7 @@ def build(rules: tuple[Callable[[Part, Tensor], Tensor], ...]) -> nn.Module:
 
 
 def train(net: nn.Module, batches: list[Tensor], split_size: int, seed: int) -> list[Tensor]:
-    """Return the outputs and gradients of every step; both networks that are compared draw the same numbers."""
+    """Return the outputs and gradients of every step. The seed makes two networks draw the same numbers."""
     optimizer, found = torch.optim.SGD(net.parameters(), 0.05), []
     for step, batch in enumerate(batches):
         torch.manual_seed(seed + step)
@@ -171,12 +171,12 @@ def test_any_path_is_exact(rules: list[Callable[[Part, Tensor], Tensor]], split_
 
 @pytest.mark.parametrize("rule", VARYING)
 def test_a_varying_path_is_exact(rule: Callable[[Part, Tensor], Tensor]) -> None:
-    """Measuring ended in a ValueError, as its runs had not passed the same layers."""
+    """Measuring raised a ValueError if its runs called other layers."""
     for seed in range(3):
         compare((rule, rule), 2, seed)
 
 
 @pytest.mark.parametrize("rule", SIDES)
 def test_a_side_branch_is_exact(rule: Callable[[Part, Tensor], Tensor]) -> None:
-    """Measuring asked every result for a gradient, and ended in an error of torch's where training needs none."""
+    """Measuring differentiated every result, and failed with an error of torch where training needs no gradient."""
     compare((rule,), 2, 0)

@@ -581,8 +581,8 @@ def alternate(net: Net, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_path_that_varies_is_measured(record: bool):
-    """Measuring takes the layers' times from several runs, which must not have called the same ones: a ValueError."""
+def test_path_that_varies(record: bool):
+    """Measuring runs the network several times. It raised a ValueError if the runs called other layers."""
     assert_same_steps(chain(alternate, c=conv(), calls=0), cuts=None, record=record)
 
 
@@ -595,5 +595,5 @@ def overwrite(net: Net, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_side_branch_that_overwrites_what_is_saved(record: bool):
-    """No gradient goes through the branch; measuring asked for one, and failed on what autograd had saved there."""
+    """The branch needs no gradient. Measuring computed one, and failed on the overwritten tensors."""
     assert_same_steps(chain(overwrite, c=conv()), cuts=None, record=record)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -362,58 +363,89 @@ def test_an_output_that_no_loss_reads_leaves_no_gradients_of_zeros() -> None:
 
 
 # A norm of an ordinary tensor took the samples of its own replica where the network ran on slabs or by fast kernels,
-# and wherever torch.utils.checkpoint or torch.jit ran it out of sight.
+# and so did any norm that torch.utils.checkpoint or torch.jit ran.
+
+
+def normalize(x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, training=True, eps=0.1)
+
+
+def fork(x: Tensor) -> Tensor:
+    return torch.jit.wait(torch.jit.fork(normalize, x))
+
+
+@cache
+def script(way: str) -> Any:
+    """Return a batch norm as a function, or a module, of TorchScript."""
+    if way == "forked":
+        return torch.jit.script(fork)
+    if way == "traced":
+        return torch.jit.trace(normalize, torch.randn(2, 4, 1, 1, 1, dtype=torch.float64))
+    if way == "frozen":
+        return torch.jit.freeze(torch.jit.script(nn.BatchNorm3d(4).double().eval()))
+    return torch.jit.script(normalize if way == "function" else nn.Sequential(build_norm()))
+
+
+def build_norm() -> nn.Module:
+    return nn.BatchNorm3d(4, affine=False, track_running_stats=False, eps=0.1)
+
+
+PLAIN, HIDDEN = ("module", "kept", "reentrant"), ("function", "traced", "forked", "hidden")
+"""How the norm is called, where torch sees it, and where it is no part of the network."""
 
 
 class Squeezed(nn.Module):
-    """A gate of one value per sample and channel, and a batch norm that computes it, called in several ways."""
+    """Gates a volume by one value per sample and channel, which comes out of a batch norm."""
 
     def __init__(self, way: str = "module") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last, self.way = nn.Conv3d(1, 4, 1), nn.Conv3d(4, 3, 1), way
-        self.norm: nn.Module = nn.BatchNorm3d(4, affine=False, track_running_stats=False, eps=0.1)
-        if way == "scripted":
-            self.norm = torch.jit.script(nn.Sequential(self.norm))
-        if way == "frozen":
-            self.norm = torch.jit.freeze(torch.jit.script(nn.BatchNorm3d(4).double().eval()))
+        self.norm: Any = build_norm() if way in PLAIN else script(way)
+        if way in HIDDEN:
+            del self.norm
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).sin()
-        pooled = F.adaptive_avg_pool3d(x, 1)
+        gate = F.adaptive_avg_pool3d(x, 1)
         if self.way in ("kept", "reentrant"):
-            gate = checkpoint(self.norm, pooled, use_reentrant=self.way == "reentrant")
+            gate = checkpoint(self.norm, gate, use_reentrant=self.way == "reentrant")
         else:
-            gate = self.norm(pooled)
+            gate = script(self.way)(gate) if self.way in HIDDEN else self.norm(gate)
         return self.last(x * gate.sigmoid())
 
 
-def wrap_squeezed(kernels: str, spatial: int, way: str = "module") -> DataParallel:
-    net = Squeezed(way)
-    mesh = join_mesh(2, spatial)
+def wrap_squeezed(kernels: str, way: str = "module") -> DataParallel:
+    net, slabs = Squeezed(way), kernels == "slabs"
+    mesh = join_mesh(2, 2 if slabs else 1)
     model: nn.Module = FastKernels(net, "cpu") if kernels == "fast" else net
-    if spatial > 1:
+    if slabs:
         model = ModelParallel(net, strategy="spatial", mesh=mesh.spatial_group)
+    if kernels == "pipeline":
+        model = ModelParallel(net, strategy=Pipeline(split_size=1), devices=["cpu", "cpu:1"])
     return DataParallel(model, mesh.replicas())
 
 
-def norm_one_sample_each(kernels: str, spatial: int) -> str | None:
-    model, plain = wrap_squeezed(kernels, spatial), Squeezed()
-    take_step(model, draw(2))
-    plain(draw(2)).square().mean().backward()
+def train_squeezed(kernels: str, way: str, samples: int) -> str | None:
+    model, plain = wrap_squeezed(kernels, way), Squeezed(way)
+    take_step(model, draw(samples))
+    plain(draw(samples)).square().mean().backward()
     return compare(model, plain)
 
 
-@pytest.mark.parametrize(("kernels", "spatial"), [("torch", 1), ("fast", 1), ("slabs", 2)])
-def test_one_sample_in_each_replica_is_a_batch_of_two(kernels: str, spatial: int) -> None:
-    """Each replica had one value per channel, and torch refused it: an untyped ValueError of a network that trains."""
-    assert_all_well(in_group(2 * spatial, norm_one_sample_each, kernels, spatial))
+@pytest.mark.parametrize(
+    ("kernels", "way", "samples"),
+    [("torch", "module", 2), ("fast", "module", 2), ("slabs", "module", 2), ("torch", "frozen", 3)],
+)
+def test_a_norm_behind_a_pool_takes_the_whole_batch(kernels: str, way: str, samples: int) -> None:
+    """A replica of one sample had one value per channel: an untyped ValueError. A frozen norm needs no batch."""
+    assert_all_well(in_group(4 if kernels == "slabs" else 2, train_squeezed, kernels, way, samples))
 
 
 def norm_no_sample(kernels: str, samples: int) -> str | None:
     """The first process has all rows, the other none."""
-    model, plain, batch = wrap_squeezed(kernels, 1), Squeezed(), draw(samples)
+    model, plain, batch = wrap_squeezed(kernels), Squeezed(), draw(samples)
     own = batch[:0] if is_second() else batch
     if samples == 1:
         return expect_refusal("it got 1 over 2 replicas", lambda: model(own))
@@ -425,38 +457,37 @@ def norm_no_sample(kernels: str, samples: int) -> str | None:
 @pytest.mark.parametrize("kernels", ["torch", "fast"])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_a_replica_without_samples_counts_nothing(kernels: str, samples: int) -> None:
-    """Its moments were no numbers, and all replicas' statistics with them; a batch of one value is refused on all."""
+    """Its moments were NaN, and so were the statistics of all replicas; a batch of one value is refused on all."""
     assert_all_well(in_group(2, norm_no_sample, kernels, samples))
 
 
-def norm_out_of_sight(way: str, words: str, kernels: str) -> str | None:
-    return expect_refusal(words, lambda: take_step(wrap_squeezed(kernels, 1, way), draw()))
+def refuse_norm(kernels: str, way: str, words: str) -> str | None:
+    return expect_refusal(words, lambda: take_step(wrap_squeezed(kernels, way), draw()))
 
 
-@pytest.mark.parametrize("kernels", ["torch", "fast"])
+OUT_OF_SIGHT = [
+    ("kept", "a checkpointed block"),
+    ("reentrant", "a checkpointed block"),
+    ("scripted", "Sequential.forward is compiled by torch.jit"),
+    ("hidden", "Sequential.forward is compiled by torch.jit"),  # not a submodule of the network
+    ("function", "normalize is compiled by torch.jit"),
+    ("traced", "normalize is compiled by torch.jit"),
+    ("forked", "fork is compiled by torch.jit"),
+]
+
+
 @pytest.mark.parametrize(
-    ("way", "words"),
-    [("kept", "a checkpointed block"), ("reentrant", "a checkpointed block"), ("scripted", "compiled by torch.jit")],
+    ("kernels", "way", "words"),
+    [(kernels, *case) for kernels in ("torch", "fast") for case in OUT_OF_SIGHT]
+    + [("slabs", *OUT_OF_SIGHT[4]), ("pipeline", *OUT_OF_SIGHT[4])],
 )
-def test_a_norm_that_nobody_sees_is_refused(way: str, words: str, kernels: str) -> None:
-    """A reentrant checkpoint ran it again, and TorchScript the first time, with the samples of one replica."""
-    assert_all_well(in_group(2, norm_out_of_sight, way, words, kernels))
-
-
-def norm_frozen_by_script() -> str | None:
-    model, plain = wrap_squeezed("torch", 1, "frozen"), Squeezed("frozen")
-    take_step(model, draw())
-    plain(draw()).square().mean().backward()
-    return compare(model, plain)
-
-
-def test_a_script_that_is_frozen_in_evaluation_trains() -> None:
-    """It moves no statistics, so it needs no other replica's samples."""
-    assert_all_well(in_group(2, norm_frozen_by_script))
+def test_a_norm_out_of_sight_is_refused(kernels: str, way: str, words: str) -> None:
+    """Checkpoints recomputed it, and TorchScript computed it, with the samples of one replica."""
+    assert_all_well(in_group(4 if kernels == "slabs" else 2, refuse_norm, kernels, way, words))
 
 
 def test_a_norm_of_an_ordinary_tensor_is_refused_in_rounds() -> None:
-    """One process computed two replicas by fast kernels, and took the statistics of each by itself without a word."""
+    """One process that computes two replicas by fast kernels took the statistics of each replica."""
     model = DataParallel(FastKernels(Squeezed(), "cpu"), join_mesh().replicas(2))
     with pytest.raises(ParallelError, match="one after the other"):
         model(draw(2))

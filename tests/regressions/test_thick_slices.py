@@ -1,8 +1,8 @@
 """Plans for stacks of thick slices.
 
-A V-Net planned for cardiac MR of nine slices halved them four times, as MONAI's does: sixteen with padding, then one.
-It came to 74.9 points of Dice where the U-Net, whose plan follows the spacing, came to 88.1, and its loss of 0.13 hid
-that: the background took part in the mean of Dice, and nothing else was told of the training.
+A V-Net planned for cardiac MR of nine slices padded them to sixteen and halved them to one, as MONAI's does. It reached
+74.9 points of Dice where the U-Net, whose plan follows the spacing, reached 88.1. Its loss of 0.13 hid that, as the
+background took part in the mean of Dice.
 """
 
 import torch
@@ -20,14 +20,13 @@ CARDIAC = Fingerprint(
 
 def test_a_vnet_halves_nine_slices_of_ten_millimetres_once():
     planned = plan(CARDIAC, "vnet")
-    assert planned.geometry.patch == plan(CARDIAC, "unet").geometry.patch == (224, 256, 10)
+    config = planned.config()
+    assert config.inference.window == config.patch.size == plan(CARDIAC, "unet").geometry.patch == (224, 256, 10)
+    network = config.network.spec()
+    assert network["strides"] == [[1, 1, 1], [2, 2, 1], [2, 2, 1], [2, 2, 2], [2, 2, 1]]
+    assert network["kernel_size"] == [[5, 5, 1], [5, 5, 1], [5, 5, 5], [5, 5, 5], [5, 5, 5]]
     with torch.device("meta"):
-        net = build_network(planned.config().network.spec(), in_channels=1, out_channels=4)
+        net = build_network(network, in_channels=1, out_channels=4)
     assert grid_divisors(net) == (16, 16, 2)
     first = net.in_tr.conv_block.conv
     assert (first.kernel_size, first.padding) == ((5, 5, 1), (2, 2, 0))
-
-
-def test_the_planned_loss_is_of_the_foreground():
-    [loss] = plan(CARDIAC, "vnet").config().losses
-    assert loss.spec() == {"name": "DiceCELoss", "include_background": False}

@@ -6,6 +6,8 @@ Read in this order:
 module             holds
 =================  =====================================================================================
 ``state``          what a checkpoint holds
+``random_state``   the state of every random number generator
+``restore``        loads a state into network, optimizer, average, gradient scaler and generators
 ``file``           ``latest.pt``, ``previous.pt``, ``best.pt``: written as a whole, read without running code
 ``background``     the copy of a state on its way to the disk
 ``compatible``     the table of what may differ between a run and its continuation, and the checks
@@ -16,7 +18,6 @@ module             holds
 ``document``       the two tables of docs/interrupted.md
 =================  =====================================================================================
 
-The first three know no config: `volseg.workflow` stands on them. The others belong to a run that was started from a
-config. `volseg.workflow.Checkpoints` decides when a
-training is saved, and `volseg.workflow.restoring` loads a state into its parts.
+The first five know no config: `volseg.workflow` stands on them. The others belong to a run that was started from a
+config. `volseg.workflow.Checkpoints` decides when a training is saved.
 """

@@ -3,13 +3,14 @@
 Those of its modules, its fake tensors and its compiler stand beside it: ``module_internals``, ``fake_internals``,
 ``compiler_internals``. All are in torch 2.8, the oldest that is supported, but for what a line says. Each has a test of
 the behaviour that is relied on, so a torch in which one has moved, or does something else, is found by the tests and
-mended here. Names that are used on every call of an operator are the objects themselves, or C functions: they cost
+followed here. Names that are used on every call of an operator are the objects themselves, or C functions: they cost
 nothing.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 from operator import attrgetter
 from typing import Any
@@ -64,6 +65,7 @@ __all__ = [
     "keep_gpu_busy",
     "left_out_of_compilation",
     "lerp_each_",
+    "list_script_graphs",
     "log_softmax",
     "make_wrapper_subclass",
     "multiply_each",
@@ -87,6 +89,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "unwrap_transformed",
+    "watching_scripts",
     "with_overrides",
     "without_dispatch",
     "without_dispatch_modes",
@@ -310,6 +313,46 @@ find_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 def is_forward_mode() -> bool:
     """Say whether derivatives are computed forward: in a ``dual_level``, which ``torch.func.jvp`` enters too."""
     return torch.autograd.forward_ad._current_level >= 0
+
+
+_LOOK_AT_SCRIPT: ContextVar[Callable[[Any], None] | None] = ContextVar("look_at_script", default=None)
+
+
+@contextmanager
+def watching_scripts(look: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``look`` before each TorchScript function or method of this thread, whose operators no mode sees."""
+    _watch_script_calls()
+    token = _LOOK_AT_SCRIPT.set(look)
+    try:
+        yield
+    finally:
+        _LOOK_AT_SCRIPT.reset(token)
+
+
+def list_script_graphs(script: Any) -> list[Any]:
+    """Return the graph of a TorchScript function or method and those that it forks, with all calls inlined."""
+    graphs = [script.inlined_graph]
+    for graph in graphs:  # which grows
+        for node in graph.findAllNodes("prim::fork"):
+            graphs.append(node.g("Subgraph").copy())
+            torch._C._jit_pass_inline(graphs[-1])
+    return graphs
+
+
+@cache
+def _watch_script_calls() -> None:
+    """Wrap both kinds of call for good: two threads could not take turns to wrap and restore them."""
+
+    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(script: Any, *args: Any, **kwargs: Any) -> Any:
+            if (look := _LOOK_AT_SCRIPT.get()) is not None:
+                look(script)
+            return call(script, *args, **kwargs)
+
+        return run
+
+    for kind in (torch.jit.ScriptFunction, ScriptMethod):
+        kind.__call__ = watch(kind.__call__)  # type: ignore[method-assign]
 
 
 # Compilation.

@@ -1,7 +1,7 @@
-"""How deep a U-Net goes for a patch, and a V-Net along each axis: pure functions of patch size and spacing."""
+"""Strides and kernels of a U-Net or a V-Net for a patch: pure functions of patch size and spacing."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from volseg.errors import ConfigError
@@ -98,28 +98,27 @@ VNET_FILTERS = (16, 32, 64, 128, 256)
 """Channels of a V-Net's five levels."""
 
 VNET_KERNEL = 5
-"""Voxels along each axis."""
+"""Side of a V-Net's kernels."""
 
 VNET_MONAI = Topology(((1, 1, 1), *[(2, 2, 2)] * 4), ((VNET_KERNEL,) * 3,) * 5, VNET_FILTERS)
-"""The V-Net of MONAI and of its authors: every axis alike."""
+"""The V-Net of MONAI and of its authors, in which all axes are alike."""
+
+SMALLEST_SIDE = 4
+"""Voxels below which no axis is halved: nnU-Net's number for volumes."""
 
 THIN_SIDE, THIN_SHARE = 24, 3
-"""Voxels, and how many times the longest axis is longer, below and above which an axis is thin."""
+"""An axis is thin if it has fewer voxels, and the longest axis is so many times longer."""
 
 
 def plan_vnet_topology(
-    patch_size: Sequence[float],
-    spacing: Sequence[float] = (1.0, 1.0, 1.0),
-    *,
-    thin: Sequence[bool] | None = None,
-    smallest_side: int = 4,
+    patch_size: Sequence[float], spacing: Sequence[float] = (1.0, 1.0, 1.0), *, thin: Sequence[bool] | None = None
 ) -> Topology:
-    """Halve the axes of a V-Net's patch four times, a coarse or thin one later and less often.
+    """Halve the axes of a V-Net's patch four times; halve a coarse or thin axis later and less often.
 
-    It is `VNET_MONAI`, unless an axis is coarse (its spacing is twice the finest or more) or thin. As in a U-Net
-    (`plan_topology`), an axis is halved once its spacing is below twice the finest of those that can be halved, and a
-    kernel spans more than one voxel along it once its spacing is below twice the finest of all. A coarse or thin axis
-    is halved only while it has twice ``smallest_side`` voxels, and a kernel is no longer than what reaches across it.
+    The result is `VNET_MONAI` unless an axis is coarse (its spacing is at least twice the finest) or thin. As in a
+    U-Net (`plan_topology`), an axis is halved once its spacing is below twice the finest of the axes that can be
+    halved, and kernels span more than one voxel along it once its spacing is below twice the finest of all. A coarse or
+    thin axis is halved only while it has twice `SMALLEST_SIDE` voxels or more.
 
     Parameters
     ----------
@@ -128,14 +127,7 @@ def plan_vnet_topology(
     spacing : sequence of float
         Voxel size in mm.
     thin : sequence of bool, optional
-        Which axes are thin; those that `is_thin` finds in the patch by default.
-    smallest_side : int
-        nnU-Net's number for volumes.
-
-    Raises
-    ------
-    ConfigError
-        For a patch without a voxel.
+        Which axes are thin; by default those that `is_thin` finds in the patch.
 
     Examples
     --------
@@ -144,37 +136,32 @@ def plan_vnet_topology(
     >>> plan_vnet_topology((48, 64, 48)) == VNET_MONAI
     True
     """
-    if min(patch_size) <= 0:
-        raise ConfigError(f"a patch has a voxel along each axis at least, got {tuple(patch_size)}")
-    sides, mm = list(patch_size), list(spacing)
-    is_short = is_thin(patch_size) if thin is None else thin
-    limited = [is_short[axis] or mm[axis] / min(mm) >= 2 for axis in range(3)]
-    strides: list[Sides] = []
-    kernels: list[Sides] = []
-    near = [False] * 3
-    halved = [False] * 3
+    sides, mm = [math.ceil(side) for side in patch_size], list(spacing)
+    thin = is_thin(patch_size) if thin is None else thin
+    limited = [thin[axis] or mm[axis] / min(mm) >= 2 for axis in range(3)]
+    strides, kernels = [(1, 1, 1)], [(1, 1, 1)]
     for _ in VNET_FILTERS:
-        for axis in range(3):
-            if halved[axis]:
-                mm[axis] *= 2
-                sides[axis] = math.ceil(sides[axis] / 2)
-        d, h, w = (2 if halved[axis] else 1 for axis in range(3))
-        strides.append((d, h, w))
-        near = [near[axis] or mm[axis] / min(mm) < 2 for axis in range(3)]
-        reach = [2 * math.ceil(sides[axis]) - 1 if limited[axis] else VNET_KERNEL for axis in range(3)]
-        d, h, w = (min(VNET_KERNEL, reach[axis]) if near[axis] else 1 for axis in range(3))
-        kernels.append((d, h, w))
-        large = [not limited[axis] or sides[axis] >= 2 * smallest_side for axis in range(3)]
-        finest = min((mm[axis] for axis in range(3) if large[axis]), default=0.0)
-        halved = [large[axis] and mm[axis] / finest < 2 for axis in range(3)]
-    return Topology(tuple(strides), tuple(kernels), VNET_FILTERS)
+        mm = [length * step for length, step in zip(mm, strides[-1], strict=True)]
+        sides = [math.ceil(side / step) for side, step in zip(sides, strides[-1], strict=True)]
+        kernels.append(
+            _each(VNET_KERNEL if kernels[-1][axis] > 1 or mm[axis] / min(mm) < 2 else 1 for axis in range(3))
+        )
+        large = [axis for axis in range(3) if not limited[axis] or sides[axis] >= 2 * SMALLEST_SIDE]
+        finest = min((mm[axis] for axis in large), default=0.0)
+        strides.append(_each(2 if axis in large and mm[axis] / finest < 2 else 1 for axis in range(3)))
+    return Topology(tuple(strides[:-1]), tuple(kernels[1:]), VNET_FILTERS)
 
 
 def is_thin(shape: Sequence[float]) -> tuple[bool, bool, bool]:
-    """Return which axes have few voxels, and less than a third of the longest one's: a stack of some slices.
+    """Return which axes have few voxels, and fewer than a third of the longest one: a stack of a few slices.
 
     >>> is_thin((216, 256, 9)), is_thin((35, 50, 36)), is_thin((5, 5, 5))
     ((False, False, True), (False, False, False), (False, False, False))
     """
     d, h, w = (side < THIN_SIDE and THIN_SHARE * side < max(shape) for side in shape)
+    return d, h, w
+
+
+def _each(values: Iterable[int]) -> Sides:
+    d, h, w = values
     return d, h, w

@@ -1,4 +1,4 @@
-"""MONAI's V-Net with every one of its dropouts under a name, and with kernels and strides per level and axis."""
+"""MONAI's V-Net with a parameter for each of its dropouts, and with strides and kernels per level and axis."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,9 @@ from monai.networks.blocks import Convolution
 from torch import nn
 
 from volseg.errors import ConfigError
+from volseg.models.topology import VNET_MONAI
 
 __all__ = ["VNet", "reshape_levels"]
-
-LEVELS = 5
-"""Of every V-Net, from full resolution to the bottleneck."""
-
-KERNEL, STRIDE = 5, 2
-"""Of MONAI's V-Net, at every level and along every axis."""
 
 Sides = tuple[int, int, int]
 
@@ -24,8 +19,8 @@ class VNet(nets.VNet):
 
     MONAI drops channels of the skips at full and half resolution with a probability of 0.5 that none of its parameters
     reaches (1.6.1: ``up_tr64`` and ``up_tr32`` take a default), so its ``dropout_prob_up=(0, 0)`` still leaves a
-    network that drops. MONAI convolves 5 x 5 x 5 voxels and halves every axis four times, which suits voxels that are
-    nearly cubes and no stack of thick slices. Everything else, parameters and their names included, is MONAI's.
+    network that drops. MONAI's kernels are 5 x 5 x 5 and it halves every axis four times, which suits voxels that are
+    nearly cubes, and not a stack of thick slices. Everything else, parameters and their names included, is MONAI's.
 
     Parameters
     ----------
@@ -87,21 +82,22 @@ class VNet(nets.VNet):
             for module in transition.modules():
                 if isinstance(module, nn.Dropout | nn.Dropout2d | nn.Dropout3d):
                     module.p = dropout_prob_fine
-        if spatial_dims != 3 and not (strides is None and kernel_size is None):
+        if spatial_dims != 3 and (strides, kernel_size) != (None, None):
             raise ConfigError(f"VNet takes strides and kernel_size of volumes only, got spatial_dims={spatial_dims}")
-        self.strides = _read_levels("strides", (1, *[STRIDE] * (LEVELS - 1)) if strides is None else strides)
-        self.kernels = _read_levels("kernel_size", [KERNEL] * LEVELS if kernel_size is None else kernel_size)
+        self.strides = _read_levels("strides", VNET_MONAI.strides if strides is None else strides)
+        self.kernels = _read_levels("kernel_size", VNET_MONAI.kernels if kernel_size is None else kernel_size)
         if self.strides[0] != (1, 1, 1):
             raise ConfigError(f"VNet's first level has the image's grid: its stride is 1, got {self.strides[0]}")
         if even := [kernel for kernel in self.kernels if not all(side % 2 for side in kernel)]:
             raise ConfigError(f"VNet needs a kernel_size that is odd along each axis, got {even[0]}")
-        reshape_levels(self, self.strides, self.kernels)
+        if spatial_dims == 3:
+            reshape_levels(self, self.strides, self.kernels)
 
 
 def reshape_levels(net: nets.VNet, strides: Sequence[Sides], kernels: Sequence[Sides]) -> None:
-    """Put convolutions of other strides and kernels in place of MONAI's, where a level has others.
+    """Replace MONAI's convolutions at the levels that have other strides or kernels.
 
-    The network is then initialised as torch initialises these convolutions; with MONAI's own sides nothing is drawn.
+    The new ones are initialised as torch initialises convolutions. With MONAI's own sides no random number is drawn.
 
     Parameters
     ----------
@@ -113,32 +109,31 @@ def reshape_levels(net: nets.VNet, strides: Sequence[Sides], kernels: Sequence[S
     downs = (net.down_tr32, net.down_tr64, net.down_tr128, net.down_tr256)
     ups = (net.up_tr32, net.up_tr64, net.up_tr128, net.up_tr256)  # each gives the grid of the level above its own
     for stride, down, up in zip(strides[1:], downs, ups, strict=True):
-        if stride != (STRIDE,) * 3:
-            down.down_conv = _make_alike(down.down_conv, stride, stride, (0, 0, 0))
-            up.up_conv = _make_alike(up.up_conv, stride, stride, (0, 0, 0))
+        down.down_conv = _resize(down.down_conv, stride, stride)
+        up.up_conv = _resize(up.up_conv, stride, stride)
     levels = ((net.in_tr, net.up_tr32, net.out_tr), *zip(downs[:-1], ups[1:], strict=True), (downs[-1],))
     for kernel, transitions in zip(kernels, levels, strict=True):
-        if kernel == (KERNEL,) * 3:
-            continue
-        d, h, w = (side // 2 for side in kernel)
         for block in [part for whole in transitions for part in whole.modules() if isinstance(part, Convolution)]:
-            block.conv = _make_alike(block.conv, kernel, (1, 1, 1), (d, h, w))
+            block.conv = _resize(block.conv, kernel, (1, 1, 1))
 
 
 def _read_levels(name: str, levels: Sequence[Sequence[int] | int]) -> tuple[Sides, ...]:
-    """Return a triple for each level, whichever way it was given."""
+    """Return three sides for each level, given three or one."""
     triples = [(level,) * 3 if isinstance(level, int) else tuple(level) for level in levels]
     wrong = [triple for triple in triples if len(triple) != 3 or not all(type(n) is int and n > 0 for n in triple)]
-    if len(triples) != LEVELS or wrong:
+    if len(triples) != len(VNET_MONAI.strides) or wrong:
         raise ConfigError(
-            f"VNet needs {name} of its {LEVELS} levels, each a positive whole number or three of them (D, H, W), got "
-            f"{[*levels]}"
+            f"VNet needs {name} for its {len(VNET_MONAI.strides)} levels, each a positive whole number or three of "
+            f"them (D, H, W), got {[*levels]}"
         )
     return tuple((d, h, w) for d, h, w in triples)
 
 
-def _make_alike(of: nn.Module, kernel: Sides, stride: Sides, padding: Sides) -> nn.Conv3d | nn.ConvTranspose3d:
-    """Return a convolution of the same kind and channels, with other sides."""
-    assert isinstance(of, nn.Conv3d | nn.ConvTranspose3d)
-    kind = nn.ConvTranspose3d if isinstance(of, nn.ConvTranspose3d) else nn.Conv3d
-    return kind(of.in_channels, of.out_channels, kernel, stride, padding, bias=of.bias is not None)
+def _resize(convolution: nn.Module, kernel: Sides, stride: Sides) -> nn.Module:
+    """Return a convolution of the same kind and channels with these sides; the given one if it has them."""
+    assert isinstance(convolution, nn.Conv3d | nn.ConvTranspose3d)
+    if (convolution.kernel_size, convolution.stride) == (kernel, stride):
+        return convolution
+    d, h, w = ((side - step) // 2 for side, step in zip(kernel, stride, strict=True))
+    channels, bias = (convolution.in_channels, convolution.out_channels), convolution.bias is not None
+    return type(convolution)(*channels, kernel, stride, (d, h, w), bias=bias)

@@ -27,7 +27,7 @@ from volseg.device.torch_internals import get_version
 from volseg.errors import ParallelError
 from volseg.parallel.gradient_sums import GradientSums
 from volseg.parallel.model_parallel import ModelParallel, check_network
-from volseg.parallel.norms import NormsOverReplicas, check_norms
+from volseg.parallel.norms import check_norms, norms_over_replicas
 from volseg.parallel.one_device import OneDevice
 from volseg.parallel.piped import Piped
 from volseg.parallel.pipeline.strategy import PipelineStrategy
@@ -192,7 +192,7 @@ class _Replicated:
             self.seeds = CommonSeeds(self._groups, self.home)
             if isinstance(self.inner, SpatialStrategy):
                 self.inner.seeds = None  # a replica's passes are seeded here
-                self.inner.context.share_batches(replicas, NormsOverReplicas)
+                self.inner.context.share_batches(replicas, norms_over_replicas)
         elif isinstance(self.inner, SpatialStrategy):
             self.seeds = self.inner.seeds
         self._sums = _sum_gradients(self.inner, replicas)

@@ -1,19 +1,23 @@
-"""Batch norm over the samples of all replicas, whatever tensor it gets.
+"""Batch norm over the samples of all replicas.
 
-One process computes the statistics of its whole batch. So do replicas together: each computes those of its rows, all
-gather them, and each comes to the same ones, bit for bit, as do their running statistics. Backward, each replica's loss
-is a part of the whole loss, to which every sample contributes through the statistics: two sums per channel are summed
-over the replicas.
+One process computes the statistics of its whole batch. Replicas do so together: each computes the moments of its own
+rows, all gather them, and each joins them to the same statistics, bit for bit. In the backward pass each replica has
+the gradient of its own part of the loss, to which every sample contributes through the statistics: two sums per channel
+are summed over the replicas.
 
-Every norm that a replica's forward calls passes through ``NormsOverReplicas``. A volume goes on to its sharded form,
-which sums over slabs and replicas. An ordinary tensor (behind a global pool, of tokens, at a level with fewer planes
-than shards) is normalised here. All shards of a replica hold it alike, so it counts once: the sums go over the
-processes that hold the same shard of different replicas, and come to the same bits on every shard.
+A replica's forward pass runs in ``norms_over_replicas``, which sees every norm that is called. The sharded form of a
+norm sums over slabs and replicas, so norms of volumes pass through. Ordinary tensors (behind a global pool, tokens, a
+level with fewer planes than shards) are normalised here. All shards of a replica hold the same tensor: sums go over the
+processes that hold the same shard of different replicas, and give the same bits on every shard.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,19 +29,18 @@ from torch.utils.checkpoint import CheckpointFunction
 from volseg.device.first_order import first_order
 from volseg.device.norm.running import Running, check_sizes
 from volseg.device.pretended import is_pretended, is_recording
-from volseg.device.torch_internals import find_saved_tensors_hooks
+from volseg.device.torch_internals import ScriptMethod, find_saved_tensors_hooks, list_script_graphs, watching_scripts
 from volseg.errors import ParallelError
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.volume import ShardedVolume
 from volseg.parallel.state.opaque import is_opaque
 
-__all__ = ["NormsOverReplicas", "check_norms", "find_norm_of_batch"]
-
+__all__ = ["check_norms", "check_script", "find_norm_of_batch", "norms_over_replicas"]
 
 BATCH_NORMS = frozenset(
     {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"}
 ) | {"_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update"}
-"""What `F.batch_norm` comes to: called by itself, each replica would take the statistics of its own samples."""
+"""What `F.batch_norm` calls: called directly, each replica would take the statistics of its own samples."""
 
 
 def find_norm_of_batch(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
@@ -46,9 +49,9 @@ def find_norm_of_batch(function: Any, args: Sequence[Any], kwargs: Mapping[str, 
     Parameters
     ----------
     function
-        Any of torch's.
+        Any of torch's, or its name.
     args, kwargs
-        It is called with, or their nodes in a graph.
+        Its arguments, or their nodes in a graph.
     """
     name: str = getattr(function, "__name__", str(function)).partition(".")[0]
     default = function is not F.batch_norm
@@ -60,15 +63,14 @@ def find_norm_of_batch(function: Any, args: Sequence[Any], kwargs: Mapping[str, 
     return name if name in BATCH_NORMS and trains else None
 
 
-class NormsOverReplicas(TorchFunctionMode):
-    """Runs what is called in here with norms over the samples of all replicas.
+@contextmanager
+def norms_over_replicas(replicas: Replicas) -> Iterator[None]:
+    """Take the statistics of batch norms over the samples of all replicas in here."""
+    with watching_scripts(partial(check_script, replicas)), _NormsOverReplicas(replicas):
+        yield
 
-    Parameters
-    ----------
-    replicas
-        Who has the other samples.
-    """
 
+class _NormsOverReplicas(TorchFunctionMode):
     def __init__(self, replicas: Replicas) -> None:
         super().__init__()
         self._replicas = replicas
@@ -79,7 +81,7 @@ class NormsOverReplicas(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(args[0] if args else kwargs.get("input"), ShardedVolume):
-            return func(*args, **kwargs)  # its sharded form knows of the replicas
+            return func(*args, **kwargs)  # its sharded form sums over the replicas
         if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
         if func is F.instance_norm:
@@ -128,7 +130,7 @@ class NormsOverReplicas(TorchFunctionMode):
         return result
 
     def _check_count(self, value: Tensor, count: Tensor) -> None:
-        """Refuse a whole batch of one value per channel, or none; only a replica of so few has to read the number."""
+        """Refuse a batch of fewer than two values per channel; only a replica with fewer than two reads the count."""
         if _count_values(value) > 1 or is_recording(value.device) or is_pretended(value.device) or int(count) > 1:
             return
         raise ParallelError(
@@ -163,7 +165,7 @@ class _BatchNorm(torch.autograd.Function):
         number = _count_values(value)
         if number:
             variance, mean = torch.var_mean(wide, dims, correction=0)
-        else:  # a replica without rows has no moments: zeros, which count nothing
+        else:  # a replica without rows: moments of weight 0 must not be NaN
             variance = mean = wide.new_zeros(wide.shape[1])
         mean, variance, count = replicas.join_moments(mean, variance, number)
         rstd = (variance + eps).rsqrt()
@@ -212,32 +214,44 @@ def _over(channels: Tensor, like: Tensor) -> Tensor:
 
 
 def check_norms(net: nn.Module, replicas: Replicas) -> None:
-    """Refuse norms that nobody sees called: a SyncBatchNorm over other processes than the replicas', and TorchScript's.
-
-    A SyncBatchNorm over the replicas' processes is exact.
-    """
+    """Refuse a SyncBatchNorm over other processes than the replicas'; over theirs it is exact."""
     if replicas.count == 1:
         return
+    own = [] if replicas.group is None else dist.get_process_group_ranks(replicas.group)
     for name, module in net.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            group = module.process_group or (dist.group.WORLD if dist.is_initialized() else None)
-            ranks = [] if group is None else dist.get_process_group_ranks(group)
-            own = [] if replicas.group is None else dist.get_process_group_ranks(replicas.group)
-            if ranks != own or len(replicas.own) > 1:
-                raise ParallelError(
-                    f"{name} is a SyncBatchNorm over the processes {ranks}, and the replicas are on {own}; use a plain "
-                    "BatchNorm, which takes the statistics of the whole batch here"
-                )
-        if isinstance(module, torch.jit.ScriptModule) and _may_train_batch_norm(module):
+        if not isinstance(module, nn.SyncBatchNorm):
+            continue
+        group = module.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        ranks = [] if group is None else dist.get_process_group_ranks(group)
+        if ranks != own or len(replicas.own) > 1:
             raise ParallelError(
-                f"{name or 'the network'} is compiled by torch.jit and holds a batch norm, which would take the "
-                f"samples of one of {replicas.count} replicas only; use the Python module, or freeze it in evaluation "
-                "(torch.jit.freeze)"
+                f"{name} is a SyncBatchNorm over the processes {ranks}, and the replicas are on {own}; use a plain "
+                "BatchNorm, which takes the statistics of the whole batch here"
             )
 
 
-def _may_train_batch_norm(module: torch.jit.ScriptModule) -> bool:
-    """Whether a graph holds a batch norm that is not frozen in evaluation."""
-    graph = getattr(module, "inlined_graph", None)  # held, as its nodes do not hold it
-    nodes = () if graph is None else graph.findAllNodes("aten::batch_norm")
-    return any(list(node.inputs())[5].toIValue() is not False for node in nodes)
+_NORMS_OF_SCRIPTS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+
+
+def check_script(replicas: Replicas, script: Any) -> None:
+    """Refuse a TorchScript function or method whose graph holds a norm over the batch: no mode sees its operators."""
+    if script not in _NORMS_OF_SCRIPTS:
+        _NORMS_OF_SCRIPTS[script] = _find_norm_of_script(script)
+    if norm := _NORMS_OF_SCRIPTS[script]:
+        graph = script.graph
+        owner = f"{next(graph.inputs()).type().name()}." if isinstance(script, ScriptMethod) else ""
+        raise ParallelError(
+            f"{owner}{script.name} is compiled by torch.jit and holds a batch norm ({norm}), which would take the "
+            f"samples of one of {replicas.count} replicas only; use the Python function or module, or freeze the "
+            "module in evaluation (torch.jit.freeze)"
+        )
+
+
+def _find_norm_of_script(script: Any) -> str | None:
+    """Return the name of the first norm over the batch that is not frozen in evaluation."""
+    for graph, name in product(list_script_graphs(script), (*BATCH_NORMS, "instance_norm")):
+        for node in graph.findAllNodes(f"aten::{name}"):
+            given = [None if value.node().mustBeNone() else value.toIValue() is not False for value in node.inputs()]
+            if find_norm_of_batch(name, given, {}):
+                return name
+    return None

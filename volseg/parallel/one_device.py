@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from volseg.device.torch_internals import tree_flatten, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.gradient_sums import GradientSums
-from volseg.parallel.norms import NormsOverReplicas
+from volseg.parallel.norms import norms_over_replicas
 from volseg.parallel.replicas import Replicas
 
 __all__ = ["OneDevice"]
@@ -37,7 +37,7 @@ class OneDevice:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network; the backward pass of what it returns sums the gradients."""
-        with NormsOverReplicas(self.replicas) if self._shares_norms else nullcontext():
+        with norms_over_replicas(self.replicas) if self._shares_norms else nullcontext():
             marked = self.sums.mark(self.net) if self.sums is not None and torch.is_grad_enabled() else None
             if marked is None:
                 return self.net(*args, **kwargs)

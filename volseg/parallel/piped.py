@@ -8,6 +8,7 @@ backward passes too; each gradient is multiplied by the number of replicas befor
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from volseg.device.module_internals import NormBase
 from volseg.device.pretended import find_pretended
+from volseg.device.torch_internals import watching_scripts
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.followed_replicas import FollowedReplicas
-from volseg.parallel.norms import find_norm_of_batch
+from volseg.parallel.norms import check_script, find_norm_of_batch
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
 
@@ -82,10 +84,10 @@ class Piped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline; its backward pass sums the gradients."""
-        # As for a replica on one device: a network that is evaluated may hold a norm that takes the batch's statistics.
+        # As on one device: a network in evaluation mode may hold a norm that takes the statistics of the batch.
         if self._replicas.count > 1 and (self._strategy.net.training or torch.is_grad_enabled()):
             _check_norms(self._strategy.net)
-            with _NoNormsOfBatch():
+            with watching_scripts(partial(check_script, self._replicas)), _NoNormsOfBatch():
                 return self._run(*args, **kwargs)
         return self._run(*args, **kwargs)
 
@@ -154,8 +156,9 @@ def _check_norms(net: nn.Module) -> None:
     """Refuse norms whose statistics a pipeline takes of its micro-batches, and which whole batches would need."""
     for name, module in net.named_modules():
         by_sample = isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
-        takes_batch = module.training or (isinstance(module, NormBase) and module.running_mean is None)
-        if isinstance(module, NormBase) and takes_batch and (module.track_running_stats or not by_sample):
+        if not isinstance(module, NormBase) or not (module.training or module.running_mean is None):
+            continue
+        if module.track_running_stats or not by_sample:
             raise _refuse_norm(f"{name} is a {type(module).__name__}")
 
 

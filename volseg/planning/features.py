@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
-from volseg.models.topology import Topology
+from volseg.models.topology import VNET_MONAI, Topology
 
 __all__ = [
     "REFERENCE_BATCH",
@@ -28,19 +28,8 @@ UNET_REFERENCE = (8.0, 560e6)
 RESIDUAL_REFERENCES = ((8.0, 680e6), (24.0, 2100e6), (40.0, 3600e6))
 """Of its residual encoders M, L and XL."""
 
-VNET_CONVOLUTIONS = ((1, 1, 2, 3, 2), (1, 1, 2, 2))
-"""Of each level on the way down, and on the way up, beside those that change the grid."""
-
-VNET_REFERENCE = (8.0, 128 * 128 * 64 * 98.4375)
-"""Two volumes of 128 x 128 x 64 voxels filled the 8 GB of its authors (Milletari et al., doi:10.1109/3DV.2016.79)."""
-
-REFERENCES = {
-    "unet": (UNET_REFERENCE,),
-    "resenc": RESIDUAL_REFERENCES,
-    "vnet": (VNET_REFERENCE,),
-    "whole": (UNET_REFERENCE,),
-}
-"""By preset."""
+VNET_DOWN, VNET_UP = (1, 1, 2, 3, 2), (1, 1, 2, 2)
+"""Convolutions of each level on the way down and up, without those that change the grid."""
 
 
 def reference_features(preset: str, gpu_memory: float) -> float:
@@ -77,12 +66,11 @@ def count_residual_features(patch: Sequence[int], topology: Topology, num_output
 
 def count_vnet_features(patch: Sequence[int], topology: Topology, num_outputs: int) -> int:
     """Return what one patch takes in the V-Net, whose last two convolutions give a channel per class."""
-    voxels, filters = _voxels_of_stages(patch, topology), topology.filters
-    down, up = VNET_CONVOLUTIONS
-    count = 2 * num_outputs * voxels[0] + sum(a * b * c for a, b, c in zip(down, filters, voxels, strict=True))
-    count += sum(a * b for a, b in zip(filters[1:], voxels[1:], strict=True))  # strided, on the way down
+    elements = [a * b for a, b in zip(topology.filters, _voxels_of_stages(patch, topology), strict=True)]
+    down = sum((n + (level > 0)) * elements[level] for level, n in enumerate(VNET_DOWN))  # one changes the grid
     # On the way up half of a level's channels come from below, and are convolved with as many of the skip.
-    return count + sum((2 * a + 1) * b * c for a, b, c in zip(up, filters[:-1], voxels[:-1], strict=True))
+    up = sum((2 * n + 1) * elements[level] for level, n in enumerate(VNET_UP))
+    return down + up + 2 * num_outputs * math.prod(patch)
 
 
 def _voxels_of_stages(patch: Sequence[int], topology: Topology) -> list[int]:
@@ -97,3 +85,13 @@ def _count_decoder(voxels: Sequence[int], topology: Topology, convolutions: int,
     """Count an upsampling and some convolutions per stage, and the one head that works outside of training."""
     stages = zip(topology.filters[:-1], voxels[:-1], strict=True)
     return sum((convolutions + 1) * filters * count for filters, count in stages) + num_outputs * voxels[0]
+
+
+REFERENCES = {
+    "unet": (UNET_REFERENCE,),
+    "resenc": RESIDUAL_REFERENCES,
+    # Two volumes of two classes filled the 8 GB of its authors (Milletari et al., doi:10.1109/3DV.2016.79).
+    "vnet": ((8.0, count_vnet_features((128, 128, 64), VNET_MONAI, 2)),),
+    "whole": (UNET_REFERENCE,),
+}
+"""By preset."""

@@ -44,9 +44,9 @@ def plan_patch(
 ) -> PatchPlan:
     """Return the largest patch whose network fits, in the proportions of the median case.
 
-    It begins with the size in mm that is a cube of 256 ** 3 voxels at this spacing, no longer than the median case, and
-    takes from the axis that is longest beside the median's, until the count is within ``reference``; from the next one
-    where that axis can be no shorter. Every side is a multiple of what the network halves it by.
+    The first patch is a cube (in mm) of 256 ** 3 voxels at this spacing, no longer than the median case. Its longest
+    axis relative to the median case is shortened until the count is within ``reference``; if that axis can be no
+    shorter, the next longest is. Every side is a multiple of the product of the network's strides along it.
 
     Parameters
     ----------
@@ -55,9 +55,9 @@ def plan_patch(
     count : callable
         Of a patch and its topology; see `volseg.planning.features`.
     reference : float
-        What fits.
+        The count that fits.
     shape : callable
-        From a patch and its spacing to the network's topology; raises `ConfigError` where there is none.
+        Gives the network's topology for a patch and its spacing; raises `ConfigError` if there is none.
 
     Raises
     ------
@@ -83,17 +83,14 @@ def _shorten(
     patch: Sides, axis: int, topology: Topology, spacing: Sequence[float], shape: Shape
 ) -> tuple[Sides, Topology] | None:
     """Return the next smaller patch along an axis, and its network; None if there is none."""
-
-    def without(voxels: int) -> list[int]:
-        return [side - voxels if i == axis else side for i, side in enumerate(patch)]
-
+    sides = [*patch]
+    sides[axis] -= topology.divisors[axis]
     try:
         # The step after this one may be finer: 256 is a multiple of 64, and what follows is 224, not 192.
-        shorter = without(topology.divisors[axis])
-        found = _fit(without(shape(shorter, spacing).divisors[axis]), spacing, shape)
+        sides[axis] = patch[axis] - shape(sides, spacing).divisors[axis]
+        return _fit(sides, spacing, shape) if sides[axis] > 0 else None
     except ConfigError:
         return None
-    return found if min(found[0]) > 0 else None
 
 
 def smallest_patch(sides: Sequence[float], spacing: Sequence[float]) -> tuple[Sides, Topology]:

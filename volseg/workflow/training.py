@@ -1,8 +1,8 @@
 """The training loop.
 
-``Training.run`` reads as its pseudocode; what happens around it is a hook's business. The loop never waits for the
-device inside an epoch except once in ``CHECK_EVERY`` batches, or two seconds where these take longer, when the losses
-gathered so far are checked, and signals are looked at. What is shown of the losses meanwhile has come by itself.
+``Training.run`` reads as its pseudocode; hooks do what happens around it. Within an epoch the loop waits for the device
+only once in ``CHECK_EVERY`` batches, or two seconds where these take longer. It then checks the losses so far and looks
+for signals. The losses that are displayed in between are copied in the background.
 """
 
 import logging
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from volseg.checkpointing.random_state import random_state, restore_random_state
+from volseg.checkpointing.restore import restore
 from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.data.augmented import EpochBatches, remaining_batches
 from volseg.data.cases import Batch
 from volseg.errors import ConfigError
-from volseg.models.weights import load_weights
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
@@ -34,8 +35,6 @@ from volseg.workflow.named import Named
 from volseg.workflow.objective import Loss, Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.processes import gather_over_processes
-from volseg.workflow.randomness import random_state, restore_random_state
-from volseg.workflow.restoring import lay_out_like_parameters, require_whole, taking_over
 from volseg.workflow.schedules import Schedule, constant
 from volseg.workflow.step import TrainingStep
 from volseg.workflow.stopping import Stopping
@@ -109,9 +108,9 @@ class Training:
     history : list of EpochRecord
     best : EpochRecord or None
     latest_losses : dict
-        Losses of a batch of the last second, for display; none before the first one.
+        Losses of a recent batch, for display.
     voxels_per_batch : int or None
-        Voxels of the images of the newest batch, of all processes together; None before one, and without images.
+        Voxels of the newest batch's images over all processes; None without images.
 
     Examples
     --------
@@ -147,9 +146,8 @@ class Training:
         record: bool = True,
         hooks: Hook | Sequence[Hook] = (),
     ) -> None:
-        every = 1 if validate_every is None else validate_every
-        for name, value in (("epochs", epochs), ("validate_every", every), ("accumulate", accumulate)):
-            if value < 1:
+        for name, value in (("epochs", epochs), ("validate_every", validate_every), ("accumulate", accumulate)):
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         model = Named.wrap(model, ["image"], "logits")
         if not isinstance(model.module, nn.Module):
@@ -157,12 +155,9 @@ class Training:
         self.model = model
         self.network: nn.Module = model.module
         self.objective = Objective(losses, loss_weights)
-        self.optimizer = optimizer
-        self.batches = batches
-        self.epochs = epochs
-        self.validation = validation
-        self.validate_every = validate_every
-        self.accumulate = accumulate
+        self.optimizer, self.accumulate = optimizer, accumulate
+        self.batches, self.epochs = batches, epochs
+        self.validation, self.validate_every = validation, validate_every
         self.hooks = [hooks] if isinstance(hooks, Hook) else list(hooks)
         self.device = next(model.parameters()).device
         self.objective.to(self.device)
@@ -205,12 +200,12 @@ class Training:
 
     @property
     def seconds_of_epoch(self) -> tuple[float, float]:
-        """Seconds of the epoch that is not ended yet, over all interruptions, and those of them spent waiting."""
+        """Seconds of the current epoch over all interruptions, and those of them spent waiting for batches."""
         return self._clock.seconds, self._clock.waited
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no gradients are gathered that the optimizer has not seen: what a state does not hold."""
+        """Whether no gradients wait for an optimizer step: a state does not hold them."""
         return self.position % self.accumulate == 0 or self.position >= self.num_batches
 
     def stop(self, reason: str) -> None:
@@ -235,7 +230,7 @@ class Training:
                     self._train_epoch()
                     if self._stopping.agree() or not self._close_epoch():
                         self._emit("on_interrupt")
-                        self._stopping.agree()  # wait until the leader has saved: a launcher ends all when one ends
+                        self._stopping.agree()  # wait for the leader's save: a launcher ends all when one ends
                         break
                 if self._stop_reason and self.is_main_process:
                     logger.info("training stopped after epoch %d: %s", self.epoch, self._stop_reason)
@@ -245,11 +240,11 @@ class Training:
         return self.history
 
     def _end(self) -> None:
-        """Tell every hook that this is the end, whatever another one raises."""
+        """Call every hook's ``on_training_end``, also if another one raises."""
         with ExitStack() as ending:
-            for hook in reversed(self.hooks):  # the stack goes backwards
+            for hook in reversed(self.hooks):  # the stack runs backwards
                 ending.callback(hook.on_training_end, self)
-            ending.callback(self.step.release)  # its memory is the final validation's; and no group ends before
+            ending.callback(self.step.release)  # the final validation needs the memory, and no group ends before
 
     def _train_epoch(self) -> None:
         """Train on the rest of the current epoch; count its seconds and those spent waiting for batches."""
@@ -274,7 +269,7 @@ class Training:
             self._clock.count()
 
     def _report_batch(self) -> None:
-        """Say which batch is next; of an epoch whose batches are done, its last one."""
+        """Report the next batch, or the last one if the epoch's batches are done."""
         report_progress("train", self.epoch + 1, min(self.position + 1, self.num_batches))
 
     def _train_batch(self, batch: Batch) -> None:
@@ -305,21 +300,18 @@ class Training:
         return min(self.accumulate, left) if left > 0 else self.accumulate  # an iterable may exceed its length
 
     def _close_epoch(self) -> bool:
-        """Validate where it is due, write the record, tell the hooks; return False if a signal stopped the validation.
+        """Validate if due, write the record, call the hooks; return False if a signal stopped the validation.
 
-        The epoch then stays open, all its batches done: a training that goes on from there validates first.
+        The epoch then stays open with all its batches done: a training that resumes there validates first.
         """
-        is_last = self.epoch + 1 == self.epochs
-        every = self.validate_every
-        due = every is not None and ((self.epoch + 1) % every == 0 or is_last)
-        drawn = random_state()
-        begin = time.perf_counter()
+        drawn, begin = random_state(), time.perf_counter()
         try:
-            outcome = self._validate_epoch() if due else None
+            outcome = self._validate_epoch()
         except StopRequested:
-            restore_random_state(drawn)  # the validation begins again where this one began
-            self._stopping.agree()  # tells which signal it was to the processes that did not get it
+            restore_random_state(drawn)  # the resumed validation draws the same numbers
+            self._stopping.agree()  # names the signal to the processes that did not get it
             return False
+        voxels = self.voxels_per_batch
         record = EpochRecord(
             epoch=self.epoch,
             losses=self._losses.compute_means(),
@@ -331,14 +323,13 @@ class Training:
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
             batches=self.position,
             seconds_validating=time.perf_counter() - begin if outcome else 0.0,
-            voxels_per_second=_find_speed(self.voxels_per_batch, self.position, self._clock.seconds),
+            voxels_per_second=voxels and voxels * self.position / max(self._clock.seconds, 1e-9),
             gradient_norm=self._losses.compute_mean_norm(),
             soft_dice=self._losses.compute_soft_dice(),
         )
         self.history.append(record)
         self.epoch, self.position = self.epoch + 1, 0
-        self._losses = self._new_losses()
-        self._clock = EpochClock()
+        self._losses, self._clock = self._new_losses(), EpochClock()
         best = -math.inf if self.best is None or self.best.score is None else self.best.score
         if record.score is not None and record.score > best:  # a score of NaN is never the best
             self.best = record
@@ -347,15 +338,16 @@ class Training:
         return True
 
     def _validate_epoch(self) -> Score | None:
-        if self.validation is None:
+        """Validate if this epoch is due."""
+        every, number = self.validate_every, self.epoch + 1
+        if self.validation is None or every is None or (number % every and number < self.epochs):
             return None
         self._emit("on_validation_begin")
         return self.validate(self.validation)
 
     def validate(self, validation: Callable[[], ScoreT]) -> ScoreT:
-        """Call a validation in evaluation mode and with the averaged weights where there are any."""
-        # Between epochs, or of the one whose batches are done.
-        report_progress("validate", min(self.epoch + 1, self.epochs))
+        """Call a validation in evaluation mode, with the averaged weights if there are any."""
+        report_progress("validate", min(self.epoch + 1, self.epochs))  # the final one comes after the last epoch
         self.model.eval()
         if self.average is None:
             return validation()
@@ -363,17 +355,15 @@ class Training:
             return validation()
 
     def _look(self) -> bool:
-        """Look at what the device has done so far; tell whether a signal came, and choose when to look next."""
+        """Check the losses so far; return whether a signal came, and choose the next time to look."""
         if self.device.type == "cuda":
             self._look_at_losses()
         return self._stopping.agree(self._stopping.interval.measure())
 
-    def _new_losses(
-        self, losses: Iterable[Mapping[str, Tensor]] = (), cases: Iterable[Sequence[str]] = ()
-    ) -> EpochLosses:
-        """Return the losses of the current epoch, those of the batches that are done among them."""
+    def _new_losses(self, losses: Any = (), cases: Any = ()) -> EpochLosses:
+        """Return the losses of the current epoch, with the losses and cases of the batches that are done."""
         gather = gather_over_processes if self.step.replicated is not None else tuple
-        return EpochLosses(self.objective.names, self.epoch, losses, cases, gather=gather)
+        return EpochLosses(self.objective.names, self.epoch, losses, cases, gather)
 
     def _look_at_losses(self) -> None:
         """Raise if a loss since the last look is not finite; keep the newest losses for display."""
@@ -384,10 +374,7 @@ class Training:
             getattr(hook, event)(self, *arguments)
 
     def state(self) -> TrainingState:
-        """Return everything from which the training goes on as if it had not been interrupted.
-
-        Nothing in it waits for the device, but for the scaler of float16.
-        """
+        """Return a state from which the training resumes exactly; only the scaler of float16 waits for the device."""
         return TrainingState(
             model=self.network.state_dict(),
             optimizer=self.schedule.optimizer_state(),
@@ -409,36 +396,18 @@ class Training:
         return self.state().as_checkpoint()
 
     def load_state_dict(self, state: TrainingState | Mapping[str, Any]) -> None:
-        """Take over the state of an interrupted training of the same model and length of epoch.
+        """Resume an interrupted training of the same model and length of epoch.
 
         Raises
         ------
         CheckpointError
-            If the state is of another network or optimizer, or no whole state.
+            If the state is incomplete, or of another network or optimizer.
         """
-        state = TrainingState.from_checkpoint(state, "what is to be gone on from")
-        with taking_over("model"):
-            load_weights(self.network, state.model)
-        with taking_over("optimizer"):
-            self.optimizer.load_state_dict(dict(state.optimizer))
-            lay_out_like_parameters(self.optimizer)
-        require_whole(state, self.optimizer)
-        with taking_over("average"):
-            if (state.average is None) != (self.average is None):
-                raise ValueError("one of the two has an average of the weights (training.ema), the other has none")
-            if self.average and state.average:
-                self.average.load_state_dict(state.average)
+        state = TrainingState.from_checkpoint(state, "the state to resume from")
+        restore(state, self.network, self.optimizer, self.average, self.step.scaler)
         self.schedule.go_to(state.steps_done)
-        with taking_over("scaler"):
-            self.step.scaler.load_state_dict(dict(state.scaler))
         self.epoch, self.position = state.progress
         losses = [{name: v.to(self.device) for name, v in batch.items()} for batch in state.losses]
         self._losses = self._new_losses(losses, state.cases)
         self._clock = EpochClock(*state.seconds)
         self.history, self.best = [*state.history], state.best
-        with taking_over("random"):
-            restore_random_state(state.random, self.network)
-
-
-def _find_speed(voxels_per_batch: int | None, batches: int, seconds: float) -> float | None:
-    return None if voxels_per_batch is None else voxels_per_batch * batches / max(seconds, 1e-9)

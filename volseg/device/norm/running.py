@@ -9,7 +9,7 @@ __all__ = ["Running", "check_sizes"]
 
 
 def check_sizes(channels: int, **given: Tensor | None) -> None:
-    """Refuse parameters and buffers of a norm that have another size than its input's channels, as torch does.
+    """Refuse parameters and buffers of a norm whose size is not the number of channels, as torch does.
 
     Raises
     ------
@@ -31,12 +31,12 @@ class Running:
 
     @classmethod
     def find(cls, mean: Tensor | None, variance: Tensor | None, momentum: float) -> "Running | None":
-        """Return what a norm in training moves; None where it has no buffers.
+        """Return the buffers of a norm in training; None if it has none.
 
         Raises
         ------
         ValueError
-            If it has one of the two.
+            If it has only one of the two.
         """
         if (mean is None) != (variance is None):
             raise ValueError("running_mean and running_var must either both be None or neither be None")

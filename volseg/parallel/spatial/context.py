@@ -129,27 +129,26 @@ class Context:
 
     @contextmanager
     def own_hooks(self) -> Iterator[None]:
-        """Take the saved-tensor hooks of now for those around what follows: a pass, or a block of it that runs again.
+        """Take the current saved-tensor hooks as those of a pass, or of a block of it that is recomputed.
 
-        Norms in here take the statistics of whole batches, also those that get ordinary tensors.
+        Norms of ordinary tensors share their statistics with the other replicas in here.
         """
         before, self.hooks = self.hooks, saved_tensors_hooks()
-        shared = nullcontext() if self.replicas is None else self._norms(self.replicas)
         try:
-            with shared:
+            with nullcontext() if self.replicas is None else self._norms(self.replicas):
                 yield
         finally:
             self.hooks = before
 
     def share_batches(self, replicas: "Replicas", norms: Callable[["Replicas"], AbstractContextManager[Any]]) -> None:
-        """Take the statistics of norms over the batch over the samples of all replicas from now on.
+        """Share the statistics of batch norms with other replicas from now on.
 
         Parameters
         ----------
         replicas
-            Who has the other samples.
+            All replicas of the network.
         norms
-            Returns what a pass runs in, for its norms of ordinary tensors.
+            Returns the context in which norms of ordinary tensors do so.
         """
         self.replicas, self.over_replicas = replicas, SlabsOfReplicas(self.communicator, replicas)
         self._norms = norms

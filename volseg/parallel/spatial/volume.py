@@ -1,8 +1,8 @@
 """A volume cut into slabs that passes through unmodified module code.
 
-``ShardedVolume`` is a tensor to whoever looks (``isinstance``, ``shape``, ``dtype``, ``device``) and holds no voxels
-itself: it intercepts every torch function, above autograd, and the operator table runs that function on the slabs. A
-function without a sharded form raises; none is ever run on the empty shell.
+``ShardedVolume`` looks like a tensor (``isinstance``, ``shape``, ``dtype``, ``device``) and holds no voxels itself: it
+intercepts every torch function above autograd, and the operator table runs that function on the slabs. A function
+without a sharded form raises; none runs on the empty shell.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,26 +41,26 @@ class ShardedVolume(Tensor):
     pending
         Whether the slabs are still to be written, or can be written again (see ``pending``).
     merged
-        What the cut dim was merged with, if it was: a part of how the volume is cut, as ``dims`` are; on grids of one
-        axis only. Operators that do not say that they honour it (see ``operators.merged``) never see such a volume.
+        What the cut dim was merged with, if it was, on grids of one axis. Only operators that declare it (see
+        ``operators.merged``) get such a volume.
     origin
-        Set where torch has a view and these slabs are copies (see ``copied_view``). It is the volume that may not be
-        written to: its slabs may be anybody's.
+        Set if torch would return a view and these slabs are copies (see ``copied_view``). Such a volume may not be
+        written to.
     hooks
-        What waits for the gradient of several slabs (see ``Tensor.register_hook`` in ``operators.autograd``). One slab
+        Hooks for the gradient of several slabs (see ``Tensor.register_hook`` in ``operators.autograd``). A single slab
         has its own.
     is_bypassed
-        Whether a gradient goes past the slabs, to those that they join: the slabs' own is not all of it.
+        Whether part of the gradient goes past these slabs, to the slabs that they join.
     is_read
-        Whether an operator has read it, whose history a later hook is no part of.
+        Whether an operator has read it: a later hook would not be part of that operator's history.
     is_perhaps_given
-        Whether torch may have returned the volume that this one was made of, as ``contiguous`` does: its gradient, and
-        a hook for it, would be that volume's.
+        Whether torch may have returned the source volume itself, as ``contiguous`` does. The gradient, and a hook for
+        it, would then be the source's.
     is_saved
-        Set of what a checkpoint within a recomputed block saves. It says that it needs no gradient: torch would
-        detach it, and nothing would be saved of what the block does with it.
+        Whether a checkpoint within a recomputed block saves it. ``requires_grad`` is then False: otherwise torch would
+        detach it, and save nothing of what the block does with it.
     widen
-        Set where torch has float32 and these slabs have fewer digits: returns the volume in float32.
+        Returns the volume in float32; set if torch would have float32 and these slabs have fewer digits.
     """
 
     run_function: ClassVar[Callable[[Callable, tuple, dict[str, Any], Iterable[type]], Any]]
@@ -86,6 +86,7 @@ class ShardedVolume(Tensor):
         dims: Sequence[int],
         shape: Sequence[int],
         context: Context,
+        merged: Merged | None = None,
     ) -> "ShardedVolume":
         """Wrap slabs."""
         # The shell claims to need a gradient. A custom autograd.Function that it passes through then leaves its mark on
@@ -98,6 +99,8 @@ class ShardedVolume(Tensor):
         shell.dims = tuple(dims)
         shell.context = context
         shell._shape = size
+        if merged is not None:
+            shell.merged = merged
         return shell
 
     @classmethod
@@ -111,12 +114,12 @@ class ShardedVolume(Tensor):
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
-            # torch's checkpointing saves a block's arguments as autograd does, and reads them back through this. The
-            # slabs keep their history, which a recomputation does not use.
+            # torch's checkpointing saves a block's arguments as autograd does, and reads them back through this call.
+            # The slabs keep their history, which a recomputation does not use.
             volume: ShardedVolume = args[0]
             if not isinstance(volume.pending, Waiting):
                 return wrap(volume, volume.slabs)
-            # Saving writes nothing: what is saved must be the same tensors in the same order when that is repeated.
+            # Saving writes nothing: a repetition must save the same tensors in the same order.
             return share_later(volume)
         if func is to_copy and not torch.is_grad_enabled():
             return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))  # torch.tensor(volume)
@@ -127,7 +130,7 @@ class ShardedVolume(Tensor):
 
     @property
     def slabs(self) -> list[Tensor]:
-        """The slabs that this process holds; what waits is written now."""
+        """The slabs that this process holds; pending ones are written now."""
         return self.pending.show(self)
 
     def settle(self, halos: Sequence[Halo] = ()) -> Wait | None:
@@ -180,7 +183,7 @@ class ShardedVolume(Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Whether the slabs were made by the user."""
+        """Whether the user made the slabs."""
         return all(slab.is_leaf for slab in self.slabs)
 
     @property
@@ -207,7 +210,7 @@ class ShardedVolume(Tensor):
 
     @property
     def arrangement(self) -> tuple[int, ...]:
-        """What a recording depends on besides the slabs (see ``device.graph``)."""
+        """What a recording depends on beside the slabs (see ``device.graph``)."""
         return self.dims
 
     def pieces(self) -> list[Tensor]:
@@ -218,31 +221,31 @@ class ShardedVolume(Tensor):
         """Return a volume of other slabs that is cut alike."""
         return wrap(self, pieces)
 
-    def to_local(self) -> Tensor:
-        """Return this process's slab; several slabs of one process must be taken from ``slabs``."""
+    def check_readable(self) -> None:
+        """Refuse to read the slabs past the operator table: of a changed original, or behind a custom function."""
+        check_history(self)
         if self.origin is not None:
             self.origin.check()
+
+    def to_local(self) -> Tensor:
+        """Return this process's slab; if it holds several, read ``slabs``."""
+        self.check_readable()
         if len(self.slabs) != 1:
             raise UnsupportedOperatorError(
                 f"this process holds {len(self.slabs)} slabs of the volume, and to_local() returns one; read .slabs"
             )
-        check_history(self)
-        if self.origin is not None:
-            self.origin.check()
         return self.slabs[0]
 
     def full_tensor(self) -> Tensor:
-        """Gather the whole volume: on the first device, or on every process of the group. Gradients flow back."""
-        check_history(self)
-        if self.origin is not None:
-            self.origin.check()
+        """Gather the whole volume on the first device, or on every process of the group. Gradients flow back."""
+        self.check_readable()
         if self.merged is not None:
             (dim,) = self.dims
             return self.unmerged().full_tensor().flatten(dim, dim + 2)
         return self.context.communicator.gather(self.slabs, self.dims, self.sizes)
 
     def unmerged(self) -> "ShardedVolume":
-        """Return the volume with its cut dim as a dim of its own again: ``(..., outer, planes, unit, ...)``."""
+        """Return the volume with its cut dim split off again: ``(..., outer, planes, unit, ...)``."""
         assert self.merged is not None
         (dim,) = self.dims
         outer, unit = self.merged
@@ -271,7 +274,7 @@ class ShardedVolume(Tensor):
         return [[layout[coordinates[0]]] for coordinates in communicator.coordinates]
 
     def extents(self) -> list[list[int]]:
-        """Return how far each mesh axis's positions reach along its dim: the entries of every shard."""
+        """Return, for each mesh axis, how many entries of its dim every shard holds."""
         outer, unit = self.merged or (1, 1)
         return [
             [outer * (stop - start) for start, stop in spans(size // outer, num_shards, unit)]
@@ -279,7 +282,7 @@ class ShardedVolume(Tensor):
         ]
 
     def as_subclass(self, cls: Any) -> Any:
-        """Gather the volume as a tensor of another class: MONAI's transforms make a MetaTensor of what they get."""
+        """Gather the volume as a tensor of another class, as MONAI's transforms make a MetaTensor of their input."""
         return self.full_tensor().as_subclass(cls)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -300,68 +303,62 @@ class _SameSlabs(Waiting):
         self.volume, self.stand_ins, self.room, self.unchanged = volume, list(volume._slabs), 0, Unchanged(())
 
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Have the other one written."""
+        """Write the other volume."""
         del halos
         slabs = list(self.volume.slabs)
         return slabs, self.volume.pending.find_recipe(self.volume), None
 
     def settle(self, volume: ShardedVolume, halos: Sequence[Halo] = ()) -> Wait | None:
-        """Write the slabs, whose memory is the other volume's.
-
-        Whoever reads them keeps their recipe where it would keep the other's: a checkpoint counts what is saved.
-        """
+        """Take the slabs of the other volume, and show them: their memory is shared."""
         wait = super().settle(volume, halos)
         volume.pending.show(volume)
         return wait
 
     def settle_apart(self, volume: ShardedVolume) -> None:
-        """Have the other one written, if it has to be."""
+        """Write the other volume if it must be."""
         self.volume.pending.settle_apart(self.volume)
         if not isinstance(self.volume.pending, Waiting):
             self.settle(volume)
 
     def settle_with_history(self, volume: ShardedVolume) -> None:
-        """Do likewise."""
+        """Write the other volume if it must be."""
         self.volume.pending.settle_with_history(self.volume)
         if not isinstance(self.volume.pending, Waiting):
             self.settle(volume)
 
     @property
     def reads_messages(self) -> bool:
-        """Whether the other one is written from messages."""
+        """Whether the other volume is written from messages."""
         return self.volume.pending.reads_messages
 
     def wait_for_readers(self) -> None:
-        """Leave it to the other one, too."""
+        """Let the other volume wait too."""
         self.volume.pending.wait_for_readers()
 
 
 def share_later(volume: ShardedVolume) -> ShardedVolume:
-    """Return a volume of the same slabs as one that may wait, which goes on waiting."""
+    """Return a volume of the same slabs; a pending one stays pending."""
     return defer(_SameSlabs(volume), volume.dims, volume.shape, volume.context, volume.merged)
 
 
 def defer(
     waiting: Waiting, dims: Sequence[int], shape: Sequence[int], context: Context, merged: Merged | None = None
 ) -> ShardedVolume:
-    """Return a volume whose slabs wait to be written, at the latest before any tensor is changed in place."""
-    volume = ShardedVolume(waiting.stand_ins, dims, shape, context)
-    volume.pending, volume.merged = waiting, merged
+    """Return a volume whose slabs are written later, and before any tensor is changed in place."""
+    volume = ShardedVolume(waiting.stand_ins, dims, shape, context, merged)
+    volume.pending = waiting
     context.defer(volume)
     return volume
 
 
 def wrap(like: ShardedVolume, slabs: Sequence[Tensor], dims: Sequence[int] | None = None) -> ShardedVolume:
-    """Return a volume of ``slabs``, cut like ``like``; ``dims`` are its cut dims where they moved."""
+    """Return a volume of ``slabs``, cut like ``like``; ``dims`` are its cut dims if they have moved."""
     shape = list(slabs[0].shape)
     dims = like.dims if dims is None else tuple(dims)
     if like.context.communicator.num_shards > 1:
         for dim, size in zip(dims, like.sizes, strict=True):
             shape[dim] = size
-    result = ShardedVolume(slabs, dims, shape, like.context)
-    if like.merged is not None:
-        result.merged = like.merged
-    return result
+    return ShardedVolume(slabs, dims, shape, like.context, like.merged)
 
 
 def from_whole(whole: Tensor, dims: Sequence[int], context: Context, merged: Merged | None = None) -> ShardedVolume:
@@ -372,22 +369,18 @@ def from_whole(whole: Tensor, dims: Sequence[int], context: Context, merged: Mer
     outer, unit = merged
     planes = whole.shape[dim] // (outer * unit)
     slabs = context.communicator.cut(whole.unflatten(dim, (outer, planes, unit)), (dim + 1,))
-    result = ShardedVolume([slab.flatten(dim, dim + 2) for slab in slabs], dims, whole.shape, context)
-    result.merged = merged
-    return result
+    return ShardedVolume([slab.flatten(dim, dim + 2) for slab in slabs], dims, whole.shape, context, merged)
 
 
 def give_whole(volume: ShardedVolume) -> list[Tensor]:
-    """Give each shard the whole volume; the owner of each plane is sent all its gradients, and adds them up.
+    """Give each shard the whole volume; the owner of each plane gets all its gradients and sums them.
 
-    So half as much travels back as where a gathered volume is spread, whose gradient is summed everywhere.
+    This sends half as much back as spreading a gathered volume, whose gradient is summed on every shard.
     """
     outer, unit = volume.merged or (1, 1)
     if outer > 1:
         return volume.context.spread(volume.full_tensor())
-    check_history(volume)
-    if volume.origin is not None:
-        volume.origin.check()
+    volume.check_readable()
     communicator, slabs = volume.context.communicator, volume.slabs
     for axis, (dim, size) in enumerate(zip(volume.dims, volume.sizes, strict=True)):
         slabs = communicator.fetch(slabs, axis, dim, size, [(0, size)] * communicator.grid[axis], unit)
@@ -395,7 +388,7 @@ def give_whole(volume: ShardedVolume) -> list[Tensor]:
 
 
 def relaid(volume: ShardedVolume, merged: Merged | None) -> ShardedVolume:
-    """Return the same volume in another layout of its cut dim: entries move between shards where they must."""
+    """Return the same volume in another layout of its cut dim; entries move between shards as needed."""
     if volume.merged == merged:
         return volume
     (outer, unit), (new_outer, new_unit) = volume.merged or (1, 1), merged or (1, 1)
@@ -405,6 +398,4 @@ def relaid(volume: ShardedVolume, merged: Merged | None) -> ShardedVolume:
         return from_whole(volume.full_tensor(), volume.dims, context, merged)
     wanted = spans(size, context.communicator.num_shards, new_unit)
     slabs = context.communicator.fetch(volume.slabs, 0, dim, size, wanted, unit)
-    result = ShardedVolume(slabs, volume.dims, volume.shape, context)
-    result.merged = merged
-    return result
+    return ShardedVolume(slabs, volume.dims, volume.shape, context, merged)

@@ -144,12 +144,14 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
 
 
 def _find_quiet(net: nn.Module, trace: Trace) -> Iterator[str]:
-    """Yield the paths of self-contained leaves without norms that a run has to see: over the batch, or with buffers."""
+    """Yield the paths of self-contained leaves, without batch norms and instance norms with running statistics."""
     buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
     for path, operations in find_self_contained(trace).items():
-        by_instance = (operation for operation in operations if operation.name == "instance_norm")
-        over_batch = any("batch_norm" in operation.name for operation in operations)
-        if not over_batch and not any(buffers.intersection(norm.states) for norm in by_instance):
+        if not any(
+            "batch_norm" in operation.name
+            or (operation.name == "instance_norm" and buffers.intersection(operation.states))
+            for operation in operations
+        ):
             yield path
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -144,7 +145,8 @@ def measure(
                 watch.finish()
             passes.append(watch.times)
         host_ms = _measure_host_ms(probe, *move_call((args, kwargs), device)) if on_gpu else 0.0
-    quickest = _find_quickest(passes[1:], len(found))
+    times = np.fmin.reduce(np.stack(passes[1:]))  # NaN for a segment that no timed pass ran, as the path varies
+    np.copyto(times, np.nanmean(times, 0), where=np.isnan(times))
     activations = find_activations(observer, found)
     sizes = {name: p.nbytes for name, p in net.named_parameters(remove_duplicate=False)}
     layers = [
@@ -156,23 +158,9 @@ def measure(
             activation_bytes=sum(block.num_bytes for block in activations if min(block.kept, default=-1) == number),
             sent_bytes=sum(observer.made_bytes[number] for number in segment.sends),
         )
-        for number, (segment, (forward, backward)) in enumerate(zip(found, quickest, strict=True))
+        for number, (segment, (forward, backward)) in enumerate(zip(found, times.tolist(), strict=True))
     ]
     return Measured(trace, tuple(found), tuple(layers), tuple(activations), host_ms)
-
-
-def _find_quickest(passes: Sequence[dict[int, tuple[float, float]]], segments: int) -> list[tuple[float, float]]:
-    """Return forward and backward milliseconds of each segment: the quickest, of the passes that ran it.
-
-    A path that varies may leave a segment out of all of them. It counts as the mean of the others.
-    """
-    timed = {
-        number: tuple(min(times) for times in zip(*(each[number] for each in passes if number in each), strict=True))
-        for number in range(segments)
-        if any(number in each for each in passes)
-    }
-    mean = tuple(sum(times) / len(timed) for times in zip(*timed.values(), strict=True))
-    return [timed.get(number, mean) for number in range(segments)]  # type: ignore[misc]
 
 
 def find_activations(observer: Observer, parts: Sequence[Segment]) -> list[KeptActivation]:
@@ -223,8 +211,8 @@ class Stopwatch(runs.Run):
         self._number = 0
         self._segment = 0
         self._paused = False
-        self.times: dict[int, tuple[float, float]] = {}
-        """Forward and backward milliseconds of the segments that ran, by number: a path may vary between passes."""
+        self.times = np.full((len(parts), 2), np.nan)
+        """Forward and backward milliseconds of each segment; NaN for those that this pass did not run."""
 
     def __enter__(self) -> "Stopwatch":
         super().__enter__()
@@ -244,10 +232,10 @@ class Stopwatch(runs.Run):
         try:
             backward = self._backward(sent) if sent else 0.0
         except RuntimeError as failure:
-            # Every result is asked for a gradient here, and the network may need none of it: what autograd has saved
-            # may be overwritten there, or have no derivative. Or a reentrant checkpoint hands its gradient past the
-            # cut, to a segment that is done. An error of a gradient that is needed comes again in the training. The
-            # time is guessed: forward once more, and twice that for the gradients.
+            # Every result is differentiated here, also those whose gradient the network does not need: there saved
+            # tensors may be overwritten, or a derivative be missing. A reentrant checkpoint hands its gradient past the
+            # cut, to a segment that is done. An error of a needed gradient is raised again by the training. The time is
+            # estimated as a second forward, and twice that for the gradients.
             if isinstance(failure, torch.OutOfMemoryError | VolsegError):
                 raise
             backward = 3 * forward
@@ -257,8 +245,8 @@ class Stopwatch(runs.Run):
         # What was cut off looks like a weight to autocast, which would keep its cast copy, and by that the activation
         # and its gradient, up to the end of the batch: the whole network's, in place of the largest part's.
         torch.clear_autocast_cache()
-        before = self.times.get(self._segment, (0.0, 0.0))  # a path may come back to one
-        self.times[self._segment] = before[0] + forward, before[1] + backward
+        row = self.times[self._segment]  # a path may return to a segment
+        row[:] = np.nansum((row, (forward, backward)), 0)
 
     def _backward(self, sent: list[Tensor]) -> float:
         gradients = [torch.ones_like(tensor) for tensor in sent]

@@ -54,8 +54,7 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
         if not attention.fits((*outer, rows, features), (*outer, columns, features), (*outer, columns, last)):
             return None
     waiting.check()
-    plain = ShardedVolume(given, values.dims, values.shape, context)
-    plain.merged = values.merged
+    plain = ShardedVolume(given, values.dims, values.shape, context, values.merged)
     keys, given = give_both_whole(steps.key, plain) if cut.gathers else (steps.key.slabs, given)
     places, terms = ([*zip(*columns, strict=True)] or [()] * len(given) for columns in (steps.places, steps.terms))
     rows_of_slabs = zip(steps.queries, keys, given, places, terms, strict=True)
@@ -68,8 +67,7 @@ def attend(weights: Any, values: Any) -> ShardedVolume | None:
         step.is_bypassed = step.is_bypassed or torch.is_grad_enabled()
         step = own.before
     context.forget_written()
-    attended = ShardedVolume(results, (cut.dim,), (*weights.shape[:-1], values.shape[-1]), context)
-    attended.merged = cut.merged
+    attended = ShardedVolume(results, (cut.dim,), (*weights.shape[:-1], values.shape[-1]), context, cut.merged)
     if any(result.requires_grad for result in results):
         attended.pending = KeptResult(None, Unchanged(()))
         context.defer(attended)

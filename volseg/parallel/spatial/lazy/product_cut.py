@@ -66,11 +66,8 @@ def transpose_last(volume: ShardedVolume) -> ShardedVolume:
     """Return a volume that is written with its last two dims swapped."""
     order = [*range(volume.ndim - 2), volume.ndim - 1, volume.ndim - 2]
     slabs = [slab.transpose(-2, -1) for slab in volume.slabs]
-    result = ShardedVolume(
-        slabs, [order[dim] for dim in volume.dims], [volume.shape[dim] for dim in order], volume.context
-    )
-    result.merged = volume.merged
-    return result
+    dims, shape = [order[dim] for dim in volume.dims], [volume.shape[dim] for dim in order]
+    return ShardedVolume(slabs, dims, shape, volume.context, volume.merged)
 
 
 def give_both_whole(first: ShardedVolume, second: ShardedVolume) -> tuple[list[Tensor], list[Tensor]]:
@@ -79,7 +76,7 @@ def give_both_whole(first: ShardedVolume, second: ShardedVolume) -> tuple[list[T
     if not alike or first.dtype != second.dtype:
         return give_whole(first), give_whole(second)
     slabs = [torch.stack(pair) for pair in zip(first.slabs, second.slabs, strict=True)]
-    both = ShardedVolume(slabs, [dim + 1 for dim in first.dims], (2, *first.shape), first.context)
-    both.merged = first.merged
+    dims = [dim + 1 for dim in first.dims]
+    both = ShardedVolume(slabs, dims, (2, *first.shape), first.context, first.merged)
     pairs = [slab.unbind(0) for slab in give_whole(both)]
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]

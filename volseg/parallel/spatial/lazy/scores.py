@@ -81,8 +81,7 @@ def score(compute: Callable[[Tensor, Tensor], Tensor], query: Any, key: Any, *, 
     queries, given = query.slabs, key.slabs
     if not all(map(_has_kernel, queries)) or any(slab.is_inference() for slab in (*queries, *given)):
         return None  # torch does not count their changes in place
-    lying = ShardedVolume(given, key.dims, key.shape, key.context)
-    lying.merged = key.merged
+    lying = ShardedVolume(given, key.dims, key.shape, key.context, key.merged)
     turning = lying if turned else transpose_last(lying)
     shapes = [(*size[:-1], turning.shape[-2]) for size in list_shapes(query)]
     sides = list_shapes(query), list_shapes(turning, gathered=cut.gathers)
@@ -189,9 +188,7 @@ def reshape_scores(volume: ShardedVolume, target: Sequence[int], reshaped: Resha
     waiting = take_up(volume)
     if waiting is None or len(target) < 3 or list(target[-2:]) != list(volume.shape[-2:]):
         return None
-    outline = ShardedVolume(volume._slabs, volume.dims, volume.shape, volume.context)
-    outline.merged = volume.merged
-    outline = reshaped(outline)
+    outline = reshaped(ShardedVolume(volume._slabs, volume.dims, volume.shape, volume.context, volume.merged))
     if not is_cut_once(outline):
         return None
     stand_ins = outline._slabs

@@ -244,9 +244,7 @@ def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any
     dims, shape, context, merged = input.dims, input.shape, input.context, input.merged
 
     def joined(gradients: Sequence[Tensor]) -> ShardedVolume:
-        volume = ShardedVolume(gradients, dims, shape, context)
-        volume.merged = merged
-        return volume
+        return ShardedVolume(gradients, dims, shape, context, merged)
 
     if len(slabs) == 1:
         return func(slabs[0], lambda gradient: _hooked(joined, [hook], [gradient])[0])

@@ -192,9 +192,7 @@ def _with_slabs(
             outer, unit = merged or (1, 1)
             shape[new] = outer * slab.shape[own] * unit
         slabs.append(slab.reshape(shape))
-    result = ShardedVolume(slabs, dims, target, volume.context)
-    result.merged = merged
-    return result
+    return ShardedVolume(slabs, dims, target, volume.context, merged)
 
 
 def _merged_or_split(

@@ -214,11 +214,8 @@ def sharded_windows(
     shape = list(results[0].shape)
     for dim, plan in zip(volume.dims, plans, strict=True):
         shape[dim] = plan.outputs
-    result = ShardedVolume(results, volume.dims, shape, context)
-    if any(plan.unit > 1 for plan in plans):
-        (unit,) = (plan.unit for plan in plans)  # grids of one axis only
-        result.merged = Merged(1, unit)
-    return result
+    unit = max(plan.unit for plan in plans)  # 1 on grids of several axes
+    return ShardedVolume(results, volume.dims, shape, context, Merged(1, unit) if unit > 1 else None)
 
 
 def select_planes(slab: Tensor, dim: int, indices: Sequence[int]) -> Tensor:

@@ -167,8 +167,8 @@ def _assign_within(volume: ShardedVolume, entries: list[Any], value: Any) -> Non
     kept = [d - sum(isinstance(e, int) for e in entries[:d]) for d in volume.dims]
     ndim = sum(not isinstance(e, int) for e in entries)
     if isinstance(value, Tensor):
-        like = ShardedVolume(volume.slabs, kept, _sizes_at(kept, volume.sizes, ndim), volume.context)
-        like.merged = volume.merged
+        shape = _sizes_at(kept, volume.sizes, ndim)
+        like = ShardedVolume(volume.slabs, kept, shape, volume.context, volume.merged)
         values = aligned(value, like)
     else:
         values = [value] * len(volume.slabs)

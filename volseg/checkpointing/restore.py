@@ -1,0 +1,110 @@
+"""Restore a saved state part by part; an error names the part that does not fit."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from volseg.checkpointing.random_state import restore_random_state
+from volseg.checkpointing.state import TrainingState
+from volseg.errors import CheckpointError
+from volseg.models.weights import load_weights
+
+__all__ = ["restore"]
+
+NOT_WHOLE = "the checkpoint is not whole"
+
+
+class Average(Protocol):
+    """Averaged weights."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> object:
+        """Restore them."""
+
+
+def restore(
+    state: TrainingState,
+    network: nn.Module,
+    optimizer: Optimizer,
+    average: Average | None,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Load a state into the parts of a training, and set the random number generators.
+
+    Raises
+    ------
+    CheckpointError
+        Names the part that does not fit, or is incomplete.
+    """
+    with _naming("model"):
+        load_weights(network, state.model)
+    with _naming("optimizer"):
+        optimizer.load_state_dict(dict(state.optimizer))
+        _lay_out_like_parameters(optimizer)
+    _require_whole(state, optimizer)
+    with _naming("average"):
+        if (state.average is None) != (average is None):
+            raise ValueError("one of the two has an average of the weights (training.ema), the other has none")
+        if average and state.average:
+            average.load_state_dict(state.average)
+    with _naming("scaler"):
+        scaler.load_state_dict(dict(state.scaler))
+    with _naming("random"):
+        restore_random_state(state.random, network)
+
+
+@contextmanager
+def _naming(part: str) -> Iterator[None]:
+    """Turn any error of a part of a state into a `CheckpointError` that names the part."""
+    try:
+        yield
+    except Exception as fault:  # networks, optimizers and generators each raise something else
+        reason = str(fault) if isinstance(fault, ValueError | RuntimeError) else f"{type(fault).__name__}: {fault}"
+        raise CheckpointError(f"the checkpoint is not of this network and optimizer: {part}: {reason}") from fault
+
+
+def _lay_out_like_parameters(optimizer: Optimizer) -> None:
+    """Give the optimizer's tensors the memory layout of its parameters.
+
+    The training that saved them may have had another layout. Fused optimizers read both in one order: on a GPU torch
+    refuses other layouts, on a CPU it computes wrong numbers.
+    """
+    for parameter, remembered in optimizer.state.items():
+        for name, value in remembered.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.layout is torch.strided:
+                laid_out = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                if laid_out.stride() != value.stride():
+                    remembered[name] = laid_out.copy_(value)
+
+
+def _require_whole(state: TrainingState, optimizer: Optimizer) -> None:
+    """Refuse a state whose parts do not belong together, or without what its optimizer keeps of each parameter."""
+    for part, batches in (("losses", state.losses), ("cases", state.cases)):
+        if len(batches) != state.position:
+            raise CheckpointError(f"{NOT_WHOLE}: {part}: {len(batches)} batches, but position is {state.position}")
+    if not state.steps_done:
+        return
+    entries = state.optimizer["state"]
+    for group, saved in zip(optimizer.param_groups, state.optimizer["param_groups"], strict=True):
+        wanted = _remembered(optimizer, group)
+        # A parameter that never had a gradient has no entry; if none has one, something was lost.
+        for parameter in saved["params"] if not entries else [one for one in saved["params"] if one in entries]:
+            if lost := sorted(wanted - {*entries.get(parameter, ())}):
+                raise CheckpointError(
+                    f"{NOT_WHOLE}: optimizer: after {state.steps_done} steps it lacks the {lost[0]} that "
+                    f"{type(optimizer).__name__} keeps of parameter {parameter}"
+                )
+
+
+def _remembered(optimizer: Optimizer, group: dict[str, Any]) -> set[str]:
+    """Return the names of what the optimizer keeps of each parameter of a group, by a step on another parameter."""
+    if not type(optimizer).__module__.startswith("torch.optim"):  # the step of a user's own may do anything
+        return set()
+    alone = torch.zeros_like(group["params"][0], requires_grad=True)
+    alone.grad = torch.zeros_like(alone)
+    probe = type(optimizer)([{**group, "params": [alone]}])  # type: ignore[call-arg]  # their options all have defaults
+    probe.step()
+    return set(probe.state[alone])
