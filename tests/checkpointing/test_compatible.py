@@ -1,10 +1,9 @@
 """The table of what may differ on resume is complete, is what the page says, and is what a training does."""
 
 import pytest
-from documented import ROOT
 
+from tests.checkpointing.resume_tables import PAGE, with_tables
 from volseg.checkpointing.compatible import RULES, list_keys, may_differ, require_same_config
-from volseg.checkpointing.document import with_tables
 from volseg.checkpointing.folder import RunFolder
 from volseg.config.loading import dump_config
 from volseg.errors import ConfigError
@@ -72,8 +71,8 @@ def test_a_fold_is_not_made_longer(configured):
 
 
 def test_the_page_has_the_tables():
-    text = (ROOT / "docs" / "interrupted.md").read_text(encoding="utf-8")
-    assert text == with_tables(text), "python -m volseg.checkpointing.document docs/interrupted.md writes them"
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == with_tables(text), "python tests/checkpointing/resume_tables.py --write brings them up to date"
 
 
 def test_a_section_is_not_a_prefix_of_a_name():

@@ -15,7 +15,6 @@ module             holds
 ``folder``         the files of a run folder
 ``lock``           one process at a time in a run folder
 ``ranks``          which process of a job writes the run folder
-``document``       the two tables of docs/interrupted.md
 =================  =====================================================================================
 
 The first five know no config: `volseg.workflow` stands on them. The others belong to a run that was started from a

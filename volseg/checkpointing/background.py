@@ -13,6 +13,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +34,8 @@ class Snapshot:
     state: TrainingState
     copied: Sequence[torch.cuda.Event]
     """One for each device, recorded after its copies."""
-    buffers: dict[Place, Tensor]
-    free: list[dict[Place, Tensor]]
-    """The list that takes the buffers back."""
+    release: Callable[[], object]
+    """Let the next snapshot have the memory."""
 
     @property
     def is_whole(self) -> bool:
@@ -46,10 +46,6 @@ class Snapshot:
         """Wait until everything has been copied."""
         for event in self.copied:
             event.synchronize()
-
-    def release(self) -> None:
-        """Let the next snapshot have the memory."""
-        self.free.append(self.buffers)
 
 
 class HostCopies:
@@ -75,8 +71,7 @@ class HostCopies:
         snapshot = Snapshot(
             replace(state, **{**copied, "losses": tuple(dict(zip(names, row, strict=True)) for row in losses)}),
             events,
-            buffers,
-            self._free,
+            partial(self._free.append, buffers),
         )
         if len(gpus) > 1:  # a stage may run on a stream that knows nothing of its device's current one
             snapshot.wait()

@@ -55,16 +55,10 @@ class ResumeRule:
 RULES: Mapping[str, ResumeRule] = {
     "output": ResumeRule("may differ", "the run folder may be moved"),
     "data.root, split.file, split.group": ResumeRule("may differ", "files may be moved; cases are compared, not paths"),
-    "data.keep, data.device_limit, data.cache, data.cache_limit": ResumeRule(
-        "may differ", "prepared cases are equal wherever they are kept"
-    ),
-    "device, parallel., training.kernels": ResumeRule(
-        "may differ", "`patch.batch` is the batch of all devices together, and weights agree to round-off"
-    ),
+    "data.keep, data.device_limit, data.cache, data.cache_limit": ResumeRule("may differ", "the cases are the same"),
+    "device, parallel., training.kernels": ResumeRule("may differ", "weights agree to round-off on any devices"),
     "training.checkpoint_minutes, training.spot, logging.": ResumeRule("may differ", "they change no weights"),
-    "training.epochs, training.patience": ResumeRule(
-        "may differ", "a training may go on longer; the folds of a cross-validation may not", folds=False
-    ),
+    "training.epochs, training.patience": ResumeRule("may differ", "a training may go on longer", folds=False),
     "every other key": ResumeRule(
         "must be equal",
         "it decides what is trained",
@@ -116,24 +110,15 @@ RULES: Mapping[str, ResumeRule] = {
         "components.json",
         "{change}. Go on with {way}, or start a new run with another --output",
     ),
-    "versions of packages of components": ResumeRule(
-        "may differ", "another version is logged; without the package the run is refused", "components.json"
-    ),
-    "tensors of the network, groups of the optimizer": ResumeRule(
-        "must be equal", "the state must fit; the error names the part that does not", "checkpoints"
-    ),
+    "versions of packages of components": ResumeRule("may differ", "another version is logged", "components.json"),
+    "tensors of the network, groups of the optimizer": ResumeRule("must be equal", "a state must fit", "checkpoints"),
     "the GPUs": ResumeRule("may differ", "the random state of a GPU that is absent is left out", "checkpoints"),
-    "planned network, and spacing of the data": ResumeRule(
-        "is kept", "data and planning may have changed", "network.json"
-    ),
-    "mesh of `parallel: auto`": ResumeRule(
-        "is kept", "sums keep their order; on another number of GPUs it is chosen anew"
-    ),
-    "kernels of `training.kernels: measured`": ResumeRule(
-        "is kept", "a busy machine must change no round-off", "kernels.json"
-    ),
+    "plan of a run that was given a data set": ResumeRule("is kept", "the data may have changed", "planned.yaml"),
+    "network, and spacing of the data": ResumeRule("is kept", "the data may have changed", "network.json"),
+    "mesh of `parallel: auto`": ResumeRule("is kept", "sums keep their order; other numbers of GPUs choose anew"),
+    "kernels of `training.kernels: measured`": ResumeRule("is kept", "measured again, others may win", "kernels.json"),
     "what `parallel.on_oom: replan` changed": ResumeRule(
-        "is kept", "the first way was out of memory; another mesh in the config is tried instead", "replanned.json"
+        "is kept", "the first way was out of memory", "replanned.json"
     ),
 }
 """Keys of the config, separated by commas (a key that ends with a dot is a section), and what else is compared."""

@@ -4,7 +4,6 @@
 user names them by ``--components``.
 """
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from shlex import quote
 from typing import Any
 
 from volseg.checkpointing.compatible import refuse
+from volseg.checkpointing.folder import RunFolder
 from volseg.config.schema import ExperimentConfig
 from volseg.config.sources import Source
 from volseg.data.cases import Case
@@ -45,16 +45,15 @@ class Recorded:
     source: Source
 
 
-def write_components(folder: Path, config: ExperimentConfig, cases: Iterable[Case]) -> None:
+def write_components(folder: RunFolder, config: ExperimentConfig, cases: Iterable[Case]) -> None:
     """Write the source of every component of the run that is not built in, and copies of files."""
     used = sorted({*_named_by(config), *_readers_of(cases)})
     found = [(kind, name, source) for kind, name in used if (source := REGISTRIES[kind].find_source(name)) is not None]
     content = [{"kind": kind, "name": name, "from": source.as_json()} for kind, name, source in found]
     for source in {source for _, _, source in found if source.file is not None}:
-        with replacing(copy_of(folder, source)) as partial:
+        with replacing(copy_of(folder.path, source)) as partial:
             partial.write_bytes(find_content(source))
-    with replacing(folder / RECORD) as partial:
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    folder.write_json(RECORD, content)
 
 
 def require_components(folder: Path, *, resumes: bool) -> None:

@@ -47,17 +47,7 @@ from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment.network_plan import NetworkPlan
 from volseg.files import remove_partials, replacing, require_text
-from volseg.monitoring.run_files import (
-    HISTORY,
-    STATUS,
-    TIMES,
-    EpochLine,
-    RunPart,
-    RunStatus,
-    read_history,
-    read_status,
-    read_times,
-)
+from volseg.monitoring import run_files
 from volseg.reporting import NAME
 
 __all__ = ["CASES", "ENVIRONMENT", "MEMORY", "NETWORK", "RunFolder", "list_labelled"]
@@ -91,9 +81,9 @@ class RunFolder:
     split_file = RunPath(SPLIT)
     checkpoints = RunPath("checkpoints")
     tensorboard = RunPath("tensorboard")
-    history_file = RunPath(HISTORY)
-    status_file = RunPath(STATUS)
-    times_file = RunPath(TIMES)
+    history_file = RunPath(run_files.HISTORY)
+    status_file = RunPath(run_files.STATUS)
+    times_file = RunPath(run_files.TIMES)
     validation = RunPath("validation")
     report_file = RunPath("report.md")
     report_page = RunPath(NAME)
@@ -174,18 +164,18 @@ class RunFolder:
         return False
 
     def abandon(self) -> None:
-        """Make room for another attempt, as nothing was trained in this one; to be called with the folder's lock."""
+        """Make room for another attempt, as nothing was trained in this one; only with the lock of the folder."""
         if not self.has_checkpoint:
             self.config_file.unlink(missing_ok=True)
 
     def forget_validation(self) -> None:
-        """Remove what was measured with weights that the training replaces."""
+        """Remove the scores and reports of weights that the training replaces."""
         measured = (self.report_file, self.report_page, self.postprocessing_file)
         for file in (*self.path.glob("validation*/summary.json"), *measured):
             file.unlink(missing_ok=True)
 
     def remove_partials(self) -> None:
-        """Remove what a killed training was writing; only with the folder's lock."""
+        """Remove what a killed training was writing; only with the lock of the folder."""
         for folder in (self.path, self.checkpoints):
             remove_partials(folder)
 
@@ -216,12 +206,12 @@ class RunFolder:
         )
 
     def plan(self) -> NetworkPlan:
-        """Read with which network and spacing the run was begun; a run of an older volseg took voxels for cubes."""
+        """Read the network and the spacing of the run; a run without this file took voxels for cubes."""
         file = self.path / NETWORK
         return NetworkPlan.from_json(read_json(file), file) if file.exists() else NetworkPlan()
 
     def split(self) -> Split:
-        """Read which cases train and which validate."""
+        """Read the cases that train and the cases that validate."""
         return read_splits(self.split_file)[0]
 
     def write_json(self, name: str, content: Any) -> Path:
@@ -235,17 +225,17 @@ class RunFolder:
             partial.write_text(text, encoding="utf-8")
         return path
 
-    def history(self) -> list[EpochLine]:
-        """Read the numbers of each epoch; none of a run of an older volseg."""
-        return read_history(self.history_file)
+    def history(self) -> list[run_files.EpochLine]:
+        """Read the numbers of each epoch; none if the file is absent."""
+        return run_files.read_history(self.history_file)
 
-    def status(self) -> RunStatus | None:
-        """Read how far the training is; None where nothing is known."""
-        return read_status(self.status_file)
+    def status(self) -> run_files.RunStatus | None:
+        """Read how far the training is; None if that is unknown."""
+        return run_files.read_status(self.status_file)
 
-    def times(self) -> tuple[RunPart, ...]:
-        """Read what the time went by with, process by process; none of a run of an older volseg."""
-        return read_times(self.times_file)
+    def times(self) -> tuple[run_files.RunPart, ...]:
+        """Read the times of the run's parts, process by process; none if the file is absent."""
+        return run_files.read_times(self.times_file)
 
     def newest_checkpoint(self) -> TrainingState:
         """Load the checkpoint that is furthest along: a best epoch may be newer than the latest timed writing.
@@ -260,7 +250,7 @@ class RunFolder:
         found: dict[str, TrainingState] = {}
         faults: dict[str, CheckpointError] = {}
         for name in (LATEST, BEST, PREVIOUS):
-            if name == PREVIOUS and LATEST in found:  # which is newer
+            if name == PREVIOUS and LATEST in found:  # the latest one is newer
                 continue
             try:
                 found[name] = load_checkpoint(self.checkpoints / name)
@@ -273,13 +263,13 @@ class RunFolder:
             )
         newest = max(found, key=lambda name: found[name].progress)
         epoch, batch = found[newest].progress
-        for name, told in faults.items():
+        for name, damage in faults.items():
             if (self.checkpoints / name).exists():
-                logger.warning("%s; going on from %s, after epoch %d and batch %d", told, newest, epoch, batch)
+                logger.warning("%s; going on from %s, after epoch %d and batch %d", damage, newest, epoch, batch)
         return found[newest]
 
 
 def list_labelled(task: Task) -> dict[str, list[int]]:
-    """Return what was looked for in the partially labelled training cases."""
+    """Return the labels that were looked for in each partially labelled training case."""
     found = {case["case"]: task.labelled(case) for case in task.training}
     return {name: list(values) for name, values in found.items() if values is not None}

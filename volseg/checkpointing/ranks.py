@@ -97,7 +97,7 @@ class JobFolder:
         self._lock()
         self._require_shared_folder()
         if self.leads:
-            write_components(self.folder.path, self.config, (*chosen.training, *chosen.validation))
+            write_components(self.folder, self.config, (*chosen.training, *chosen.validation))
             self.folder.begin(self.config, chosen.task, chosen.split, {ENVIRONMENT: environment(), **files})
             self.is_described = True
 

@@ -10,13 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from volseg.checkpointing.compatible import (
-    require_epochs,
-    require_same_cases,
-    require_same_mesh,
-    require_same_split,
-    require_same_task,
-)
+from volseg.checkpointing import compatible
 from volseg.checkpointing.components import require_components
 from volseg.checkpointing.folder import CASES, MEMORY, NETWORK
 from volseg.checkpointing.ranks import JobFolder
@@ -209,9 +203,9 @@ def _begin(
     job.settle(config)
     seed_everything(config.seed)
     if resume:
-        require_same_task(folder, chosen.task)
-        require_same_split(folder, chosen.split)
-        require_same_mesh(folder, config)
+        compatible.require_same_task(folder, chosen.task)
+        compatible.require_same_split(folder, chosen.split)
+        compatible.require_same_mesh(folder, config)
     start = None if resume or config.training.start_from is None else Start(config, chosen)
     reading = choose_reading(config, mesh, plan.spacing)
     prepared = None
@@ -240,7 +234,7 @@ def _begin(
     memory = FirstSteps(meter, asked, beside=beside, write=partial(job.write_json, MEMORY), first_epoch=first)
     held_out = replace(prepared, training=())
     if resume:
-        require_same_cases(folder, prepared.fingerprints)
+        compatible.require_same_cases(folder, prepared.fingerprints)
     del prepared  # its training cases: on a GPU the batches have copied them
     validate = partial(reading.make_validation, model, chosen.task, held_out)
     log = _open_log(config, job, loggers, signs, memory, chosen.task)
@@ -261,7 +255,7 @@ def _begin(
     told = {TOLD: tell_findings(chosen.task, held_out.problems, held_out.remarks, chosen.patients)}
     if resume:
         state = folder.newest_checkpoint()
-        require_epochs(folder, state, config.training.epochs)
+        compatible.require_epochs(folder, state, config.training.epochs)
         training.load_state_dict(state)
         if is_main_process():
             logger.info("%s goes on after epoch %d and batch %d", folder.path, *state.progress)

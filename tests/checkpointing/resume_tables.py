@@ -1,6 +1,6 @@
-"""Write the tables of what a checkpoint holds and what may differ on resume into the documentation.
+"""The tables of docs/interrupted.md: what a checkpoint holds, and what may differ on resume.
 
-``python -m volseg.checkpointing.document docs/interrupted.md``
+``python tests/checkpointing/resume_tables.py --write`` brings the page up to date.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 from volseg.checkpointing.compatible import RULES, list_keys
 from volseg.checkpointing.state import TrainingState
 
-__all__ = ["TABLES", "with_tables"]
+PAGE = Path(__file__).parents[2] / "docs" / "interrupted.md"
 
 
 def _table(*rows: tuple[str, ...]) -> str:
@@ -44,6 +44,5 @@ def with_tables(text: str) -> str:
     return text
 
 
-if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+if __name__ == "__main__" and "--write" in sys.argv:
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
