@@ -23,7 +23,7 @@ def test_a_member_writes_nothing(configured):
         member.begin(chosen, {})
         member.go_on({}, finished=False)
         member.write_json("memory.json", {})
-        member.show_life(SignsOfLife(), RuntimeError)
+        member.write_status(SignsOfLife(), RuntimeError)
         assert not member.folder.path.exists()
 
 
@@ -33,7 +33,7 @@ def test_the_leader_locks_a_folder_that_is_there_at_once_and_a_new_one_when_it_c
         leader = JobFolder(config, held)
         assert not config.folder.exists()
         assert leader.claim(resume=False) is False
-        leader.show_life(SignsOfLife(), RuntimeError)
+        leader.write_status(SignsOfLife(), RuntimeError)
         assert {file.name for file in config.folder.iterdir()} == {LOCK, STATUS, TIMES}
     assert not config.folder.exists()  # no run was begun
     with ExitStack() as held:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import yaml
 from in_group import in_group
 from traced_graphs import trace_only
 
-from volseg.checkpointing.ranks import JobFolder
+from volseg.checkpointing.folder import RunFolder
 from volseg.config.schema import KERNELS_OF
 from volseg.data.layouts import load_task
 from volseg.device import compiler_internals
@@ -221,7 +220,7 @@ def measure_together(config_file):
 
     measured_kernels.time_steps = tell
     try:
-        settled, found = settle_kernels(JobFolder(config, ExitStack()), config, mesh, task, CPU, resume=False)
+        settled, found = settle_kernels(RunFolder(config.folder), config, mesh, task, CPU, resume=False)
     finally:
         measured_kernels.time_steps = time_steps
     return alone > 0, settled.training.kernels, found.as_json(), asked

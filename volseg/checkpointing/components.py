@@ -47,11 +47,11 @@ class Recorded:
 
 def write_components(folder: RunFolder, config: ExperimentConfig, cases: Iterable[Case]) -> None:
     """Write the source of every component of the run that is not built in, and copies of files."""
-    used = sorted({*_named_by(config), *_readers_of(cases)})
+    used = sorted({*_list_named(config), *_list_readers(cases)})
     found = [(kind, name, source) for kind, name in used if (source := REGISTRIES[kind].find_source(name)) is not None]
     content = [{"kind": kind, "name": name, "from": source.as_json()} for kind, name, source in found]
     for source in {source for _, _, source in found if source.file is not None}:
-        with replacing(copy_of(folder.path, source)) as partial:
+        with replacing(copy_path(folder.path, source)) as partial:
             partial.write_bytes(find_content(source))
     folder.write_json(RECORD, content)
 
@@ -79,7 +79,7 @@ def require_components(folder: Path, *, resumes: bool) -> None:
             by_source.setdefault(one.source, []).append(f"{one.kind} {one.name!r}")
         absent = "; ".join(f"{', '.join(names)} from {source}" for source, names in by_source.items())
         raise ConfigError(
-            f"{folder} uses what is not here: {absent}. Give it by {_name_way(folder, missing[0].source)}"
+            f"{folder} uses what is not here: {absent}. Give it by {_describe_remedy(folder, missing[0].source)}"
         )
     for one in recorded:
         now = REGISTRIES[one.kind].find_source(one.name)
@@ -90,7 +90,7 @@ def require_components(folder: Path, *, resumes: bool) -> None:
             f"{folder} was begun with {one.kind} {one.name!r} from {one.source}, now it is {now or 'volseg itself'}"
         )
         if resumes and one.source.file is not None:
-            refuse("bytes of files of `--components`", folder, change=change, way=_name_way(folder, one.source))
+            refuse("bytes of files of `--components`", folder, change=change, way=_describe_remedy(folder, one.source))
         logger.warning("%s", change)
 
 
@@ -99,7 +99,7 @@ def describe_components(config: ExperimentConfig) -> list[list[str]]:
 
     Every reader counts: only reading an image shows which one reads it.
     """
-    used = {(kind, name) for kind, name in _named_by(config) if kind in ("network", "transform")}
+    used = {(kind, name) for kind, name in _list_named(config) if kind in ("network", "transform")}
     used |= {("reader", suffix) for suffix in REGISTRIES["reader"]}
     found = ((kind, name, REGISTRIES[kind].find_source(name)) for kind, name in sorted(used))
     return [[kind, name, source.sha256 or str(source)] for kind, name, source in found if source is not None]
@@ -126,25 +126,25 @@ def read_components(folder: Path) -> list[Recorded]:
     ]
 
 
-def copy_of(folder: Path, source: Source) -> Path:
+def copy_path(folder: Path, source: Source) -> Path:
     """Return the path of a run's copy of a file."""
     path = Path(source.file or "")
     return folder / FILES / f"{path.stem}_{(source.sha256 or '')[:12]}{path.suffix}"
 
 
-def _name_way(folder: Path, source: Source) -> str:
+def _describe_remedy(folder: Path, source: Source) -> str:
     """Return how to give a component. The source may be of another user's run: no shell may run a part of it."""
     if source.package is not None:
         if PACKAGE.fullmatch(source.package) is None or VERSION.fullmatch(source.version or "") is None:
             return "installing its package; what the run's components.json holds is no name and version of one"
         return f"installing it: pip install {source.package}=={source.version}"
     if source.file is not None:
-        file, copy = quote(source.file), quote(str(copy_of(folder, source)))
+        file, copy = quote(source.file), quote(str(copy_path(folder, source)))
         return f"--components {file} as it was then, of which {copy} is a copy (read it first)"
     return f"calling volseg.register as {source.module} did, before this"
 
 
-def _named_by(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+def _list_named(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     """Yield kind and name of what a config names."""
     yield "network", config.network.name
     yield "optimizer", config.optimizer.name
@@ -162,7 +162,7 @@ def _named_by(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
             yield kind, component.name
 
 
-def _readers_of(cases: Iterable[Case]) -> Iterator[tuple[str, str]]:
+def _list_readers(cases: Iterable[Case]) -> Iterator[tuple[str, str]]:
     for case in cases:
         for field in ("image", "label"):
             paths = case.get(field, ())

@@ -63,7 +63,7 @@ class JobFolder:
             self._lock()
             self.folder.remove_partials()
 
-    def settle(self, config: ExperimentConfig) -> None:
+    def keep_mesh(self, config: ExperimentConfig) -> None:
         """Take the mesh that the processes have chosen into the config of a deterministic run, which must keep it."""
         if config.training.deterministic:
             self.config = self.config.model_copy(update={"parallel": config.parallel})
@@ -118,13 +118,13 @@ class JobFolder:
             self.require_folder()
             self.folder.write_json(name, content)
 
-    def show_life(self, signs: SignsOfLife, begins_again: type[Exception]) -> None:
+    def write_status(self, signs: SignsOfLife, begins_again: type[Exception]) -> None:
         """Write into the run folder how far the training is, until it ends or raises ``begins_again``."""
         if self.leads:
-            self._held.callback(self._forget_signs)
+            self._held.callback(self._remove_status)
             self._held.enter_context(signs.writing(self.folder.path, self._holds_folder, begins_again=begins_again))
 
-    def _forget_signs(self) -> None:
+    def _remove_status(self) -> None:
         """Leave nothing behind where no run was begun."""
         if self._holds_folder() and {file.name for file in self.folder.path.iterdir()} <= {LOCK, STATUS, TIMES}:
             self.folder.status_file.unlink(missing_ok=True)

@@ -138,7 +138,7 @@ def _train(
             job = JobFolder(config, held)
             resume = job.claim(resume or count_restarts() > 0)
             held.push(partial(_write_page, job))  # after the signs of life, which tell how the run ended
-            job.show_life(signs, BeginAgain)
+            job.write_status(signs, BeginAgain)
         with signs.span("building"):
             run = _begin(job, resume, hooks, loggers, replanning, signs, held, compiling, ahead)
         _fit(run)
@@ -200,7 +200,7 @@ def _begin(
     config = replanning.settle(job, plan.complete(job.config), resume)
     config, mesh = settle_mesh(config, chosen.task, device, compiling.forecast)
     replanning.tried = find_candidate(config, mesh.plan, count_devices(config, device))
-    job.settle(config)
+    job.keep_mesh(config)
     seed_everything(config.seed)
     if resume:
         compatible.require_same_task(folder, chosen.task)
@@ -217,7 +217,7 @@ def _begin(
             compiling.wait()
             gather_over_processes([])  # who has a copy waits for it, and the others for him
     with signs.span("measuring") if config.training.kernels == "measured" else nullcontext():
-        config, measured = settle_kernels(job, config, mesh, chosen.task, device, resume=resume)
+        config, measured = settle_kernels(folder, config, mesh, chosen.task, device, resume=resume)
     if measured is not None:
         replanning.tried = find_candidate(config, mesh.plan, count_devices(config, device))
     described = {**replanning.files(), **({} if measured is None else {KERNELS: measured.as_json()})}
