@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from volseg.checkpointing.state import EpochRecord
 from volseg.lifetime import take_age
 from volseg.monitoring.memory import GIB, GpuMeter
 from volseg.monitoring.run_files import (
@@ -41,7 +42,6 @@ from volseg.parallel.processes.group import find_supervision
 from volseg.parallel.processes.progress import find_milestone
 from volseg.signals import deferring_signals
 from volseg.workflow.hooks import Hook
-from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 
 __all__ = ["EVERY_SECONDS", "Heartbeat"]
