@@ -22,10 +22,12 @@ from volseg.signals import ENDING
 from volseg.streams import show
 
 __all__ = [
+    "ENDED_SILENTLY",
     "begin_anew",
     "bind_copy",
     "call_before_last_words",
     "count_from_beginning",
+    "describe_exit",
     "end_at_exit",
     "end_now",
     "end_with_launcher",
@@ -46,6 +48,10 @@ UNWRITTEN = 120
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's ``prctl``."""
+
+ENDED_SILENTLY = (
+    "what ends a process so is mostly a lack of memory (the system's log tells), or whoever owns the machine"
+)
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """After which a process looks again whether it still has its parent."""
@@ -144,6 +150,22 @@ def is_running(process: int) -> bool:
         return False
     except OSError:  # it may not be looked at: it is there
         return True
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, by its exit code; negative ones are signals.
+
+    Examples
+    --------
+    >>> describe_exit(2), describe_exit(-15)
+    ('failed with exit code 2', 'was ended by SIGTERM')
+    """
+    if code >= 0:
+        return f"failed with exit code {code}"
+    if code == -signal.SIGKILL:
+        return f"was killed by SIGKILL: {ENDED_SILENTLY}"
+    known = {int(number): number.name for number in signal.Signals}
+    return f"was ended by {known.get(-code, f'signal {-code}')}"
 
 
 def call_before_last_words(close: Callable[[], object]) -> None:

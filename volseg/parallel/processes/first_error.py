@@ -24,9 +24,9 @@ from volseg.errors import (
     VolsegError,
 )
 from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER, find_launch
-from volseg.lifetime import begin_anew, end_now, say_last
+from volseg.lifetime import ENDED_SILENTLY, begin_anew, describe_exit, end_now, say_last
 from volseg.parallel.devices import name_own_place
-from volseg.parallel.processes.supervision import ENDED_SILENTLY, Cause, Supervision
+from volseg.parallel.processes.supervision import Cause, Supervision
 
 __all__ = [
     "await_first_error",
@@ -218,11 +218,8 @@ def read_cause(failure: ProcessFailure, place: str) -> str:
     told: Any = failure.error_file_data.get("message")
     if isinstance(told, dict):
         return str(told["message"])
-    if failure.exitcode == -signal.SIGKILL:
-        return f"{place} was killed by SIGKILL: {ENDED_SILENTLY}"
-    if failure.exitcode < 0:
-        return f"{place} was ended by {failure.signal_name()}; its own output above says more"
-    return f"{place} failed with exit code {failure.exitcode}; its own output above says why"
+    words = f"{place} {describe_exit(failure.exitcode)}"
+    return words if failure.exitcode == -signal.SIGKILL else f"{words}; its own output above says more"
 
 
 def is_lasting(failure: ProcessFailure) -> bool:

@@ -37,7 +37,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from volseg.lifetime import is_running
+from volseg.lifetime import ENDED_SILENTLY, is_running
 from volseg.parallel.processes.progress import Milestone, find_milestone
 from volseg.parallel.processes.rendezvous import Store
 
@@ -51,10 +51,6 @@ SECONDS_TO_HEAR = 15.0
 
 SECONDS_TO_LEAVE = 30.0
 """For a checkpoint after a signal, which may come when the launcher, and with it the store, has gone."""
-
-ENDED_SILENTLY = (
-    "what ends a process so is mostly a lack of memory (the system's log tells), or whoever owns the machine"
-)
 
 NUM_FRAMES = 12
 """Of the main thread that are shown of a process that hangs."""

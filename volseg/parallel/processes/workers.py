@@ -29,6 +29,7 @@ from threading import Thread
 from typing import IO, Any, Self, TypeVar
 
 from volseg.launched import OF_JOB, OWN_LAUNCHER
+from volseg.lifetime import describe_exit
 
 __all__ = ["Channel", "Worker", "WorkerPool", "open_channel", "run_queue"]
 
@@ -105,8 +106,7 @@ class Worker:
     def describe_end(self, where: str = "its log") -> str:
         """Return how it ended, and its last lines; ``where`` names the log."""
         status = self.process.poll()
-        how = f"was killed by {signal.Signals(-status).name}" if status is not None and status < 0 else ""
-        how = how or f"failed with exit code {status}"
+        how = "still runs" if status is None else describe_exit(status)
         written = self.log.read_bytes()[self.log_begin :].decode("utf-8", errors="replace")
         # A progress bar rewrites its line: what counts is what stands after the last carriage return.
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in written.split("\n")]
