@@ -18,6 +18,7 @@ from volseg.experiment import kernel_worker
 from volseg.experiment.compiled_kernels import CompiledKernels
 from volseg.experiment.kernel_worker import BESIDE_TRAINING, KernelWorker, OwnGpu, compile_for_training, make_order
 from volseg.forecast.candidate import Candidate
+from volseg.lifetime import is_running
 from volseg.parallel import launch
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kernels are compiled on Linux")
@@ -77,15 +78,9 @@ def wait_for(file: Path) -> int:
 def wait_until_gone(process: int) -> None:
     """Wait until a process that is none of ours has ended."""
     end = time.monotonic() + 60
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        if state in "ZX":  # nobody asks for its status in some containers
-            return
+    while is_running(process):
+        assert time.monotonic() < end
         time.sleep(0.01)
-    raise AssertionError(f"{process} still runs")
 
 
 @pytest.mark.usefixtures("ready_python")
