@@ -126,7 +126,6 @@ class Heartbeat(Hook):
         thread = threading.Thread(target=self._keep_up, args=(ended,), name="volseg heartbeat", daemon=True)
         thread.start()
         state: State = "finished"
-        message = ""
         with reporting_first_error(partial(self._set_state, "failed")):
             try:
                 yield
@@ -137,19 +136,23 @@ class Heartbeat(Hook):
                 state = "interrupted"
                 raise
             except BaseException as fault:
-                # A connection that broke says nothing of the process that died: its error is the job's.
-                with deferring_signals():
-                    first = await_first_error(fault, find_supervision())
-                    state, message = "failed", f"{type(first).__name__}: {first}"
-                    self._set_state(state, message)
+                state = "failed"
+                first = self._report_failure(fault)
                 if first is not fault:
                     raise first from fault
                 raise
             finally:
                 ended.set()
                 thread.join()
-                self._set_state(state, message)
+                self._set_state(state, self._message if state == "failed" else "")
                 self._folder = None
+
+    def _report_failure(self, fault: BaseException) -> BaseException:
+        """Write what the job ends by, and return it: a connection that broke says nothing of the process that died."""
+        with deferring_signals():
+            first = await_first_error(fault, find_supervision())
+            self._set_state("failed", f"{type(first).__name__}: {first}")
+        return first
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
