@@ -139,7 +139,7 @@ class Heartbeat(Hook):
                 state = "failed"
                 first = self._report_failure(fault)
                 if first is not fault:
-                    raise first from fault
+                    raise first from None  # it quotes the other, by which it would be waited for once more
                 raise
             finally:
                 ended.set()
