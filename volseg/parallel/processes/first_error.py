@@ -67,8 +67,8 @@ def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn
         Of this process, which tells the others; None before the processes have met.
     """
     fault = await_first_error(fault, supervision)
-    said = describe(fault)
-    message = f"{name_own_place()}: {said}"
+    said, is_ours = describe(fault), isinstance(fault, VolsegError)
+    message = f"{name_own_place()}: {said}" + ("" if is_ours else " (see its traceback)")
     lasts = isinstance(fault, LASTING)
     if supervision is None:
         cause = Cause(message=message, is_own=True, lasts=lasts)
@@ -78,14 +78,12 @@ def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn
         if cause.again and supervision is not None:
             supervision.part()
         end_by(cause, also=said)
-    if not isinstance(fault, VolsegError):
-        say_last("".join(traceback.format_exception(fault)).rstrip("\n"))
-    if isinstance(fault, VolsegError) and _is_told_by_launcher():
-        write_cause(message, lasts=lasts)
-    else:
+    trace = "".join(traceback.format_exception(fault))
+    if not is_ours:
+        say_last(trace.rstrip("\n"))
+    if not (is_ours and _is_told_by_launcher()):
         say_last(f"volseg: {message}")
-        above = "" if isinstance(fault, VolsegError) else " (its traceback is above)"
-        write_cause(message + above, "".join(traceback.format_exception(fault)), lasts=lasts)
+    write_cause(message, trace, lasts=lasts)
     end_now(1)
 
 
