@@ -21,11 +21,11 @@ from torch import Tensor
 from volseg.config.loading import load_config
 from volseg.device.compiling import Compiling, Specialization, take_capability
 from volseg.device.triton_kernels import KernelCall, hearing_calls
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.gpu_kinds import find_kind
 from volseg.experiment.data_facts import find_facts
-from volseg.experiment.forecasting import at_size, describe_training
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.parallel.candidates.running import follow_candidate
+from volseg.experiment.training_work import at_size, describe_training
 
 KINDS = {(8, 0): "a100-80", (9, 0): "h200"}
 

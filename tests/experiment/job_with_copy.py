@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from volseg.cli import main
-from volseg.experiment import compiling_beside, forecast_mesh, training
+from volseg.estimate.allocator import MemoryUse
+from volseg.estimate.candidate import Candidate, Forecast
+from volseg.experiment import compiling_beside, mesh_choice, training
 from volseg.experiment.compiled_kernels import CompiledKernels
-from volseg.experiment.forecast_beside import Answer, Gpus
+from volseg.experiment.plan_process import Answer, Gpus
 from volseg.experiment.reading import Follower
-from volseg.forecast.candidate import Candidate, Forecast
-from volseg.forecast.memory_use import MemoryUse
 from volseg.parallel.devices import find_local_rank, find_rank, has_process_group
 
 GPU = compiling_beside._Gpu("NVIDIA H200", 132, 140 * 2**30, (9, 0))
@@ -78,8 +78,8 @@ def take_for_gpus() -> None:
     compiling_beside.find_note = lambda *given: folder / "note.json"
     compiling_beside.compile_kernels = compile_kernels
     compiling_beside.ask_here = forecast
-    forecast_mesh.PlanBeside = plan_beside  # type: ignore[assignment,misc]
-    forecast_mesh.Gpus = SimpleNamespace(find=lambda device, count: GPUS)  # type: ignore[assignment,misc]
+    mesh_choice.run_plan = plan_beside
+    mesh_choice.Gpus = SimpleNamespace(find=lambda device, count: GPUS)  # type: ignore[assignment,misc]
     training.build_model = build_and_tell
     Follower.prepare = prepare_or_end  # type: ignore[method-assign]
     if mode == "copy hangs":

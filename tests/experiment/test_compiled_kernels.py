@@ -15,8 +15,8 @@ BEFOREHAND = """
 import sys
 from volseg.config.loading import load_config
 from volseg.experiment import compiled_kernels, compiling_beside
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import find_kind
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.gpu_kinds import find_kind
 
 config, gpu = load_config(sys.argv[1], sys.argv[2:]), find_kind("h200")
 compiled = compiled_kernels.compile_beforehand(config, gpu, channels=1, classes=3)

@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 
 from volseg.errors import ParallelError
+from volseg.estimate.allocator import MemoryUse
+from volseg.estimate.candidate import Candidate, Forecast
 from volseg.experiment import compiling_beside
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.compiled_kernels import CompiledKernels
 from volseg.experiment.compiling_beside import KILLED, CompilingBeside
-from volseg.experiment.forecast_beside import Answer, Gpus, PlanBeside
-from volseg.experiment.forecast_mesh import ask_here, leave_out_stages
+from volseg.experiment.mesh_choice import ask_here, leave_out_stages
 from volseg.experiment.network_plan import plan_network
-from volseg.forecast.candidate import Candidate, Forecast
-from volseg.forecast.memory_use import MemoryUse
+from volseg.experiment.plan_process import Answer, Gpus, run_plan
 from volseg.parallel import launch
 from volseg.parallel.devices import is_launched
 
@@ -286,7 +286,7 @@ def test_a_copy_that_is_killed_while_it_forecasts_has_no_answer(forecast, compil
 
 def test_a_forecast_is_not_waited_for_for_ever(forecast, compiling, configured, monkeypatch):
     monkeypatch.setattr(compiling_beside, "ask_here", lambda *asked: time.sleep(600))
-    monkeypatch.setattr(compiling_beside.forecast_beside, "LONGEST_SECONDS", 0.3)
+    monkeypatch.setattr(compiling_beside.plan_process, "LONGEST_SECONDS", 0.3)
     begun = compiling(tell_nothing)
     assert "not there after" in begun.forecast(find_question(configured()), GPUS).problem
     assert not begun.is_compiling  # nor waited for again
@@ -299,9 +299,7 @@ def test_who_has_no_copy_has_no_answer(configured, monkeypatch):
 
 def test_a_copy_forecasts_what_a_process_of_its_own_would(configured):
     asked = find_question(configured("training.kernels=torch"))
-    plan = PlanBeside(asked, GPUS)
-    assert ask_here(asked, GPUS) == plan.wait()
-    plan.close()
+    assert ask_here(asked, GPUS) == run_plan(asked, GPUS)
 
 
 def test_a_note_that_cannot_be_written_is_told(compiling, monkeypatch, tmp_path):

@@ -6,13 +6,13 @@ from torch import nn
 from torch.library import Library, register_fake
 
 from volseg.device.torch_internals import get_storage_key
-from volseg.forecast import known_results
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.following import follow, following
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.forecast.known_results import KnownResults
-from volseg.forecast.trace import KernelRun
-from volseg.parallel.candidates.network_plan import forecast
+from volseg.estimate import operator_cache
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.network_plan import forecast
+from volseg.estimate.operator_cache import KnownResults
+from volseg.estimate.trace import KernelRun
+from volseg.estimate.tracing import follow, following
 
 V100, H200 = find_kind("v100-16"), find_kind("h200")
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def second():
 def test_a_view_of_the_second_of_two_tensors_that_share_memory_is_not_remembered_as_one_of_the_first(
     monkeypatch, second
 ):
-    monkeypatch.setattr(known_results, "_known", {})
+    monkeypatch.setattr(operator_cache, "_known", {})
     with following(V100) as followed:
         known = KnownResults(followed.mode)
         whole = torch.empty(4, 4)
@@ -48,7 +48,7 @@ def test_a_view_of_the_second_of_two_tensors_that_share_memory_is_not_remembered
 
 
 def test_a_tensor_that_was_given_twice_is_not_remembered_as_the_first(monkeypatch):
-    monkeypatch.setattr(known_results, "_known", {})
+    monkeypatch.setattr(operator_cache, "_known", {})
     with following(V100) as followed:
         known = KnownResults(followed.mode)
         one, other = torch.empty(4), torch.empty(4)
@@ -59,7 +59,7 @@ def test_a_tensor_that_was_given_twice_is_not_remembered_as_the_first(monkeypatc
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of a switch that is set with the others
 def test_what_torchs_switches_choose_is_not_remembered_for_others(monkeypatch):
     """oneDNN lays a convolution's output out with channels last; without it the same operator does not."""
-    monkeypatch.setattr(known_results, "_known", {})
+    monkeypatch.setattr(operator_cache, "_known", {})
     with following(V100) as followed:
         known = KnownResults(followed.mode)
         volume = torch.empty(2, 4, 8, 8, 8).to(memory_format=torch.channels_last_3d)

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.forecast.trace import Allocate, Free, Mark, StepTrace
-from volseg.parallel.candidates.running import follow_candidate
-from volseg.parallel.candidates.work import Work
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.trace import Allocate, Free, Mark, StepTrace
+from volseg.estimate.work import Work
 
 
 def build() -> nn.Module:

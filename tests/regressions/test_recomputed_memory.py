@@ -10,12 +10,11 @@ from monai.networks.nets import UNet
 from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
-from volseg.forecast.allocator import find_memory_use
-from volseg.forecast.caching_allocator import AllocatorSettings
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.parallel.candidates.running import follow_candidate
-from volseg.parallel.candidates.work import Work
+from volseg.estimate.allocator import AllocatorSettings, find_memory_use
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.work import Work
 from volseg.parallel.spatial.versions import Watched
 
 

@@ -21,7 +21,7 @@ from networks_plot import compare, plot
 
 from volseg.device import compiler_internals
 from volseg.device.torch_internals import tree_leaves
-from volseg.forecast.gpu_kinds import find_kind
+from volseg.estimate.gpu_kinds import find_kind
 from volseg.parallel import CompiledNetwork
 
 SMALL = {"network": "UNet", "sides": (16, 8, 8), "small": True, "device": "cpu", "gpu": 0, "number": 0}

@@ -31,8 +31,8 @@ from volseg.data.shared_memory import SharedTensors, can_share, map_tensors, tak
 from volseg.data.told_cases import ReadCase
 from volseg.device.gpus import uses_gpus
 from volseg.lifetime import bind_copy
-from volseg.parallel.candidates.beside import holding_signals_back
 from volseg.parallel.devices import has_process_group, is_launched
+from volseg.parallel.forking import holding_signals_back
 from volseg.parallel.progress import report_progress
 from volseg.transforms.preprocessing import Preprocessing
 

@@ -22,19 +22,19 @@ from torch import nn
 import volseg
 from volseg.config.schema import ExperimentConfig
 from volseg.device.compiling import Compiling, starts_by_compiler
+from volseg.device.fake_gpu import GpuLike, host_values
 from volseg.device.gpus import uses_gpus
-from volseg.device.pretended import GpuLike, host_values
 from volseg.device.triton_kernels import hearing_calls
 from volseg.errors import ParallelError
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.tracing import following
+from volseg.estimate.work import Work
 from volseg.experiment.data_facts import DataFacts, find_facts
-from volseg.experiment.forecasting import at_size, describe_training
 from volseg.experiment.kernels import explain_slowness
+from volseg.experiment.training_work import at_size, describe_training
 from volseg.files import replacing
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.following import following
 from volseg.lifetime import bind_copy
-from volseg.parallel.candidates.running import follow_candidate
-from volseg.parallel.candidates.work import Work
 from volseg.parallel.devices import count_gpus
 from volseg.parallel.fast_kernels import CAPABILITY, FastKernels
 from volseg.version import __version__

@@ -7,7 +7,7 @@ validation follow beside it. A training like one whose kernels are noted starts 
 What is compiled is what the job's candidate runs, which the config says. Where it leaves open who computes what, the
 copy forecasts that first, as `choose_by_forecast` would: the leader takes its copy's answer if that is to the same
 question, and tells the others. Copies on other machines forecast for themselves what they compile for, and decide
-nothing. Nothing depends on a copy: who hears nothing of it forecasts by `PlanBeside`, and compiles in the step.
+nothing. Nothing depends on a copy: who hears nothing of it forecasts by `run_plan`, and compiles in the step.
 """
 
 import logging
@@ -28,18 +28,17 @@ import torch
 from volseg.config.schema import ExperimentConfig
 from volseg.device.compiling import can_compile
 from volseg.errors import VolsegError
-from volseg.experiment import forecast_beside
+from volseg.estimate.candidate import Candidate
+from volseg.experiment import plan_process
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.compiled_kernels import CompiledKernels, compile_kernels, find_note, write_note
 from volseg.experiment.data_facts import find_facts
-from volseg.experiment.forecast_beside import Answer, Gpus
-from volseg.experiment.forecast_mesh import ask_here, is_mesh_open, leave_out_stages, take_fastest
+from volseg.experiment.mesh_choice import ask_here, is_mesh_open, leave_out_stages, take_fastest
 from volseg.experiment.network_plan import plan_for_spacing
 from volseg.experiment.placed_network import count_devices
-from volseg.forecast.candidate import Candidate
+from volseg.experiment.plan_process import Answer, Gpus
 from volseg.launched import OF_JOB
 from volseg.lifetime import bind_copy
-from volseg.parallel.candidates.beside import ask_copy, holding_signals_back
 from volseg.parallel.devices import (
     count_gpus,
     count_launched,
@@ -49,6 +48,7 @@ from volseg.parallel.devices import (
     is_main_process,
     uses_gpus,
 )
+from volseg.parallel.forking import ask_copy, holding_signals_back
 from volseg.parallel.progress import report_progress
 
 __all__ = ["CompilingBeside"]
@@ -169,7 +169,7 @@ class CompilingBeside:
 
     def forecast(self, asked: ExperimentConfig, gpus: Gpus) -> Answer | None:
         """Wait for the forecast of a config on some GPUs; None where no copy makes it, or it was ended."""
-        seconds = forecast_beside.LONGEST_SECONDS
+        seconds = plan_process.LONGEST_SECONDS
         if not self._hear_until(lambda: self._forecast is not None or not self.is_compiling, seconds, "forecast"):
             self._answer = CompiledKernels(problem="what to compile was not known in time")
             self.close()

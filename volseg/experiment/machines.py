@@ -5,14 +5,13 @@ from dataclasses import replace
 import torch
 
 from volseg.errors import ConfigError
-from volseg.forecast.calibration.kernels import describe_machine
-from volseg.forecast.calibration.stored import calibrate, describe_kind, find_file, read_calibration
-from volseg.forecast.gpu_kinds import KINDS, GpuKind, find_kind
-from volseg.forecast.instances import find_instance, find_links
-from volseg.parallel.candidates.beside import ask_copy
-from volseg.parallel.candidates.choosing import GIB
-from volseg.parallel.candidates.forecasting import Machine
+from volseg.estimate.calibration import calibrate, describe_kind, describe_machine, find_file, read_calibration
+from volseg.estimate.estimator import Machine
+from volseg.estimate.gpu_kinds import KINDS, GpuKind, find_kind
+from volseg.estimate.instances import find_instance, find_links
+from volseg.estimate.search import GIB
 from volseg.parallel.devices import count_gpus, find_current_device
+from volseg.parallel.forking import ask_copy
 from volseg.planning import parse_memory
 
 __all__ = ["calibrate_words", "find_kind_here", "find_machine"]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from volseg.config.loading import format_config, require_config
@@ -21,7 +20,6 @@ from volseg.experiment.building import build_hooks, build_objective, build_train
 from volseg.experiment.cases import ChosenCases, choose_cases
 from volseg.experiment.compiling_beside import CompilingBeside
 from volseg.experiment.component_record import require_components
-from volseg.experiment.forecast_beside import AskedOfCandidate, Gpus, PlanBeside
 from volseg.experiment.measured_kernels import KERNELS, settle_kernels
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.network_text import describe_network
@@ -42,7 +40,6 @@ from volseg.experiment.same_run import (
 )
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.experiment.starting import START, Start
-from volseg.forecast.candidate import Candidate
 from volseg.monitoring.duration import DurationWarning
 from volseg.monitoring.logger_table import build_logger
 from volseg.monitoring.loggers import History, LoggedRun, Logger
@@ -225,13 +222,12 @@ def _begin(
     if prepared is None:
         with signs.span("preparing"):
             prepared = reading.prepare(chosen, ahead)
-    asked = _ask_for_forecast(config, replanning.tried, device, held)
     meter = GpuMeter()
     before = meter.count()
     batches = reading.make_batches(prepared, chosen.task, model, device)
     beside = meter.count() - before
     first = config.patch.first_whole(config.training.epochs)
-    memory = FirstSteps(meter, asked, beside=beside, write=partial(role.put_down, MEMORY), first_epoch=first)
+    memory = FirstSteps(meter, mesh.estimate, beside=beside, write=partial(role.put_down, MEMORY), first_epoch=first)
     held_out = replace(prepared, training=())
     if resume:
         require_same_cases(folder, prepared.fingerprints)
@@ -275,21 +271,6 @@ def _begin(
         log=log,
         signs=signs,
     )
-
-
-def _ask_for_forecast(
-    config: ExperimentConfig, candidate: Candidate, device: torch.device, held: ExitStack
-) -> AskedOfCandidate | None:
-    """Return the forecast of what this training takes, for `FirstSteps` to begin.
-
-    None where it has no GPU, and in processes that write nothing.
-    """
-    gpus = Gpus.find(device, candidate.num_gpus)
-    if gpus is None or not is_main_process() or not config.training.can_be_followed:
-        return None
-    asked = AskedOfCandidate(partial(PlanBeside, config, gpus, waits=False), candidate)
-    held.callback(asked.close)
-    return asked
 
 
 def _fit(run: _Run) -> None:

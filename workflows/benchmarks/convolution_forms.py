@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rate_cases import draw
 from torch import Tensor
 
 from volseg.device import fusions
 from volseg.device.convolution import choice, padded, paired, rules, stacks
 from volseg.device.convolution.forms import Direction, Groups, Turned, ZeroChannels
 from volseg.device.convolution.settings import Settings
-from volseg.forecast.calibration.cases import draw
-from volseg.forecast.calibration.kernels import time_calls, time_once
+from volseg.estimate.calibration import time_calls, time_once
 from volseg.monitoring.environment import environment
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "input gradient", "weight gradient")

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def add_to_table(rows: list[dict[str, Any]], table: Path) -> None:
-    """Put what was measured into the table that `volseg.forecast.workspaces` reads."""
+    """Put what was measured into the table that `volseg.estimate.workspaces` reads."""
     known = json.loads(gzip.decompress(table.read_bytes())) if table.exists() else []
     found = {json.dumps(row[:-1]): row[-1] for row in known}
     for row in rows:

@@ -22,15 +22,15 @@ from typing import Any
 
 from plan_accuracy_compared import WAYS, build_work
 from plan_accuracy_rows import Row
+from rate_listing import describe_run
 
-from volseg.forecast.calibration.kernels import describe_run
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import KINDS, GpuKind
-from volseg.forecast.kernel_class import OF_PARTS, STRIDED, classify
-from volseg.forecast.rates import read_run
-from volseg.forecast.timing import select_step
-from volseg.forecast.trace import KernelRun
-from volseg.parallel.candidates.running import follow_candidate
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.gpu_kinds import KINDS, GpuKind
+from volseg.estimate.kernel_class import OF_PARTS, STRIDED, classify
+from volseg.estimate.roofline import read_run
+from volseg.estimate.step_time import select_step
+from volseg.estimate.trace import KernelRun
 
 OWN = {
     "attention_kernel": ("attention_kernels.attention_kernel",),

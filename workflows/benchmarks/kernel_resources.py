@@ -27,11 +27,11 @@ import triton
 from volseg.config.loading import load_config
 from volseg.device.compiling import Specialization, take_capability
 from volseg.device.triton_kernels import KernelCall, hearing_calls
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.gpu_kinds import find_kind
 from volseg.experiment.data_facts import find_facts
-from volseg.experiment.forecasting import describe_training
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.parallel.candidates.running import follow_candidate
+from volseg.experiment.training_work import describe_training
 
 SHARED = {70: 96, 75: 64, 80: 163, 90: 227}
 """KiB of shared memory that one program has at most, by capability: CUDA's programming guide."""

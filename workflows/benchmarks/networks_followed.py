@@ -20,14 +20,14 @@ from networks_listed import NETWORKS, build, find_logits
 from torch import nn
 from torch.optim import Optimizer
 
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import GpuKind, find_kind
-from volseg.forecast.kernel_class import LAID_OUT_ANEW
-from volseg.forecast.timing import PARTS, select_step
-from volseg.forecast.trace import KernelRun, Mark, StepTrace
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.gpu_kinds import GpuKind, find_kind
+from volseg.estimate.kernel_class import LAID_OUT_ANEW
+from volseg.estimate.step_time import PARTS, select_step
+from volseg.estimate.trace import KernelRun, Mark, StepTrace
+from volseg.estimate.work import Batch, Step, Work
 from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
-from volseg.parallel.candidates.running import follow_candidate
-from volseg.parallel.candidates.work import Batch, Step, Work
 
 __all__ = ["WAYS", "describe", "find_kind_of", "follow", "summarise"]
 

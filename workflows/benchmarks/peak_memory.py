@@ -31,16 +31,14 @@ from spatial import build
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from volseg.forecast.allocator import AllocatorSettings, find_memory_use
-from volseg.forecast.allocator_settings import VARIABLES
-from volseg.forecast.caching_allocator import Allocator
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.following import FollowedStep
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.forecast.trace import Allocate, Event, Free, KernelRun, Mark, StepTrace
+from volseg.estimate.allocator import VARIABLES, Allocator, AllocatorSettings, find_memory_use
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.trace import Allocate, Event, Free, KernelRun, Mark, StepTrace
+from volseg.estimate.tracing import FollowedStep
+from volseg.estimate.work import Work
 from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
-from volseg.parallel.candidates.running import follow_candidate
-from volseg.parallel.candidates.work import Work
 
 CLASSES = 3
 BESIDE = (

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from volseg.forecast.following import following
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.forecast.trace import Allocate, Free
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.trace import Allocate, Free
+from volseg.estimate.tracing import following
 from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages
 
 HERE = torch.device("cpu")
