@@ -20,7 +20,7 @@ from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.single_rank import be_process
 from volseg.estimate.step_time import select_step
 from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, Outside, Sent, StepTrace
-from volseg.estimate.traced_step import FollowedStep
+from volseg.estimate.traced_step import TracedStep
 from volseg.estimate.work import Work
 from volseg.parallel import ModelParallel, Spatial
 from volseg.parallel.followed_replicas import _fill_buckets
@@ -67,9 +67,9 @@ def make_work(build: Callable[[], nn.Module] = build_small, shape: tuple[int, ..
     )
 
 
-def follow_candidate(work: Work, candidate: Candidate, **options: Any) -> tuple[StepTrace, ...]:
+def trace_candidate(work: Work, candidate: Candidate, **options: Any) -> tuple[StepTrace, ...]:
     # Each kernel takes so long that a pipeline of a small network has work for every stage.
-    return candidate_trace.follow_candidate(work, candidate, GPU, **{"time_kernel": lambda _: 1e-3, **options})
+    return candidate_trace.trace_candidate(work, candidate, GPU, **{"time_kernel": lambda _: 1e-3, **options})
 
 
 def find_peak(trace: StepTrace) -> int:
@@ -100,8 +100,8 @@ STEP = ["step", "forward", "loss", "backward", "optimizer", "end"]
 def test_one_convolution_of_a_slab_holds_its_planes_and_its_halos() -> None:
     (d, h, w), channels = (64, 16, 16), 6
     work = make_work(lambda: nn.Conv3d(1, channels, 3, padding=1), shape=(1, 1, d, h, w))
-    whole = follow_candidate(work, Candidate())[0]
-    inner = follow_candidate(work, Candidate(spatial=4))[-1]  # between two others
+    whole = trace_candidate(work, Candidate())[0]
+    inner = trace_candidate(work, Candidate(spatial=4))[-1]  # between two others
     assert inner.device == 1
 
     def sizes(trace: StepTrace) -> Counter[int]:
@@ -119,7 +119,7 @@ def test_one_convolution_of_a_slab_holds_its_planes_and_its_halos() -> None:
 
 @pytest.mark.parametrize("candidate", [Candidate(data=2), Candidate(spatial=2), Candidate(data=2, spatial=2)])
 def test_every_gradient_is_sent_once_in_a_step(candidate: Candidate) -> None:
-    (trace,) = follow_candidate(make_work(), candidate)
+    (trace,) = trace_candidate(make_work(), candidate)
     parameters = sum(parameter.numel() for parameter in build_small().parameters())
     numbers = sum(1 for _ in build_small().parameters())  # one behind each gradient, which tells how it lies in memory
     sums = (candidate.data > 1) + (candidate.spatial > 1)
@@ -130,8 +130,8 @@ def test_every_gradient_is_sent_once_in_a_step(candidate: Candidate) -> None:
 
 def test_slabs_hold_their_part_of_what_one_gpu_holds() -> None:
     work = make_work(shape=(1, 1, 128, 32, 32))
-    (one,) = follow_candidate(work, Candidate())
-    (slab,) = follow_candidate(work, Candidate(spatial=4))
+    (one,) = trace_candidate(work, Candidate())
+    (slab,) = trace_candidate(work, Candidate(spatial=4))
     # A quarter, and of each activation at most three planes of room on both sides of 32 or more.
     assert 0.25 <= find_peak(slab) / find_peak(one) <= 0.25 * (1 + 6 / 32) + 0.02
     mailboxes = [event.size for event in slab.events if isinstance(event, Outside)]
@@ -181,7 +181,7 @@ def test_a_lone_process_holds_what_each_of_a_real_group_holds(checkpoint: Any) -
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_every_stage_has_its_own_parameters_and_sends_what_the_next_one_reads(stages: int) -> None:
-    traces = follow_candidate(make_work(), Candidate(pipeline=stages, split_size=2))
+    traces = trace_candidate(make_work(), Candidate(pipeline=stages, split_size=2))
     assert [trace.device for trace in traces] == list(range(stages))
     assert all(list_marks(trace).count("step") == 2 for trace in traces)
     ran = [{event.name for event in trace.events if isinstance(event, KernelRun)} for trace in traces]
@@ -192,7 +192,7 @@ def test_every_stage_has_its_own_parameters_and_sends_what_the_next_one_reads(st
 
 
 def test_a_pipeline_that_is_cut_by_hand_is_followed_with_that_cut() -> None:
-    traces = follow_candidate(make_work(), Candidate(pipeline=2, split_size=2, cuts=("8",)))
+    traces = trace_candidate(make_work(), Candidate(pipeline=2, split_size=2, cuts=("8",)))
     counts = [
         sum(isinstance(event, KernelRun) and event.name == "aten.convolution" for event in select_step(trace.events))
         for trace in traces
@@ -214,8 +214,8 @@ def list_pools(trace: StepTrace) -> set[str]:
 def test_a_recorded_pipeline_has_memory_of_its_own_for_each_lane() -> None:
     """Of what is tried where there are GPUs, that with most lanes is followed; the steps after it run no kernel."""
     candidate = Candidate(pipeline=2, split_size=1, recorded=True)
-    traces = follow_candidate(make_work(), candidate)
-    assert traces == follow_candidate(make_work(), candidate)
+    traces = trace_candidate(make_work(), candidate)
+    assert traces == trace_candidate(make_work(), candidate)
     for trace in traces:
         assert list_pools(trace) == {"recording 0, lane 0", "recording 0, lane 1"}
         last = [place for place, event in enumerate(trace.events) if event == Mark("step")][-1]
@@ -223,13 +223,13 @@ def test_a_recorded_pipeline_has_memory_of_its_own_for_each_lane() -> None:
         assert "aten.convolution" not in names
         timed = {event.name for event in select_step(trace.events) if isinstance(event, KernelRun)}
         assert "aten.convolution" in timed
-        eager = follow_candidate(make_work(), Candidate(pipeline=2, split_size=1))[trace.device]
+        eager = trace_candidate(make_work(), Candidate(pipeline=2, split_size=1))[trace.device]
         assert count_held(trace) > count_held(eager)  # received, landed and copied: for good
 
 
 def test_a_pipeline_that_draws_random_numbers_is_recorded_in_one_lane() -> None:
     work = make_work(lambda: nn.Sequential(*list(build_small())[:3], nn.Dropout(), *list(build_small())[3:]))
-    for trace in follow_candidate(work, Candidate(pipeline=2, split_size=1, recorded=True)):
+    for trace in trace_candidate(work, Candidate(pipeline=2, split_size=1, recorded=True)):
         assert len(list_pools(trace)) == 1
 
 
@@ -248,20 +248,20 @@ def list_steps(trace: StepTrace) -> list[Counter[Any]]:
 
 def test_smaller_micro_batches_take_no_more_memory() -> None:
     peaks = [
-        sum(map(find_peak, follow_candidate(make_work(), Candidate(pipeline=2, split_size=size)))) for size in (1, 2)
+        sum(map(find_peak, trace_candidate(make_work(), Candidate(pipeline=2, split_size=size)))) for size in (1, 2)
     ]
     assert peaks == sorted(peaks)
 
 
 def test_slabs_on_gpus_of_one_process_have_a_trace_each() -> None:
-    traces = follow_candidate(make_work(), Candidate(spatial=2), one_process=True)
+    traces = trace_candidate(make_work(), Candidate(spatial=2), one_process=True)
     assert [trace.device for trace in traces] == [0, 1]
     assert all(find_peak(trace) > 0 for trace in traces)
-    assert find_peak(traces[0]) < find_peak(follow_candidate(make_work(), Candidate(kernels="torch"))[0])
+    assert find_peak(traces[0]) < find_peak(trace_candidate(make_work(), Candidate(kernels="torch"))[0])
 
 
 def test_a_recorded_step_of_a_group_has_memory_of_its_own() -> None:
-    (trace,) = follow_candidate(make_work(), Candidate(spatial=2, recorded=True))
+    (trace,) = trace_candidate(make_work(), Candidate(spatial=2, recorded=True))
     marks = list_marks(trace)
     assert marks.count("step") == 4
     assert marks.index("empty_cache") < marks.index("record") < marks.index("replay")
@@ -272,7 +272,7 @@ def test_a_recorded_step_of_a_group_has_memory_of_its_own() -> None:
 
 def test_gradients_are_summed_on_a_stream_of_their_own() -> None:
     """Autograd puts a node's backward on the stream of its forward only where streams are real."""
-    (trace,) = follow_candidate(make_work(), Candidate(spatial=2))
+    (trace,) = trace_candidate(make_work(), Candidate(spatial=2))
     streams = {event.stream for event in trace.events if isinstance(event, Allocate)}
     assert len(streams) == 2
     parameters = sum(parameter.numel() * 4 for parameter in build_small().parameters())
@@ -310,8 +310,8 @@ class Attending(nn.Module):
 def test_attention_over_slabs_has_the_kernels_and_no_more_memory_than_on_one_gpu(window: int) -> None:
     """Twice the volume on twice the GPUs: tokens meet twice as many keys, and no matrix of scores is written."""
     small, twice = (make_work(lambda: Attending(window), (1, 1, depth, 8, 8)) for depth in (32, 64))
-    (one,) = follow_candidate(small, Candidate(kernels="fast"))
-    (slab,) = follow_candidate(twice, Candidate(spatial=2))
+    (one,) = trace_candidate(small, Candidate(kernels="fast"))
+    (slab,) = trace_candidate(twice, Candidate(spatial=2))
     names = [
         Counter(event.name for event in select_step(trace.events) if isinstance(event, KernelRun))
         for trace in (one, slab)
@@ -338,14 +338,14 @@ def test_planes_are_sent_from_blocks_of_their_own(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(dist, "batch_isend_irecv", note)
     monkeypatch.setattr(halo, "EAGER_LIMIT", 0)  # no mailbox: they go by messages
-    follow_candidate(make_work(shape=(1, 1, 32, 16, 16)), Candidate(spatial=2))
+    trace_candidate(make_work(shape=(1, 1, 32, 16, 16)), Candidate(spatial=2))
     assert sizes
     assert all(moved == held for moved, held in sizes)
 
 
 def test_a_recorded_step_with_the_kernels_of_torch_is_replayed() -> None:
     """Hooks that held what notes the step stopped the recording; its pool was there, and the step ran beside it."""
-    (trace,) = follow_candidate(make_work(), Candidate(kernels="torch", recorded=True))
+    (trace,) = trace_candidate(make_work(), Candidate(kernels="torch", recorded=True))
     marks = list_marks(trace)
     assert marks[-3:] == ["step", "replay", "end"]
     assert marks.count("forward") == candidate_trace.NUM_STEPS + 1  # the recording has one
@@ -363,7 +363,7 @@ def test_a_step_that_would_not_be_recorded_is_refused() -> None:
             return self.layer(x)
 
     with pytest.raises(ParallelError, match=r"would not be recorded: .*calls from 2 to 3 in Python"):
-        follow_candidate(make_work(Counts), Candidate(kernels="torch", recorded=True))
+        trace_candidate(make_work(Counts), Candidate(kernels="torch", recorded=True))
 
 
 class Drops(nn.Module):
@@ -385,15 +385,15 @@ def test_what_a_recording_would_refuse_is_foreseen_by_the_first_forward_pass(
     work = make_work(lambda: nn.Sequential(Drops()))
     candidate = replace(candidate, kernels="fast", recorded=True)
     marks: list[str] = []
-    mark = FollowedStep.mark
-    monkeypatch.setattr(FollowedStep, "mark", lambda self, name: (marks.append(name), mark(self, name))[1])
+    mark = TracedStep.mark
+    monkeypatch.setattr(TracedStep, "mark", lambda self, name: (marks.append(name), mark(self, name))[1])
     told, begun = [], []
     for foreseen in (True, False):
         if not foreseen:
             monkeypatch.setattr(RecordedStep, "foresee_refusal", lambda _: None)
         marks.clear()
         with pytest.raises(NotRecordedError, match=r"the recomputed block .* draws random numbers") as raised:
-            follow_candidate(work, candidate)
+            trace_candidate(work, candidate)
         told.append(str(raised.value))
         begun.append(marks.count("forward"))
     # The attempt itself begins with one, and the step runs as it is then.
@@ -403,29 +403,29 @@ def test_what_a_recording_would_refuse_is_foreseen_by_the_first_forward_pass(
     marks.clear()
     monkeypatch.undo()
     with pytest.raises(OutOfMemoryError):
-        follow_candidate(work, candidate, fits=1 << 12)
+        trace_candidate(work, candidate, fits=1 << 12)
 
 
 def test_nothing_is_really_allocated() -> None:
     work = make_work(lambda: nn.Conv3d(1, 64, 3, padding=1), shape=(1, 1, 2048, 2048, 1024))
-    (trace,) = follow_candidate(work, Candidate(spatial=2))
+    (trace,) = trace_candidate(work, Candidate(spatial=2))
     assert find_peak(trace) > 2**38
 
 
 def test_the_strategy_refuses_in_its_own_words() -> None:
     sorts = make_work(lambda: nn.Sequential(nn.Conv3d(1, 2, 1), Apply(lambda x: torch.linalg.inv(x))))
     with pytest.raises(UnsupportedOperatorError, match=r"inv.* has no sharded form"):
-        follow_candidate(sorts, Candidate(spatial=2))
+        trace_candidate(sorts, Candidate(spatial=2))
     with pytest.raises(ParallelError, match="8 replicas share a batch of 4"):
-        follow_candidate(make_work(), Candidate(data=8))
+        trace_candidate(make_work(), Candidate(data=8))
     with pytest.raises(ParallelError, match=r"\(4, 1, 2, 2, 2\) are too thin to be cut into 4 slabs"):
-        follow_candidate(make_work(shape=(4, 1, 2, 2, 2)), Candidate(spatial=4))
+        trace_candidate(make_work(shape=(4, 1, 2, 2, 2)), Candidate(spatial=4))
     with pytest.raises(ParallelError, match="2 slabs and a network in 2 stages"):
-        follow_candidate(make_work(), Candidate(spatial=2, pipeline=2))
+        trace_candidate(make_work(), Candidate(spatial=2, pipeline=2))
     with pytest.raises(ParallelError, match="is a BatchNorm3d, which takes the statistics of a whole batch"):
-        follow_candidate(make_work(), Candidate(data=2, pipeline=2))
+        trace_candidate(make_work(), Candidate(data=2, pipeline=2))
     with pytest.raises(NotRecordedError, match="DistributedDataParallel sums by hooks"):
-        follow_candidate(make_work(build_without_batch_norm), Candidate(data=2, pipeline=2, recorded=True))
+        trace_candidate(make_work(build_without_batch_norm), Candidate(data=2, pipeline=2, recorded=True))
 
 
 def build_without_batch_norm() -> nn.Module:
@@ -439,8 +439,8 @@ def test_a_replica_of_a_pipeline_is_a_pipeline_and_buckets(rows: tuple[int, int]
     """The one with the most rows; of what it holds besides, the gradients' buckets are all that stays."""
     batch, own = rows
     build = build_without_batch_norm
-    replica = follow_candidate(make_work(build, (batch, 1, 32, 16, 16)), Candidate(data=2, pipeline=2, split_size=1))
-    alone = follow_candidate(make_work(build, (own, 1, 32, 16, 16)), Candidate(pipeline=2, split_size=1))
+    replica = trace_candidate(make_work(build, (batch, 1, 32, 16, 16)), Candidate(data=2, pipeline=2, split_size=1))
+    alone = trace_candidate(make_work(build, (own, 1, 32, 16, 16)), Candidate(pipeline=2, split_size=1))
     assert len(replica) == len(alone) == 2
     parameters = sum(parameter.nbytes for parameter in build().parameters())
     summed = [count_sent(trace, "all_reduce") for trace in replica]
@@ -457,8 +457,7 @@ def test_a_replica_of_a_pipeline_is_a_pipeline_and_buckets(rows: tuple[int, int]
 def test_of_unequal_replicas_the_one_with_the_most_rows_is_followed(mesh: dict[str, int]) -> None:
     """The first one was, which has the fewest: three samples on two GPUs were forecast as one on each."""
     uneven, even, small = (
-        find_peak(follow_candidate(make_work(shape=(batch, 1, 32, 16, 16)), Candidate(**mesh))[0])
-        for batch in (3, 4, 2)
+        find_peak(trace_candidate(make_work(shape=(batch, 1, 32, 16, 16)), Candidate(**mesh))[0]) for batch in (3, 4, 2)
     )
     assert small < uneven == even
 
@@ -495,5 +494,5 @@ def test_buckets_are_those_of_torch() -> None:
 
 
 def test_the_same_is_followed_twice() -> None:
-    one, two = (follow_candidate(make_work(), Candidate(spatial=2)) for _ in range(2))
+    one, two = (trace_candidate(make_work(), Candidate(spatial=2)) for _ in range(2))
     assert one == two

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volseg.errors import FollowError
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.tracing import following
+from volseg.estimate.tracing import tracing
 
 READ: dict[str, Callable[[torch.device], Any]] = {
     "a list of dims": lambda device: torch.arange(2, 5, device=device).tolist(),
@@ -26,7 +26,7 @@ READ: dict[str, Callable[[torch.device], Any]] = {
 @pytest.mark.parametrize("read", READ.values(), ids=READ)
 def test_numbers_are_what_they_are_with_values(read: Callable[[torch.device], Any]) -> None:
     expected = read(torch.device("cpu"))
-    with following(find_kind("h200")) as followed:
+    with tracing(find_kind("h200")) as followed:
         assert read(torch.device("cpu")) == expected
         assert read(followed.devices[0]) == expected
 
@@ -46,5 +46,5 @@ CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("look", CHANGED.values(), ids=CHANGED)
 def test_what_was_changed_is_not_told_as_it_was(look: Callable[[Tensor], Tensor]) -> None:
     """A stale number would be a wrong forecast without a word."""
-    with pytest.raises(FollowError, match=r"asks for a tensor's value"), following(find_kind("h200")) as followed:
+    with pytest.raises(FollowError, match=r"asks for a tensor's value"), tracing(find_kind("h200")) as followed:
         look(torch.zeros(3, device=followed.devices[0])).item()

@@ -11,7 +11,7 @@ from torch import Tensor
 from volseg.device.torch_internals import find_autocast_operators
 from volseg.errors import FollowError
 from volseg.estimate.gpu_autocast import BANNED, FLOAT32, FLOAT32_RESULT, HALF, WIDEST
-from volseg.estimate.tracing import FollowedStep, follow
+from volseg.estimate.tracing import TracedStep, follow
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def test_the_lists_are_torchs() -> None:
 def test_what_is_cast_and_in_no_list_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("volseg.estimate.gpu_autocast.WIDEST", WIDEST - {"cross"})
 
-    def step(followed: FollowedStep) -> None:
+    def step(followed: TracedStep) -> None:
         full, host = followed.empty(1, 2, 8, 3), torch.ones(2, 3)
         torch.linalg.cross(full, full)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -76,7 +76,7 @@ def found() -> dict[str, torch.dtype]:
     """The dtype of each call's result."""
     dtypes = {}
 
-    def step(followed: FollowedStep) -> None:
+    def step(followed: TracedStep) -> None:
         full = followed.empty(1, 2, 8, 8, 8)
         half = full.bfloat16()
         with torch.autocast("cpu", dtype=torch.bfloat16):

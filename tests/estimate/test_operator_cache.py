@@ -10,9 +10,9 @@ from volseg.device.streams import make_stream, on_stream
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key
 from volseg.estimate import operator_cache
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.operator_cache import KnownResults
+from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.trace import Free, KernelRun
-from volseg.estimate.tracing import follow, following
+from volseg.estimate.tracing import follow, tracing
 
 GPU = find_kind("v100-16")
 
@@ -92,7 +92,7 @@ def run_many(device):
 
 def test_results_that_are_remembered_are_those_of_torch(monkeypatch):
     monkeypatch.setattr(operator_cache, "_known", {})
-    with following(GPU) as followed, Compared(KnownResults(followed.mode)) as compared:
+    with tracing(GPU) as followed, Compared(OperatorCache(followed.mode)) as compared:
         run_many(followed.devices[0])
     assert len(compared.names) > 20
     assert len(operator_cache._known) > 20, "or nothing was remembered"
@@ -118,7 +118,7 @@ def train(followed):
 def test_a_step_asks_for_the_same_whether_results_are_remembered_or_not(monkeypatch):
     monkeypatch.setattr(operator_cache, "_known", {})
     first, again = follow(train, gpu=GPU), follow(train, gpu=GPU)
-    monkeypatch.setattr(KnownResults, "find", lambda self, function, args, kwargs: (function(*args, **kwargs), None))
+    monkeypatch.setattr(OperatorCache, "find", lambda self, function, args, kwargs: (function(*args, **kwargs), None))
     (plain,), (first,), (again,) = follow(train, gpu=GPU), first, again
     # What goes at a time goes in any order.
     assert list_requests(first) == list_requests(again) == list_requests(plain)
@@ -139,14 +139,7 @@ def test_changes_in_place_of_what_has_gradients_are_remembered(monkeypatch):
         return plain(self, func, types, args, kwargs)
 
     monkeypatch.setattr(FakeTensorMode, "dispatch", dispatch)
-    on_meta = KnownResults._run_on_meta
-
-    def run_on_meta(self, func, *given):
-        asked.append(func)
-        return on_meta(self, func, *given)
-
-    monkeypatch.setattr(KnownResults, "_run_on_meta", run_on_meta)
-    with following(GPU) as followed:
+    with tracing(GPU) as followed:
         weight = torch.ones(8, device=followed.devices[0], requires_grad=True)
         for _ in range(5):
             out = F.elu_(weight * 2)
@@ -157,7 +150,7 @@ def test_changes_in_place_of_what_has_gradients_are_remembered(monkeypatch):
 
 
 def test_kernels_that_are_remembered_run_on_the_stream_of_the_day():
-    with following(GPU) as followed:
+    with tracing(GPU) as followed:
         device = followed.devices[0]
         x = torch.ones(8, device=device)
         side = make_stream(device)
@@ -173,6 +166,6 @@ def test_kernels_that_are_remembered_run_on_the_stream_of_the_day():
 def test_no_more_is_remembered_than_there_is_room_for(monkeypatch, most):
     monkeypatch.setattr(operator_cache, "_known", {})
     monkeypatch.setattr(operator_cache, "MOST", most)
-    with following(GPU) as followed:
+    with tracing(GPU) as followed:
         run_many(followed.devices[0])
     assert len(operator_cache._known) <= max(most, 1)

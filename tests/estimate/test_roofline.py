@@ -10,7 +10,7 @@ import torch
 
 from volseg.errors import ConfigError
 from volseg.estimate.gpu_kinds import KINDS, read_table
-from volseg.estimate.kernel_class import LAID_OUT_ANEW, STRIDED, classify
+from volseg.estimate.kernel_class import LAID_OUT_ANEW, classify
 from volseg.estimate.roofline import Peaks, RateTable
 from volseg.estimate.trace import KernelRun
 
@@ -172,21 +172,6 @@ def test_kernels_of_taps_are_known_by_what_a_trace_and_what_a_row_tells() -> Non
         assert classify(grouped) == classify(plain), "runs of taps under a group of voxels"
 
 
-def test_norms_of_torch_are_timed_by_the_multiprocessors_that_they_keep_busy() -> None:
-    def norm(samples: int, channels: int, name: str = "aten.native_batch_norm") -> float:
-        volume = (samples, channels, 64, 64, 64)
-        size = 2 * samples * channels * 64**3 * 2
-        (kernel,) = classify(KernelRun(name, torch.bfloat16, 0, size, (volume, volume)))
-        return PEAKS.bound(kernel)
-
-    assert norm(1, 2) == pytest.approx(norm(1, 132), rel=0.01)
-    assert norm(1, 264) == pytest.approx(2 * norm(1, 132), rel=0.01)
-    # A channel of all samples is one work of a norm over batches, and one for each sample of a norm over groups.
-    assert norm(4, 2) == pytest.approx(4 * norm(1, 2), rel=0.01)
-    backward = "aten.native_group_norm_backward"
-    assert norm(4, 2, backward) == pytest.approx(norm(1, 2, backward), rel=0.01)
-
-
 def test_a_copy_into_another_layout_is_no_ordinary_copy() -> None:
     volume = (1, 8, 4, 4, 4)
     plain, turned = (
@@ -195,27 +180,6 @@ def test_a_copy_into_another_layout_is_no_ordinary_copy() -> None:
     )
     assert plain != turned
     assert turned == "layout, float32, contiguous"
-
-
-def test_copies_whose_sides_lie_in_another_order_are_one_function() -> None:
-    sides = (4, 8), (4, 8)
-    runs = [KernelRun(f"{name}{STRIDED}", torch.float32, 0, 256, sides) for name in ("aten.clone", "aten.copy_")]
-    assert {classify(run)[0].family for run in runs} == {"strided copy, float32, contiguous"}
-    (added,) = classify(KernelRun(f"aten.add{STRIDED}", torch.float32, 0, 256, sides))
-    assert added.family == "aten.add, strided, float32, contiguous"
-
-
-def test_the_gradient_of_a_part_is_zeros_and_a_copy() -> None:
-    part, whole = (2, 47, 48, 4), (2, 48, 48, 4)
-    zeros, copy = classify(KernelRun("aten.slice_backward", torch.bfloat16, 0, 1, (part, whole)))
-    assert (zeros.family, zeros.bytes_moved) == ("aten.zero_, half, contiguous", 2 * math.prod(whole))
-    assert (copy.family, copy.bytes_moved) == ("strided copy, half, contiguous", 4 * math.prod(part))
-
-
-def test_a_sum_over_rows_is_as_one_of_channels_that_are_last() -> None:
-    rows = classify(KernelRun("aten.sum", torch.bfloat16, 0, 8192, ((512, 8), (1, 8))))[0]
-    columns = classify(KernelRun("aten.sum", torch.bfloat16, 0, 8192, ((8, 512), (8, 1))))[0]
-    assert (rows.family, columns.family) == ("aten.sum, half, channels last", "aten.sum, half, contiguous")
 
 
 def test_depthwise_kernels_of_more_taps_take_longer_than_those_that_were_measured() -> None:
@@ -261,17 +225,6 @@ def test_float32_without_matrix_units_is_no_slower_than_its_cores() -> None:
     assert kind.seconds(run) <= 1.1 * kind.peaks.bound(classify(run)[0]) / 0.6
 
 
-def test_a_norm_that_few_multiprocessors_work_at_is_hardly_slower_on_a_smaller_gpu() -> None:
-    def norm(channels: int) -> KernelRun:
-        volume = (1, channels, 64, 64, 64)
-        size = 2 * channels * 64**3 * 2
-        return KernelRun("aten.native_batch_norm", torch.bfloat16, 0, size, (volume, volume))
-
-    few, many = ([KINDS[name].seconds(norm(channels)) for name in ("h200", "t4")] for channels in (4, 4096))
-    assert few[1] < 2 * few[0]
-    assert many[1] >= norm(4096).bytes_moved / KINDS["t4"].peaks.bandwidth
-
-
 def test_attention_is_counted_by_its_scores() -> None:
     """Of kernels that read little and compute much, whatever their products: twice the rows are twice the work."""
     runs = [
@@ -285,3 +238,29 @@ def test_attention_is_counted_by_its_scores() -> None:
     assert all(more == 2 * one for one, more in zip(flops[::2], flops[1::2], strict=True))
     assert flops[0] == flops[6] < flops[2] < flops[4]
     assert all(classify(run)[0].bytes_moved == 10 for run in runs)
+
+
+def test_norms_of_torch_are_timed_by_the_multiprocessors_that_they_keep_busy() -> None:
+    def norm(samples: int, channels: int, name: str = "aten.native_batch_norm") -> float:
+        volume = (samples, channels, 64, 64, 64)
+        size = 2 * samples * channels * 64**3 * 2
+        (kernel,) = classify(KernelRun(name, torch.bfloat16, 0, size, (volume, volume)))
+        return PEAKS.bound(kernel)
+
+    assert norm(1, 2) == pytest.approx(norm(1, 132), rel=0.01)
+    assert norm(1, 264) == pytest.approx(2 * norm(1, 132), rel=0.01)
+    # A channel of all samples is one work of a norm over batches, and one for each sample of a norm over groups.
+    assert norm(4, 2) == pytest.approx(4 * norm(1, 2), rel=0.01)
+    backward = "aten.native_group_norm_backward"
+    assert norm(4, 2, backward) == pytest.approx(norm(1, 2, backward), rel=0.01)
+
+
+def test_a_norm_that_few_multiprocessors_work_at_is_hardly_slower_on_a_smaller_gpu() -> None:
+    def norm(channels: int) -> KernelRun:
+        volume = (1, channels, 64, 64, 64)
+        size = 2 * channels * 64**3 * 2
+        return KernelRun("aten.native_batch_norm", torch.bfloat16, 0, size, (volume, volume))
+
+    few, many = ([KINDS[name].seconds(norm(channels)) for name in ("h200", "t4")] for channels in (4, 4096))
+    assert few[1] < 2 * few[0]
+    assert many[1] >= norm(4096).bytes_moved / KINDS["t4"].peaks.bandwidth

@@ -73,20 +73,20 @@ def test_where_nothing_runs_the_first_refusal_is_told():
 
 
 def test_what_comes_so_near_to_all_memory_that_it_may_not_fit_is_chosen_where_nothing_else_runs():
-    near, sure = forecast(0.2, 15, spatial=2), forecast(0.3, 14, spatial=2, checkpoint="all")
+    near, sure = forecast(0.2, 15.5, spatial=2), forecast(0.3, 14, spatial=2, checkpoint="all")
     chosen, why = choose([near, sure], 16 * GIB)
     assert chosen is sure
     assert "is the fastest that surely fits: 300 ms" in why
-    assert "spatial: 2 takes 200 ms and 15.0 GiB of each GPU, so near to all of it that it may not fit (14.0" in why
+    assert "spatial: 2 takes 200 ms and 15.5 GiB of each GPU, so near to all of it that it may not fit (14.0" in why
     chosen, why = choose([near, judge(forecast(0.3, 17), 16 * GIB)], 16 * GIB)
     assert chosen is near
-    assert why.endswith("(15.0 GiB of each GPU, so near to all of it that it may not fit)")
+    assert why.endswith("(15.5 GiB of each GPU, so near to all of it that it may not fit)")
     assert choose([near, sure])[0] is near, "without a limit all are sure"
 
 
 def test_what_may_not_fit_is_relieved_and_bounds_nothing():
-    """A step of 15 of 16 GiB was out of memory on GPUs: what recomputes is slower, and is looked for all the same."""
-    cost = {None: (0.2, 15), "all": (0.3, 6)}
+    """A step of 15.5 of 16 GiB was out of memory on GPUs: what recomputes is slower, and is looked for all the same."""
+    cost = {None: (0.2, 15.5), "all": (0.3, 6)}
 
     def follow(candidate):
         seconds, gib = cost[candidate.checkpoint]

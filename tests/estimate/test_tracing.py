@@ -20,7 +20,7 @@ from volseg.device import fusions
 from volseg.device.fake_gpu import host_values
 from volseg.errors import FollowError, OutOfMemoryError
 from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, StepTrace
-from volseg.estimate.tracing import FollowedStep, follow, following
+from volseg.estimate.tracing import TracedStep, follow, tracing
 from volseg.parallel import FastKernels, RecordedStep
 from volseg.workflow.components import build_loss, build_optimizer
 from volseg.workflow.precision import Precision
@@ -57,7 +57,7 @@ def read_marks(trace: StepTrace) -> list[tuple[str, int]]:
 
 
 def test_a_step_is_written_down() -> None:
-    def step(followed: FollowedStep) -> None:
+    def step(followed: TracedStep) -> None:
         net = followed.copy(nn.Conv3d(1, 4, 3, padding=1, bias=False)).to(followed.devices[0])
         x = followed.empty(1, 1, 8, 8, 8)
         followed.mark("step")
@@ -77,7 +77,7 @@ def test_a_step_is_written_down() -> None:
 
 
 def test_each_gpu_has_a_trace_of_its_own() -> None:
-    def step(followed: FollowedStep) -> None:
+    def step(followed: TracedStep) -> None:
         x = torch.ones(256, device=followed.devices[0])
         y = x.to(followed.devices[1])
         torch.ones(1024)  # the host's
@@ -117,7 +117,7 @@ def test_what_is_held_after_forward_is_what_a_cpu_holds() -> None:
     real = count_really_held(build_small(), torch.rand(2, 1, 16, 16, 16))
     found = []
 
-    def step(followed: FollowedStep) -> None:
+    def step(followed: TracedStep) -> None:
         net, x = followed.copy(build_small()).to(followed.devices[0]), followed.empty(2, 1, 16, 16, 16)
         out = net(x)
         found.append(followed.count_held_bytes())
@@ -127,7 +127,7 @@ def test_what_is_held_after_forward_is_what_a_cpu_holds() -> None:
     assert found == [real]
 
 
-def train_thrice(followed: FollowedStep) -> None:
+def train_thrice(followed: TracedStep) -> None:
     net = followed.copy(build_small()).to(followed.devices[0])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
@@ -158,7 +158,7 @@ def test_who_looks_for_circles_passes_by_what_was_there_before(is_frozen: bool) 
     try:
         found = []
 
-        def step(followed: FollowedStep) -> None:
+        def step(followed: TracedStep) -> None:
             found.append(gc.get_freeze_count())
             circle: list[Any] = [followed.empty(8)]
             circle.append(circle)
@@ -175,7 +175,7 @@ def test_who_looks_for_circles_passes_by_what_was_there_before(is_frozen: bool) 
 
 
 def test_no_memory_is_taken() -> None:
-    def step(followed: FollowedStep) -> None:
+    def step(followed: TracedStep) -> None:
         net = followed.copy(build_small()).to(followed.devices[0])
         net(followed.empty(4, 1, 512, 512, 512)).square().mean().backward()
 
@@ -204,7 +204,7 @@ def test_what_is_held_is_what_an_h200_held(fast: bool, measured: dict[str, int])
     over groups of voxels, which keep indices, came later.
     """
 
-    def step(followed: FollowedStep) -> None:
+    def step(followed: TracedStep) -> None:
         with host_values():
             plain = DynUNet(3, 1, 3, filters=[32, 64, 128, 256, 320], **HALVED)
         net = followed.copy(plain)
@@ -234,7 +234,7 @@ def test_what_is_held_is_what_an_h200_held(fast: bool, measured: dict[str, int])
 
 
 def test_convolutions_over_groups_of_voxels_are_followed() -> None:
-    def step(followed: FollowedStep) -> None:
+    def step(followed: TracedStep) -> None:
         with host_values():
             plain = nn.Sequential(*(nn.Conv3d(channels, 32, 3, padding=1, bias=False) for channels in (1, 32)))
         net = FastKernels(followed.copy(plain), followed.devices[0])
@@ -259,7 +259,7 @@ def test_convolutions_over_groups_of_voxels_are_followed() -> None:
 
 
 def test_a_recording_takes_memory_of_its_own() -> None:
-    def step(followed: FollowedStep) -> None:
+    def step(followed: TracedStep) -> None:
         net = followed.copy(build_small()).to(followed.devices[0])
         optimizer = torch.optim.AdamW(net.parameters(), fused=True)
 
@@ -333,11 +333,11 @@ def test_faults_of_the_caller_pass_as_they_are() -> None:
 # What a GPU does otherwise than a CPU.
 
 
-def follow_call(call: Callable[[Tensor], Tensor], x: Callable[[FollowedStep], Tensor]) -> tuple[Any, list[int]]:
+def follow_call(call: Callable[[Tensor], Tensor], x: Callable[[TracedStep], Tensor]) -> tuple[Any, list[int]]:
     """Return the stride and dtype of a result, and what it took in bytes, the input left out."""
     found = []
 
-    def step(followed: FollowedStep) -> None:
+    def step(followed: TracedStep) -> None:
         given = x(followed)
         followed.mark("step")
         out = call(given)
@@ -348,11 +348,11 @@ def follow_call(call: Callable[[Tensor], Tensor], x: Callable[[FollowedStep], Te
     return found[0], [event.size for event in trace.events[begin:] if isinstance(event, Allocate)]
 
 
-def make_volume(followed: FollowedStep) -> Tensor:
+def make_volume(followed: TracedStep) -> Tensor:
     return followed.empty(2, 4, 8, 8, 8, dtype=torch.bfloat16)
 
 
-def make_last(followed: FollowedStep) -> Tensor:
+def make_last(followed: TracedStep) -> Tensor:
     return make_volume(followed).contiguous(memory_format=torch.channels_last_3d)
 
 
@@ -385,7 +385,7 @@ def test_dropout_keeps_a_mask_of_bytes() -> None:
 
 
 def test_half_precision_is_scaled() -> None:
-    def step(followed: FollowedStep) -> None:
+    def step(followed: TracedStep) -> None:
         net = followed.copy(build_small()).to(followed.devices[0])
         precision, optimizer = Precision.choose("fp16", followed.devices[0]), torch.optim.RMSprop(net.parameters())
         scaler = precision.scaler()
@@ -402,7 +402,7 @@ def test_half_precision_is_scaled() -> None:
 
 
 def test_a_refused_operator_is_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    def step(followed: FollowedStep) -> None:
+    def step(followed: TracedStep) -> None:
         followed.empty(2, 3) @ followed.empty(2, 3)
 
     with pytest.raises(RuntimeError):
@@ -412,7 +412,7 @@ def test_a_refused_operator_is_raised_and_not_logged(caplog: pytest.LogCaptureFi
 
 def test_what_holds_more_than_a_limit_is_not_followed_to_its_end() -> None:
     def run(limit: int | None) -> tuple[StepTrace, ...]:
-        with following(Gpu(), limit=limit) as followed:
+        with tracing(Gpu(), limit=limit) as followed:
             held = [followed.empty(1024)]
             held.append(held[0] + 1)
             del held[0]
@@ -426,7 +426,7 @@ def test_what_holds_more_than_a_limit_is_not_followed_to_its_end() -> None:
 
 def test_what_a_gpu_can_hold_is_looked_at_where_the_order_of_requests_is_settled() -> None:
     def run(num_gpus: int = 1, *, record: bool = False, backward: bool = False) -> None:
-        with following(Gpu(), num_gpus, fits=3 * 4096) as followed:
+        with tracing(Gpu(), num_gpus, fits=3 * 4096) as followed:
             held = followed.empty(1024).requires_grad_()
             if record:
                 followed.mark("record")
@@ -449,7 +449,7 @@ def test_what_a_gpu_can_hold_is_looked_at_where_the_order_of_requests_is_settled
 
 def test_a_step_that_catches_its_end_is_given_up_at_last() -> None:
     def step() -> None:
-        with following(Gpu(), limit=4095) as followed:
+        with tracing(Gpu(), limit=4095) as followed:
             with suppress(OutOfMemoryError):
                 followed.empty(1024)
             followed.empty(8)
@@ -460,7 +460,7 @@ def test_a_step_that_catches_its_end_is_given_up_at_last() -> None:
 
 def test_a_step_that_says_its_end_in_other_words_is_given_up_as_what_it_was() -> None:
     def step() -> None:
-        with following(Gpu(), limit=4095) as followed:
+        with tracing(Gpu(), limit=4095) as followed:
             try:
                 followed.empty(1024)
             except OutOfMemoryError as fault:

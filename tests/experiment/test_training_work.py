@@ -8,7 +8,7 @@ import torch
 from volseg.errors import ConfigError, DataError, OutOfMemoryError
 from volseg.estimate.allocator import find_memory_use
 from volseg.estimate.candidate import Candidate
-from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.experiment import load_config
 from volseg.experiment.data_facts import find_facts
@@ -160,7 +160,7 @@ def test_what_cannot_be_trained_is_refused_by_name(describe, overrides, message)
 
 
 def find_part(described, recorded, capacity=None):
-    trace, *_ = follow_candidate(described.work, Candidate(kernels="torch", recorded=recorded), find_kind("h200"))
+    trace, *_ = trace_candidate(described.work, Candidate(kernels="torch", recorded=recorded), find_kind("h200"))
     return find_memory_use(trace, capacity=capacity)
 
 

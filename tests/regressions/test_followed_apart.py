@@ -22,7 +22,7 @@ from volseg.errors import ConfigError, ParallelError
 from volseg.estimate import StepPlan
 from volseg.estimate.candidate import Candidate, Forecast
 from volseg.estimate.gpu_kinds import find_kind
-from volseg.estimate.tracing import following
+from volseg.estimate.tracing import tracing
 from volseg.parallel.forking import ForkedWorkers, ask_copy
 from volseg.parallel.supervision import is_running
 
@@ -88,7 +88,7 @@ def test_other_threads_have_no_fake_gpus() -> None:
     def look() -> None:
         said.append((has_values(), is_gpu(fake_device(0)), is_gpu(torch.device("cuda", 0))))
 
-    with following(find_kind("v100-16")):
+    with tracing(find_kind("v100-16")):
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()

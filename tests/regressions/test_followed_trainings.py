@@ -11,11 +11,11 @@ from torch import nn
 from volseg import experiment
 from volseg.estimate.allocator import find_memory_use
 from volseg.estimate.candidate import Candidate
-from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.kernel_class import classify
 from volseg.estimate.trace import KernelRun, Sent
-from volseg.estimate.tracing import following
+from volseg.estimate.tracing import tracing
 from volseg.experiment.data_facts import find_facts
 from volseg.experiment.training_work import describe_training, find_reserve
 from volseg.parallel.followed_replicas import FollowedReplicas
@@ -32,7 +32,7 @@ def describe(*overrides: str):
 
 def find_use(*overrides: str):
     work = describe("split.validation=none", *overrides).work
-    (trace,) = follow_candidate(work, Candidate(kernels="fast", recorded=True), H200)
+    (trace,) = trace_candidate(work, Candidate(kernels="fast", recorded=True), H200)
     return find_memory_use(trace)
 
 
@@ -64,12 +64,12 @@ def test_regions_can_be_followed(tmp_path):
     (tmp_path / "dataset.json").write_text(json.dumps(told), encoding="utf-8")
     described = describe(f"data.root={tmp_path}", "network={name: UNet, channels: [8, 16], strides: [2]}")
     assert described.facts.task.regions
-    (trace,) = follow_candidate(described.work, Candidate(kernels="fast"), H200)
+    (trace,) = trace_candidate(described.work, Candidate(kernels="fast"), H200)
     assert find_memory_use(trace).used > 0
 
 
 def test_tensors_of_numbers_lie_where_they_are_asked_for_within_functions_that_have_overrides():
-    with following(H200) as followed:
+    with tracing(H200) as followed:
         (device,) = followed.devices
 
         def make(tensor):
@@ -110,7 +110,7 @@ def test_few_taps_of_many_channels_are_as_many_taps_of_one():
 
 def test_a_bucket_with_a_parameter_that_is_not_used_is_summed_all_the_same():
     used, unused = nn.Linear(4, 4), nn.Linear(4, 4)
-    with following(H200) as followed:
+    with tracing(H200) as followed:
         (device,) = followed.devices
         layers = [followed.copy(each).to(device) for each in (used, unused)]
         parameters = [each for layer in layers for each in layer.parameters()]

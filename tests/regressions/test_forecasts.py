@@ -10,9 +10,9 @@ from volseg.estimate import operator_cache
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.network_plan import forecast
-from volseg.estimate.operator_cache import KnownResults
+from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.trace import KernelRun
-from volseg.estimate.tracing import follow, following
+from volseg.estimate.tracing import follow, tracing
 
 V100, H200 = find_kind("v100-16"), find_kind("h200")
 aten = torch.ops.aten
@@ -36,8 +36,8 @@ def test_a_view_of_the_second_of_two_tensors_that_share_memory_is_not_remembered
     monkeypatch, second
 ):
     monkeypatch.setattr(operator_cache, "_known", {})
-    with following(V100) as followed:
-        known = KnownResults(followed.mode)
+    with tracing(V100) as followed:
+        known = OperatorCache(followed.mode)
         whole = torch.empty(4, 4)
         shared = known.run(second, (whole, whole.view(4, 4)), {})
         assert share_memory(shared, whole)
@@ -49,8 +49,8 @@ def test_a_view_of_the_second_of_two_tensors_that_share_memory_is_not_remembered
 
 def test_a_tensor_that_was_given_twice_is_not_remembered_as_the_first(monkeypatch):
     monkeypatch.setattr(operator_cache, "_known", {})
-    with following(V100) as followed:
-        known = KnownResults(followed.mode)
+    with tracing(V100) as followed:
+        known = OperatorCache(followed.mode)
         one, other = torch.empty(4), torch.empty(4)
         assert known.run(aten.mul_.Tensor, (one, one), {}) is one
         assert known.run(aten.mul_.Tensor, (other, one), {}) is other
@@ -60,8 +60,8 @@ def test_a_tensor_that_was_given_twice_is_not_remembered_as_the_first(monkeypatc
 def test_what_torchs_switches_choose_is_not_remembered_for_others(monkeypatch):
     """oneDNN lays a convolution's output out with channels last; without it the same operator does not."""
     monkeypatch.setattr(operator_cache, "_known", {})
-    with following(V100) as followed:
-        known = KnownResults(followed.mode)
+    with tracing(V100) as followed:
+        known = OperatorCache(followed.mode)
         volume = torch.empty(2, 4, 8, 8, 8).to(memory_format=torch.channels_last_3d)
         asked = volume, torch.empty(4, 4, 3, 3, 3), None, (1,) * 3, (1,) * 3, (1,) * 3, False, (0,) * 3, 1
         strides = []

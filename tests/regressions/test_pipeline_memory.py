@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from volseg.estimate.candidate import Candidate
-from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.trace import Allocate, Free, Mark, StepTrace
 from volseg.estimate.work import Work
@@ -56,6 +56,6 @@ def test_measuring_a_network_under_autocast_leaves_no_activation_behind() -> Non
         build_step=build_step,
         precision=torch.bfloat16,
     )
-    for trace in follow_candidate(work, Candidate(pipeline=2, split_size=1), find_kind("h200")):
+    for trace in trace_candidate(work, Candidate(pipeline=2, split_size=1), find_kind("h200")):
         first, second = list_held_after_forward(trace)
         assert first <= second

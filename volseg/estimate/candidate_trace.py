@@ -17,10 +17,10 @@ from volseg.device.fake_gpu import GpuLike, host_values, note_mark
 from volseg.errors import NotRecordedError, ParallelError
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.gpu_kinds import GpuKind
-from volseg.estimate.pipeline_order import Pace, order_by_threads, repeat_last_issued
+from volseg.estimate.pipeline_order import Pace, order_by_threads, repeat_last_step
 from volseg.estimate.single_rank import Exchange, be_process
 from volseg.estimate.trace import KernelRun, StepTrace
-from volseg.estimate.tracing import FollowedStep, following
+from volseg.estimate.tracing import TracedStep, tracing
 from volseg.estimate.work import Batch, Work
 from volseg.parallel.batches import from_slab, slab_shape
 from volseg.parallel.data_parallel import DataParallel
@@ -32,21 +32,18 @@ from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial import ShardedVolume, Spatial
 
-__all__ = ["follow_candidate"]
+__all__ = ["trace_candidate"]
 
 NUM_STEPS = 2
 """Steps that are run as they are: the first makes the optimizer's state and the mailboxes, the second finds them."""
 
-MORE_STEPS = 10
-"""Of stages, beside those: a training waits for none of 32."""
-
 TimeKernel = Callable[[KernelRun], float]
 
-Follow = Callable[[int, TimeKernel], AbstractContextManager[FollowedStep]]
+Follow = Callable[[int, TimeKernel], AbstractContextManager[TracedStep]]
 """Begins to follow so many GPUs."""
 
 
-def follow_candidate(
+def trace_candidate(
     work: Work,
     candidate: Candidate,
     gpu: GpuLike,
@@ -76,7 +73,7 @@ def follow_candidate(
     limit : int, optional
         Bytes of tensors on a GPU, above which nothing is followed any further.
     fits : int, optional
-        Bytes of tensors that a GPU can hold; see ``following``.
+        Bytes of tensors that a GPU can hold; see ``tracing``.
 
     Raises
     ------
@@ -86,7 +83,7 @@ def follow_candidate(
         If the strategy refuses the network or the batch, in its own words.
     """
     _check(work, candidate)
-    follow = partial(following, gpu, limit=limit, fits=fits)
+    follow = partial(tracing, gpu, limit=limit, fits=fits)
     # Of what is given up at its tensors alone it is told whether it was to be recorded: that is followed as it was.
     foreseen = fits is None
     time_kernel = time_kernel or (gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly)
@@ -159,7 +156,7 @@ def _follow_in_one_process(
         )
     if pace is None or candidate.pipeline == 1:
         return followed.traces()
-    return order_by_threads(repeat_last_issued(followed.list_issued(), MORE_STEPS), num_devices, pace)
+    return order_by_threads(repeat_last_step(followed.list_issued()), num_devices, pace)
 
 
 def _follow_process(
@@ -184,7 +181,7 @@ def _follow_process(
     return StepTrace(trace.events, rank % candidate.spatial)
 
 
-def _build(work: Work, followed: FollowedStep) -> nn.Module:
+def _build(work: Work, followed: TracedStep) -> nn.Module:
     """Return the network without values; it is built with values first, as some read them where they are built."""
     with host_values():
         net = work.build()
@@ -192,7 +189,7 @@ def _build(work: Work, followed: FollowedStep) -> nn.Module:
     return copied
 
 
-def _note_exchange(followed: FollowedStep, exchange: Exchange) -> None:
+def _note_exchange(followed: TracedStep, exchange: Exchange) -> None:
     """Put down what this process sends: where the others do as it does, what it receives they send."""
     kinds = {"send": "halo", "receive": None}
     kind = kinds.get(exchange.kind, exchange.kind)
@@ -251,7 +248,7 @@ def _run(
     work: Work,
     model: nn.Module,
     make_batch: Callable[[], Batch],
-    followed: FollowedStep,
+    followed: TracedStep,
     *,
     recorded: bool,
     records_itself: bool = False,

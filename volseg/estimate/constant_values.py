@@ -20,7 +20,7 @@ from volseg.device.fake_internals import FakeTensor
 from volseg.device.torch_internals import get_schema, get_storage_key, without_dispatch
 from volseg.estimate.operator_work import list_tensors
 
-__all__ = ["KnownValues"]
+__all__ = ["ConstantValues"]
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ ASKING = frozenset(
 """Operators by which code asks: with new results, or views of what they are given."""
 
 
-class KnownValues:
+class ConstantValues:
     """Which tensors of a step have values, and what they are."""
 
     def __init__(self) -> None:

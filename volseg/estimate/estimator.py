@@ -10,7 +10,7 @@ from volseg.errors import NotRecordedError, OutOfMemoryError, VolsegError
 from volseg.estimate.allocator import AllocatorSettings, MemoryUse, find_memory_use
 from volseg.estimate.candidate import Candidate, Forecast
 from volseg.estimate.candidate_list import Freedom
-from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.cuda_overhead import find_least_outside, find_outside
 from volseg.estimate.gpu_kinds import GpuKind
 from volseg.estimate.largest_volume import Need, Sides
@@ -174,7 +174,7 @@ def forecast_work(
         return Forecast(candidate=candidate, refused=refused, too_large=True)
     try:
         with _quietly():
-            traces = follow_candidate(
+            traces = trace_candidate(
                 work,
                 candidate,
                 replace(machine.gpu, memory=capacity),  # by which a pipeline decides how many stages it needs

@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 
-__all__ = ["apart_from_surroundings"]
+__all__ = ["isolated_state"]
 
 
 @contextmanager
-def apart_from_surroundings() -> Iterator[None]:
+def isolated_state() -> Iterator[None]:
     """Follow a step as if nothing was going on: the first batch that asks for a choice may come within autocast.
 
     The random numbers of torch, NumPy and Python go on afterwards as if nothing had been followed, so a training is the

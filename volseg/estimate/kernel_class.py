@@ -35,17 +35,11 @@ LAID_OUT_ANEW = ", laid out anew"
 """End of the name of a copy whose result has its channels elsewhere in memory."""
 
 STRIDED = ", strided"
-"""End of the name of a copy or an addition whose tensors do not lie in the same order, or are not of one size: windows,
-heads, slices, biases. Torch computes the place of each number then."""
-
-OF_PARTS = ("aten.slice_backward", "aten.select_backward")
-"""Operators that make zeros, and copy what they are given into a part of these."""
+"""End of the name of a copy or an addition whose tensors do not lie in the same order, in the rows of the table."""
 
 CONVOLUTION, BACKWARD = "aten.convolution", "aten.convolution_backward"
 
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
-
-STRIDED_COPY = "strided copy"
 
 GROUP_NORM = "aten.native_group_norm"
 
@@ -114,39 +108,12 @@ def classify(run: KernelRun) -> list[KernelClass]:
     if ON_CORES in run.name:
         family, shape, moved = f"{run.name}, {where}", _describe_pass(run.shapes), run.bytes_moved
         return [KernelClass(family, shape, _count_depthwise(run.shapes), moved, dtype, on_cores=True)]
-    if run.name in OF_PARTS:
-        return _classify_part(run, dtype)
-    if _sums_rows(run):
-        where = f"{dtype}, channels last"
-    name = "layout" if run.name.endswith(LAID_OUT_ANEW) else _name_strided(run.name)
+    name = "layout" if run.name.endswith(LAID_OUT_ANEW) else run.name.removesuffix(STRIDED)
     family = f"{name}, {where}"
     if run.name in BY_PROCESSOR and not run.channels_last:
         moved = run.bytes_moved * PROCESSORS // _count_busy(run)
         return [KernelClass(family, (), 0, moved, dtype, run.bytes_moved)]
     return [KernelClass(family, _describe_pass(run.shapes), 0, run.bytes_moved, dtype)]
-
-
-def _name_strided(name: str) -> str:
-    """Return the name of a function; copies are the same, whatever they are called."""
-    return STRIDED_COPY if name.endswith(STRIDED) and not name.startswith("aten.add") else name
-
-
-def _classify_part(run: KernelRun, dtype: str) -> list[KernelClass]:
-    """Return the two classes of a gradient that is a part of zeros: these, and a copy into them."""
-    part, whole = (prod(shape) * run.dtype.itemsize for shape in (run.shapes[0], run.shapes[-1]))
-    shape = _describe_pass(run.shapes[-1:])
-    return [
-        KernelClass(f"aten.zero_, {dtype}, contiguous", shape, 0, whole, dtype),
-        KernelClass(f"{STRIDED_COPY}, {dtype}, contiguous", shape, 0, 2 * part, dtype),
-    ]
-
-
-def _sums_rows(run: KernelRun) -> bool:
-    """Say whether a sum is over the rows of a matrix: what lies next to each other is kept, as with channels last."""
-    if run.name != "aten.sum" or run.channels_last or len(run.shapes) < 2:
-        return False
-    slab, out = run.shapes[0], run.shapes[-1]
-    return len(slab) < 5 and len(out) > 0 and out[-1] == slab[-1] and prod(out) < prod(slab)
 
 
 def _count_busy(run: KernelRun) -> int:

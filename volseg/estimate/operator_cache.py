@@ -28,7 +28,7 @@ from volseg.device.torch_internals import (
     without_overrides,
 )
 
-__all__ = ["KnownResults"]
+__all__ = ["OperatorCache"]
 
 MOST = 1 << 17
 """Results to remember; a forecast of all candidates has a tenth of it."""
@@ -39,34 +39,9 @@ UNFIT_NAMES = {"set_", "resize_", "resize_as_", "lift", "lift_fresh", "lift_fres
 """Which give a tensor other memory, or one with values some."""
 
 Key = tuple[Any, ...]
-Remake = Callable[["KnownResults", Sequence[FakeTensor]], Any]
+Remake = Callable[["OperatorCache", Sequence[FakeTensor]], Any]
 
 META = torch.device("meta")
-
-aten = torch.ops.aten
-
-VIEWS = (
-    *(aten.slice.Tensor, aten.select.int, aten.as_strided.default, aten.view.default, aten.expand.default),
-    *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.permute.default),
-    *(aten.t.default, aten.detach.default, aten.alias.default),
-    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
-)
-COPYING = (
-    *(aten._to_copy.default, aten.clone.default, aten.copy_.default, aten.cat.default),
-    *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default),
-    *(aten.empty.memory_format, aten.empty_strided.default),
-)
-POINTWISE = (
-    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar),
-    *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
-    *(aten.elu.default, aten.elu_.default, aten.elu_backward.default),
-    *(aten.lt.Scalar, aten.clamp.default, aten.clamp_min_.default),
-    *(aten.sum.dim_IntList, aten.neg.default),
-)
-ON_META = frozenset(map(id, (*VIEWS, *COPYING, *POINTWISE)))
-"""Operators whose results torch's own code finds for tensors of the meta device, as it does for a GPU's. Where there
-are no values torch composes them of others, in Python: a millisecond or ten each time, and each size and each
-tile has its own. By what ``id`` says of them, as they are here for good."""
 
 PLAIN = frozenset({int, float, bool, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format})
 """Types of arguments that a key holds as they are. To ask what is an instance of ``Tensor`` runs Python of torch's, a
@@ -87,7 +62,7 @@ _known: dict[Key, Known] = {}
 """Of all steps that this process follows: what an operator returns depends on nothing else."""
 
 
-class KnownResults:
+class OperatorCache:
     """The results of operators, for one mode of tensors without values.
 
     Parameters
@@ -126,15 +101,12 @@ class KnownResults:
         known = _known.get(whole)
         if known is not None:
             return known.remake(self, tensors), known
-        if told.is_on_meta and _is_of_one_device(function, tensors, kwargs):
-            out = self._run_on_meta(function, args, kwargs, tensors)
-        else:
-            # Torch's own memory, which all modes share, has no switches in its keys.
-            before, self._mode.cache_enabled = self._mode.cache_enabled, False
-            try:
-                out = function(*args, **kwargs)
-            finally:
-                self._mode.cache_enabled = before
+        # Torch's own memory, which all modes share, has no switches in its keys.
+        before, self._mode.cache_enabled = self._mode.cache_enabled, False
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            self._mode.cache_enabled = before
         remake = _find_remake(out, tensors)
         if remake is None:
             return out, None
@@ -143,52 +115,6 @@ class KnownResults:
         known = _known[whole] = Known(remake)
         return out, known
 
-    def _run_on_meta(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[FakeTensor]
-    ) -> Any:
-        """Return what torch's own code returns of tensors of the meta device that lie in memory as these do."""
-        others = {name: value for name, value in kwargs.items() if name != "device"}
-        if not tensors:
-            others["device"] = META
-        with without_dispatch(), without_overrides():
-            plain = {id(tensor): _take_off(tensor) for tensor in tensors}
-            made = function(*_put_in(args, plain), **_put_in(others, plain))
-        given = {id(plain[id(tensor)]): tensor for tensor in tensors}
-        asked = kwargs.get("device")
-        device = tensors[0].fake_device if asked is None else asked
-
-        def put_on(one: Tensor) -> FakeTensor:
-            return given[id(one)] if id(one) in given else self.make(one, device)
-
-        return put_on(made) if isinstance(made, Tensor) else type(made)(map(put_on, made))
-
-
-def _is_of_one_device(function: Any, tensors: Sequence[FakeTensor], kwargs: dict[str, Any]) -> bool:
-    """Say whether it is known on which device the result lies: that of all tensors, or that which is asked for."""
-    devices = {tensor.fake_device for tensor in tensors}
-    asked = kwargs.get("device")
-    if len(devices) > 1 or kwargs.get("pin_memory") or asked == META:
-        return False
-    if not devices:
-        return asked is not None and asked.index is not None
-    return asked is None or asked in devices or function is aten._to_copy.default
-
-
-def _take_off(tensor: FakeTensor) -> Tensor:
-    """Return a tensor of the meta device that lies in the same memory."""
-    memory = torch.empty(0, dtype=tensor.dtype, device=META)
-    memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    return memory
-
-
-def _put_in(values: Any, plain: dict[int, Tensor]) -> Any:
-    """Return arguments with other tensors in place of those."""
-    if isinstance(values, FakeTensor):
-        return plain[id(values)]
-    if isinstance(values, dict):
-        return {name: _put_in(value, plain) for name, value in values.items()}
-    return type(values)([_put_in(value, plain) for value in values]) if type(values) in (list, tuple) else values
-
 
 @dataclass(slots=True, eq=False)
 class OperatorTold:
@@ -196,7 +122,6 @@ class OperatorTold:
 
     function: Any
     may_be_known: bool
-    is_on_meta: bool
 
 
 _told: dict[int, OperatorTold] = {}
@@ -204,7 +129,7 @@ _told: dict[int, OperatorTold] = {}
 
 
 def _tell_apart(function: Any) -> OperatorTold:
-    return _told.setdefault(id(function), OperatorTold(function, _may_be_known(function), id(function) in ON_META))
+    return _told.setdefault(id(function), OperatorTold(function, _may_be_known(function)))
 
 
 def _may_be_known(function: Any) -> bool:
@@ -270,7 +195,7 @@ def _find_remake_of_one(out: Any, tensors: Sequence[FakeTensor]) -> Remake | Non
         return None
     base = owners[0] if owners else None
 
-    def remake(known: KnownResults, given: Sequence[FakeTensor]) -> FakeTensor:
+    def remake(known: OperatorCache, given: Sequence[FakeTensor]) -> FakeTensor:
         with without_dispatch(), without_overrides():
             if base is None:
                 made = torch.empty_strided(size, stride, dtype=dtype, device=META)

@@ -14,7 +14,7 @@ from volseg.device.fake_gpu import NotedKernel
 from volseg.device.fake_internals import FakeTensor
 from volseg.device.layout import layout_of
 from volseg.device.torch_internals import get_schema
-from volseg.estimate.kernel_class import LAID_OUT_ANEW, STRIDED, TURNED_ROUND
+from volseg.estimate.kernel_class import LAID_OUT_ANEW, TURNED_ROUND
 from volseg.estimate.trace import KernelRun
 
 __all__ = ["describe_kernel", "describe_noted", "list_tensors"]
@@ -72,27 +72,16 @@ def describe_kernel(
 
 
 COPIES = {"clone", "copy_", "_to_copy"}
-ADDITIONS = {"add", "add_"}
 
 
 def _name_variant(function: Any, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> str:
     """Return what tells an operator from one of the same name that takes another time, as an end of the name."""
     name = function.overloadpacket.__name__
-    if name in COPIES and len(tensors) == 2:
-        if len({layout_of(tensor) for tensor in tensors}) > 1:
-            return LAID_OUT_ANEW
-        if len({_list_strides(tensor) for tensor in tensors}) > 1:
-            return STRIDED
-    if name in ADDITIONS and len({_list_strides(tensor) for tensor in tensors if tensor.numel() > 1}) > 1:
-        return STRIDED
+    if name in COPIES and len(tensors) == 2 and len({layout_of(tensor) for tensor in tensors}) > 1:
+        return LAID_OUT_ANEW
     if name == "convolution" and args[6] and set(args[3]) == {1}:
         return TURNED_ROUND
     return ""
-
-
-def _list_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of dims that are any: by which a copy knows whether both sides lie in the same order."""
-    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
 def describe_noted(kernel: NotedKernel, stream: int) -> KernelRun:

@@ -8,12 +8,12 @@ pipeline that decides how much is reserved, in two ways:
 - a copy between devices reads, or writes, a block of another stream than its own. Such a block is handed out again
   only once that stream has come past the copy, and Python is ahead of the devices.
 
-So the requests are put in order by a clock of the host for each thread, and a clock of the device for each stream. The
-last step is repeated before, since nothing waits for steps: Python is further ahead with each.
+So the requests are put in order by a clock of the host for each thread, and a clock of the device for each stream.
+Nothing waits for a step, so Python is further ahead with each: the last one is repeated once before.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from volseg.estimate.trace import (
@@ -30,7 +30,7 @@ from volseg.estimate.trace import (
     Used,
 )
 
-__all__ = ["Pace", "order_by_threads", "repeat_last_issued"]
+__all__ = ["Pace", "order_by_threads", "repeat_last_step"]
 
 Stream = tuple[int, int]
 """Device and number."""
@@ -279,51 +279,41 @@ class _Devices:
                 self.events[device].append(Free(block))
 
 
-def repeat_last_issued(issued: Sequence[Issued], times: int) -> Sequence[Issued]:
-    """Return what several devices were asked for with the last step so many times more, and then what came behind it.
+def repeat_last_step(issued: Sequence[Issued]) -> Sequence[Issued]:
+    """Return what several devices were asked for, with the last step once more.
 
-    A further step gives back of the one before what that gives back of the one before it (gradients, mostly). Where
+    The further step gives back of the one before what that gives back of the one before it (gradients, mostly). Where
     these cannot be told from their sizes and order, nothing is repeated.
     """
-    begin, end = (_find_last(issued, name) for name in ("step", "end"))
-    if begin is None or end is None or end < begin:
+    marks = {one.event.name: number for number, one in enumerate(issued) if isinstance(one.event, Mark)}
+    begin, end = marks.get("step", 0), marks.get("end", -1)
+    if end < begin:
         return issued
     while begin and issued[begin - 1].event == Mark("step"):  # each device has its own
         begin -= 1
-    step, behind = issued[begin : end + 1], issued[end + 1 :]
-    taken = {one.event.block: _describe(one.device, one.event) for one in issued if isinstance(one.event, Allocate)}
+    step = issued[begin : end + 1]
+    taken = {one.event.block: (one.device, one.event) for one in issued if isinstance(one.event, Allocate)}
     own = [one.event.block for one in step if isinstance(one.event, Allocate)]
     given_back = {one.event.block for one in step if isinstance(one.event, Free)}
     left = [block for block in own if block not in given_back]
     earlier = sorted(given_back - set(own))  # numbers rise as blocks are taken
-    if [taken[block] for block in earlier] != [taken[block] for block in left]:
+
+    def describe(block: int) -> tuple[int, Allocate]:
+        device, event = taken[block]
+        return device, replace(event, block=0)
+
+    if [*map(describe, earlier)] != [*map(describe, left)]:
         return issued
-    repeated = list(issued[: end + 1])
-    next_block = max(taken, default=0) + 1
-    last = {block: block for block in own}
-    for _ in range(times):
-        numbers = {block: next_block + place for place, block in enumerate(own)}
-        next_block += len(own)
-        before = {old: last[new] for old, new in zip(earlier, left, strict=True)}
-        repeated += _rename(step, {**before, **numbers})
-        last = numbers
-    return repeated + _rename(behind, last)
+    first = max(taken, default=0) + 1
+    numbers = {block: first + place for place, block in enumerate(own)}
+    before = dict(zip(earlier, left, strict=True))
+    behind = [_rename(one, numbers) for one in issued[end + 1 :]]
+    return [*issued[: end + 1], *(_rename(one, {**before, **numbers}) for one in step), *behind]
 
 
-def _find_last(issued: Sequence[Issued], name: str) -> int | None:
-    return max((number for number, one in enumerate(issued) if one.event == Mark(name)), default=None)
-
-
-def _describe(device: int, taken: Allocate) -> tuple[int, int, int, str]:
-    return device, taken.size, taken.stream, taken.pool
-
-
-def _rename(issued: Sequence[Issued], numbers: Mapping[int, int]) -> list[Issued]:
-    """Give blocks their numbers; events of streams keep theirs, which are those of the latest."""
-    return [replace(one, event=_rename_block(one.event, numbers)) for one in issued]
-
-
-def _rename_block(event: Event | Used | Ordered, numbers: Mapping[int, int]) -> Event | Used | Ordered:
+def _rename(one: Issued, numbers: dict[int, int]) -> Issued:
+    """Give a block its number; events of streams keep theirs, which are those of the latest."""
+    event = one.event
     if isinstance(event, Allocate | Free | LetGo | Used) and event.block in numbers:
-        return replace(event, block=numbers[event.block])
-    return event
+        return replace(one, event=replace(event, block=numbers[event.block]))
+    return one

@@ -41,7 +41,7 @@ from volseg.estimate.trace import (
     Used,
 )
 
-__all__ = ["FollowedStep", "find_gpu"]
+__all__ = ["TracedStep", "find_gpu"]
 
 HOPPER = 9, 0
 OF_PRODUCTS = {False: 8_519_680, True: 32 * 2**20}
@@ -49,7 +49,7 @@ OF_PRODUCTS = {False: 8_519_680, True: 32 * 2**20}
 stream has its own in each thread, and a backward pass runs in a thread of autograd's."""
 
 
-class FollowedStep(Observer):
+class TracedStep(Observer):
     """What is asked of GPUs that are not there.
 
     Attributes

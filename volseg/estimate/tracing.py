@@ -3,7 +3,7 @@
 Tensors have a shape, a dtype, a layout and a device here, and no values (torch's ``FakeTensorMode``). The step runs as
 it is: the network's own Python, autograd, the optimizer. Every operator and every block of memory comes by::
 
-    with following(gpu) as followed:
+    with tracing(gpu) as followed:
         net = followed.copy(net).to(followed.devices[0])
         followed.mark("step")
         ...
@@ -30,21 +30,21 @@ from volseg.device.fake_gpu import (
 from volseg.device.fake_internals import FakeTensor, quiet_fake_tensors, taking_lists
 from volseg.device.module_internals import swapping_by
 from volseg.device.torch_internals import TorchDispatchMode, check_gradients, read_value
-from volseg.estimate.constant_values import KnownValues
+from volseg.estimate.constant_values import ConstantValues
 from volseg.estimate.gpu_autocast import casting_like_gpus
 from volseg.estimate.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.estimate.inplace_gradients import IN_PLACE, NEW_STRIDED
-from volseg.estimate.isolated_state import apart_from_surroundings
-from volseg.estimate.operator_cache import KnownResults
+from volseg.estimate.isolated_state import isolated_state
+from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.operator_work import list_tensors
 from volseg.estimate.refusals import explaining_refusals
 from volseg.estimate.trace import (
     KernelRun,
     StepTrace,
 )
-from volseg.estimate.traced_step import FollowedStep, find_gpu
+from volseg.estimate.traced_step import TracedStep, find_gpu
 
-__all__ = ["FollowedStep", "follow", "following"]
+__all__ = ["TracedStep", "follow", "tracing"]
 
 OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
 """Operators that are given memory itself, which a cache of operators would hold for good."""
@@ -60,7 +60,7 @@ SET_STORAGES, MULTIPLYING = frozenset(map(id, OF_STORAGES)), frozenset(map(id, P
 FIND_DEVICE = torch.ops.prim.device.default
 
 
-def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
+def follow(step: Callable[["TracedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
     """Run ``step`` once on GPUs that are not there; return what each is asked for.
 
     Parameters
@@ -70,21 +70,21 @@ def follow(step: Callable[["FollowedStep"], Any], *, gpu: GpuLike, num_gpus: int
     gpu
         The kind of GPU.
     num_gpus
-        How many there are: ``FollowedStep.devices``.
+        How many there are: ``TracedStep.devices``.
     """
-    with following(gpu, num_gpus) as followed:
+    with tracing(gpu, num_gpus) as followed:
         step(followed)
     return followed.traces()
 
 
 @contextmanager
-def following(
+def tracing(
     gpu: GpuLike,
     num_gpus: int = 1,
     time_kernel: Callable[[KernelRun], float] | None = None,
     limit: int | None = None,
     fits: int | None = None,
-) -> Iterator["FollowedStep"]:
+) -> Iterator["TracedStep"]:
     """Let tensors be without values, and write down what the GPUs are asked for.
 
     Parameters
@@ -104,9 +104,9 @@ def following(
     OutOfMemoryError
         From within, where a GPU would hold more than the limit, or than fits; at the end, whatever became of it within.
     """
-    followed = FollowedStep(num_gpus, time_kernel, limit, fits)
+    followed = TracedStep(num_gpus, time_kernel, limit, fits)
     with ExitStack() as stack:
-        stack.enter_context(apart_from_surroundings())
+        stack.enter_context(isolated_state())
         stack.enter_context(explaining_refusals())
         stack.enter_context(quiet_fake_tensors())
         stack.enter_context(_without_collector())
@@ -130,13 +130,13 @@ def following(
 
 
 class _Noting(TorchDispatchMode):
-    """Tell a ``FollowedStep`` of each operator and its results."""
+    """Tell a ``TracedStep`` of each operator and its results."""
 
-    def __init__(self, followed: FollowedStep) -> None:
+    def __init__(self, followed: TracedStep) -> None:
         super().__init__()
         self.followed = followed
-        self.known = KnownResults(followed.mode)
-        self.values = KnownValues()
+        self.known = OperatorCache(followed.mode)
+        self.values = ConstantValues()
 
     def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
         if func is FIND_DEVICE:  # asked more often than all else together

@@ -17,7 +17,7 @@ from volseg.config.schema import UNSETTLED_KERNELS, ExperimentConfig, NetworkCon
 from volseg.errors import ConfigError, VolsegError
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_list import name_candidate
-from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.estimator import Machine
 from volseg.estimate.gpu_kinds import GpuKind
 from volseg.estimate.step_time import find_times
@@ -163,7 +163,7 @@ def _follow(config: ExperimentConfig, facts: DataFacts, machine: Machine, num_gp
 
     # Not recorded: hooks that say which layer runs would be refused there, and the kernels are the same.
     with watch.watching():
-        traces = follow_candidate(described.work, replace(candidate, recorded=False), gpu, time_kernel=time_kernel)
+        traces = trace_candidate(described.work, replace(candidate, recorded=False), gpu, time_kernel=time_kernel)
     work = [each for trace in traces for each in list_work(trace, runs, gpu, machine.links)]
     return _Followed(
         candidate=candidate, work=work, traces=traces, recorded=free.records, classes=watch.classes

@@ -28,7 +28,7 @@ from volseg.config.loading import load_config
 from volseg.device.compiling import Specialization, take_capability
 from volseg.device.triton_kernels import KernelCall, hearing_calls
 from volseg.estimate.candidate import Candidate
-from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.experiment.data_facts import find_facts
 from volseg.experiment.training_work import describe_training
@@ -78,7 +78,7 @@ def follow(path: Path, overrides: list[str]) -> list[Specialization]:
     config = load_config(path, overrides)
     work = describe_training(config, torch.bfloat16, find_facts(config, 1, 3)).work
     with hearing_calls(calls.append):
-        follow_candidate(work, Candidate(kernels="fast"), find_kind("h200"))
+        trace_candidate(work, Candidate(kernels="fast"), find_kind("h200"))
     return [Specialization.of(call) for call in calls]
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from volseg.estimate.candidate import Candidate
-from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import GpuKind, find_kind
 from volseg.estimate.kernel_class import LAID_OUT_ANEW
 from volseg.estimate.step_time import PARTS, select_step
@@ -90,7 +90,7 @@ def follow(name: str, sides: tuple[int, int, int], way: Mapping[str, Any], gpu: 
     options = {key: value for key, value in way.items() if key != "channels_last"}
     work = make_work(name, sides, channels_last=way.get("channels_last", False))
     try:
-        [trace] = follow_candidate(work, Candidate(**options), gpu)
+        [trace] = trace_candidate(work, Candidate(**options), gpu)
     except Exception as fault:  # a row of the table all the same, and what it says is the finding
         return {"refused": f"{type(fault).__name__}: {fault}"}
     return summarise(trace, gpu)

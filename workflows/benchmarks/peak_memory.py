@@ -33,10 +33,10 @@ from torch.optim import SGD, Adam, Optimizer
 
 from volseg.estimate.allocator import VARIABLES, Allocator, AllocatorSettings, find_memory_use
 from volseg.estimate.candidate import Candidate
-from volseg.estimate.candidate_trace import follow_candidate
+from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.trace import Allocate, Event, Free, KernelRun, Mark, StepTrace
-from volseg.estimate.tracing import FollowedStep
+from volseg.estimate.tracing import TracedStep
 from volseg.estimate.work import Work
 from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 
@@ -73,7 +73,7 @@ def main() -> None:
     candidate = Candidate(spatial=chosen.gpus, checkpoint=checkpoint, recorded=chosen.recorded)
     owners: dict[int, Owner] = {}
     with noting_owners(owners):
-        traces = follow_candidate(
+        traces = trace_candidate(
             describe_work(chosen.net, chosen.shape, chosen.recorded), candidate, find_kind(chosen.gpu)
         )
     found = summarise(traces[-1], chosen, owners)
@@ -125,17 +125,17 @@ def describe_work(net: str, shape: Sequence[int], recorded: bool = False) -> Wor
 @contextmanager
 def noting_owners(owners: dict[int, Owner]) -> Iterator[None]:
     """Note who asks for each block, by its number."""
-    take = FollowedStep._take
+    take = TracedStep._take
 
-    def take_and_note(self: FollowedStep, key: int, *args: Any) -> None:
+    def take_and_note(self: TracedStep, key: int, *args: Any) -> None:
         take(self, key, *args)
         owners[self._blocks] = find_owner()
 
-    FollowedStep._take = take_and_note  # type: ignore[method-assign]
+    TracedStep._take = take_and_note  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FollowedStep._take = take  # type: ignore[method-assign]
+        TracedStep._take = take  # type: ignore[method-assign]
 
 
 def find_owner() -> Owner:
