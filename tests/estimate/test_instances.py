@@ -16,8 +16,6 @@ def test_the_table_is_complete_and_consistent() -> None:
         assert instance.name == name
         assert instance.gpu in KINDS.values()
         assert instance.num_gpus in (1, 4, 8)
-        assert instance.host_memory_gib > 0
-        assert instance.vcpus >= 4
         assert instance.links.bandwidth > 0
         assert instance.links.source
         assert (instance.num_gpus == 1) == (instance.links.kind == "one GPU")

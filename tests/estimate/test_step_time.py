@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from volseg.estimate.gpu_kinds import KINDS, HostRates
+from volseg.estimate.gpu_kinds import HostRates
 from volseg.estimate.links import Links, read_links
 from volseg.estimate.step_time import find_pipeline_seconds, find_times
 from volseg.estimate.trace import Event, KernelRun, Mark, Sent, StepTrace
@@ -56,15 +56,11 @@ def test_a_step_of_long_kernels_takes_their_sum_by_part() -> None:
     assert times.seconds == pytest.approx(17 * MS)
     assert times.parts == pytest.approx({"forward": 6 * MS, "loss": 0, "backward": 10 * MS, "optimizer": MS, "rest": 0})
     assert times.host == pytest.approx((2 * 10 + 2 * 15 + 5) * US)
-    assert times.communication == 0
-    assert times.measured
-    assert not times.waits_for_host
 
 
 def test_a_step_of_short_kernels_takes_as_long_as_python() -> None:
     eager = find_times([step([run(0)] * 100, [run(0)] * 100)], GPU, LINKS)
     assert eager.seconds == pytest.approx((100 * 10 + 100 * 15) * US, rel=0.01)
-    assert eager.waits_for_host
 
 
 def test_python_runs_ahead_of_the_device_into_the_next_part() -> None:
@@ -104,7 +100,6 @@ def test_what_travels_on_a_stream_of_its_own_hides_behind_work() -> None:
     sent = Sent("halo", 10**6, 2, stream=1)
     beside = find_times([step([sent, run(3)], [])], GPU, LINKS)
     assert beside.seconds == pytest.approx(3 * MS, rel=0.02)
-    assert beside.communication == pytest.approx(MS + 10 * US)
     in_line = find_times([step([replace(sent, stream=0), run(3)], [])], GPU, LINKS)
     assert in_line.seconds == pytest.approx(4 * MS + 10 * US, rel=0.01)
     longer = find_times([step([replace(sent, size=9 * 10**6), run(3)], [])], GPU, LINKS)
@@ -115,7 +110,6 @@ def test_kernels_by_which_planes_travel_are_part_of_their_message() -> None:
     sent, kernel = Sent("halo", 10**6, 2), replace(run(1), name="peer.planes._exchange_planes_kernel")
     alone, both = (find_times([step(events, [])], GPU, LINKS) for events in ([sent], [kernel, sent, kernel]))
     assert both.seconds == alone.seconds > 0
-    assert both.communication == alone.communication
 
 
 def test_of_several_devices_the_slowest_counts() -> None:
@@ -160,11 +154,6 @@ def test_kernels_that_take_longer_never_make_a_step_shorter() -> None:
     assert found == sorted(found)
 
 
-def test_a_gpu_that_was_not_measured_is_marked() -> None:
-    assert find_times([step([run(1)], [])], GPU, LINKS).measured
-    assert not find_times([step([run(1)], [])], KINDS["v100-16"], LINKS).measured
-
-
 ROWS = [
     {"kind": kind, "way": way, "size": size, "devices": 2, "seconds": seconds}
     for kind, way, size, seconds in (
@@ -207,5 +196,4 @@ def test_python_takes_long_over_an_eager_exchange() -> None:
     eager, recorded = (find_times([step(sends, [])], GPU, LINKS, recorded=recorded) for recorded in (False, True))
     assert eager.host == pytest.approx(10 * HOST.exchange)
     assert recorded.host == HOST.replay
-    assert eager.communication == recorded.communication
     assert find_times([step([Sent("all_reduce", 8, 2)] * 10, [])], GPU, LINKS).host == pytest.approx(10 * HOST.message)

@@ -9,9 +9,9 @@ is `plan` here.
 from volseg.estimate.auto_strategy import describe_network
 from volseg.estimate.candidate_list import Freedom
 from volseg.estimate.estimator import Machine, Planned
-from volseg.estimate.network_plan import forecast, plan
+from volseg.estimate.network_plan import plan
 from volseg.estimate.planning import StepPlan
 from volseg.estimate.report import PlanReport
 from volseg.estimate.work import Work
 
-__all__ = ["Freedom", "Machine", "PlanReport", "Planned", "StepPlan", "Work", "describe_network", "forecast", "plan"]
+__all__ = ["Freedom", "Machine", "PlanReport", "Planned", "StepPlan", "Work", "describe_network", "plan"]

@@ -13,6 +13,7 @@ from volseg.estimate.candidate_list import Freedom
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.cuda_overhead import find_least_outside, find_outside
 from volseg.estimate.gpu_kinds import GpuKind
+from volseg.estimate.instances import Instance
 from volseg.estimate.largest_volume import Need, Sides
 from volseg.estimate.links import Links
 from volseg.estimate.pipeline_order import Pace
@@ -51,6 +52,19 @@ class Machine:
     price_per_hour: float | None = None
     """In US dollars."""
     price_source: str | None = None
+
+    @classmethod
+    def of_instance(cls, named: Instance, num_gpus: int) -> "Machine":
+        """Return so many GPUs of a machine that can be rented."""
+        return cls(
+            gpu=named.gpu,
+            num_gpus=num_gpus,
+            links=named.links,
+            gpu_bytes=named.gpu.memory,
+            instance=named.name,
+            price_per_hour=named.price_per_hour,
+            price_source=named.price_source,
+        )
 
     @property
     def is_measured(self) -> bool:

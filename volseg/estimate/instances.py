@@ -22,8 +22,6 @@ PRICES = (
     "others); p4d and p5 after the cut of June 2025; today's: https://aws.amazon.com/ec2/pricing/on-demand/"
 )
 
-SPECIFICATIONS = "https://aws.amazon.com/ec2/instance-types/accelerated-computing/ (from memory, 2026-11)"
-
 OF_A_LINK = 0.87
 """Of a link's rate that copies get: 390 of 450 GB/s between two H200. Taken for other links too."""
 
@@ -72,64 +70,48 @@ class Instance:
     name: str
     gpu: GpuKind
     num_gpus: int
-    vcpus: int
-    host_memory_gib: float
     links: Links
     price_per_hour: float | None
     """US dollars; None where it is not sold by the hour to everybody."""
     price_source: str = PRICES
-    source: str = SPECIFICATIONS
-
-    def price(self, seconds: float) -> float | None:
-        """Return what so many seconds cost."""
-        return None if self.price_per_hour is None else self.price_per_hour * seconds / 3600
 
 
-def _make(
-    name: str, gpu: str, num_gpus: int, vcpus: int, host_memory_gib: float, links: Links, price: float | None
-) -> Instance:
-    return Instance(
-        name=name,
+_FAMILIES: Mapping[str, tuple[str, Links, Mapping[str, tuple[int, float | None]]]] = {
+    "p3": ("v100-16", _CUBE_MESH, {"2xlarge": (1, 3.06), "8xlarge": (4, 12.24), "16xlarge": (8, 24.48)}),
+    "p3dn": ("v100-32", _CUBE_MESH, {"24xlarge": (8, 31.212)}),
+    "p4d": ("a100-40", _SWITCHED_A100, {"24xlarge": (8, 21.957642)}),
+    "p4de": ("a100-80", _SWITCHED_A100, {"24xlarge": (8, 27.44705)}),
+    "p5": ("h100", _SWITCHED_H100, {"48xlarge": (8, 55.04)}),
+    "p5e": ("h200", _SWITCHED_H100, {"48xlarge": (8, None)}),
+    "p5en": ("h200", _SWITCHED_H100, {"48xlarge": (8, 63.296)}),
+    "g4dn": ("t4", _PCIE_3, {"xlarge": (1, 0.526), "12xlarge": (4, 3.912)}),
+    "g5": (
+        "a10g",
+        _PCIE_4,
+        {"xlarge": (1, 1.006), "2xlarge": (1, 1.212), "4xlarge": (1, 1.624), "8xlarge": (1, 2.448)}
+        | {"16xlarge": (1, 4.096), "12xlarge": (4, 5.672), "24xlarge": (4, 8.144), "48xlarge": (8, 16.288)},
+    ),
+    "g6": (
+        "l4",
+        _PCIE_4,
+        {"xlarge": (1, 0.8048), "2xlarge": (1, 0.9776), "4xlarge": (1, 1.3232), "8xlarge": (1, 2.0144)}
+        | {"16xlarge": (1, 3.3968), "12xlarge": (4, 4.6016), "24xlarge": (4, 6.6752), "48xlarge": (8, 13.3504)},
+    ),
+}
+"""By family: the kind of GPU, its links, and of each size the GPUs and US dollars per hour.
+https://aws.amazon.com/ec2/instance-types/accelerated-computing/ (from memory, 2026-11)"""
+
+INSTANCES: Mapping[str, Instance] = {
+    f"{family}.{size}": Instance(
+        name=f"{family}.{size}",
         gpu=KINDS[gpu],
         num_gpus=num_gpus,
-        vcpus=vcpus,
-        host_memory_gib=host_memory_gib,
         links=_NO_LINK if num_gpus == 1 else links,
         price_per_hour=price,
     )
-
-
-_ALL = (
-    _make("p3.2xlarge", "v100-16", 1, 8, 61, _CUBE_MESH, 3.06),
-    _make("p3.8xlarge", "v100-16", 4, 32, 244, _CUBE_MESH, 12.24),
-    _make("p3.16xlarge", "v100-16", 8, 64, 488, _CUBE_MESH, 24.48),
-    _make("p3dn.24xlarge", "v100-32", 8, 96, 768, _CUBE_MESH, 31.212),
-    _make("p4d.24xlarge", "a100-40", 8, 96, 1152, _SWITCHED_A100, 21.957642),
-    _make("p4de.24xlarge", "a100-80", 8, 96, 1152, _SWITCHED_A100, 27.44705),
-    _make("p5.48xlarge", "h100", 8, 192, 2048, _SWITCHED_H100, 55.04),
-    _make("p5e.48xlarge", "h200", 8, 192, 2048, _SWITCHED_H100, None),
-    _make("p5en.48xlarge", "h200", 8, 192, 2048, _SWITCHED_H100, 63.296),
-    _make("g4dn.xlarge", "t4", 1, 4, 16, _PCIE_3, 0.526),
-    _make("g4dn.12xlarge", "t4", 4, 48, 192, _PCIE_3, 3.912),
-    _make("g5.xlarge", "a10g", 1, 4, 16, _PCIE_4, 1.006),
-    _make("g5.2xlarge", "a10g", 1, 8, 32, _PCIE_4, 1.212),
-    _make("g5.4xlarge", "a10g", 1, 16, 64, _PCIE_4, 1.624),
-    _make("g5.8xlarge", "a10g", 1, 32, 128, _PCIE_4, 2.448),
-    _make("g5.16xlarge", "a10g", 1, 64, 256, _PCIE_4, 4.096),
-    _make("g5.12xlarge", "a10g", 4, 48, 192, _PCIE_4, 5.672),
-    _make("g5.24xlarge", "a10g", 4, 96, 384, _PCIE_4, 8.144),
-    _make("g5.48xlarge", "a10g", 8, 192, 768, _PCIE_4, 16.288),
-    _make("g6.xlarge", "l4", 1, 4, 16, _PCIE_4, 0.8048),
-    _make("g6.2xlarge", "l4", 1, 8, 32, _PCIE_4, 0.9776),
-    _make("g6.4xlarge", "l4", 1, 16, 64, _PCIE_4, 1.3232),
-    _make("g6.8xlarge", "l4", 1, 32, 128, _PCIE_4, 2.0144),
-    _make("g6.16xlarge", "l4", 1, 64, 256, _PCIE_4, 3.3968),
-    _make("g6.12xlarge", "l4", 4, 48, 192, _PCIE_4, 4.6016),
-    _make("g6.24xlarge", "l4", 4, 96, 384, _PCIE_4, 6.6752),
-    _make("g6.48xlarge", "l4", 8, 192, 768, _PCIE_4, 13.3504),
-)
-
-INSTANCES: Mapping[str, Instance] = {instance.name: instance for instance in _ALL}
+    for family, (gpu, links, sizes) in _FAMILIES.items()
+    for size, (num_gpus, price) in sizes.items()
+}
 """By name."""
 
 
@@ -169,5 +151,5 @@ def find_links(kind: GpuKind) -> Links:
     """
     if kind.measured:
         return read_links(read_table().links, _SWITCHED_H100)
-    of_several = [i.links for i in _ALL if i.gpu.name == kind.name and i.num_gpus > 1]
+    of_several = [i.links for i in INSTANCES.values() if i.gpu.name == kind.name and i.num_gpus > 1]
     return of_several[0] if of_several else _PCIE_4

@@ -9,9 +9,8 @@ from torch.optim import Optimizer
 
 from volseg.errors import ParallelError
 from volseg.estimate.auto_strategy import describe_network
-from volseg.estimate.candidate import Candidate, Forecast
 from volseg.estimate.candidate_list import Freedom
-from volseg.estimate.estimator import Machine, Planned, forecast_work
+from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import GpuKind, find_kind
 from volseg.estimate.instances import find_instance, find_links
 from volseg.estimate.planning import StepPlan, plan_work
@@ -19,7 +18,7 @@ from volseg.estimate.work import Work
 from volseg.parallel.devices import list_gpus, name_devices
 from volseg.parallel.fast_kernels import CAPABILITY
 
-__all__ = ["forecast", "plan"]
+__all__ = ["plan"]
 
 Loss = Callable[[Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -99,32 +98,6 @@ def plan(
     return plan_work(planned, thorough=thorough)
 
 
-def forecast(
-    net: nn.Module,
-    shape: Sequence[int],
-    candidate: Candidate,
-    *,
-    gpu: GpuKind | str,
-    loss: Loss | None = None,
-    optimizer: MakeOptimizer | None = None,
-    precision: str | torch.dtype = "auto",
-) -> Forecast:
-    """Return what one way to run a network's training step needs of each GPU; see `plan`.
-
-    Parameters
-    ----------
-    net, shape, gpu, loss, optimizer, precision
-        See `plan`.
-    candidate : Candidate
-        Who computes what.
-    """
-    machine = _find_machine(candidate.num_gpus, gpu, None)
-    work = describe_network(
-        net, _check(shape), dtype=_find_dtype(precision, machine.gpu), loss=loss, optimizer=optimizer
-    )
-    return forecast_work(work, candidate, machine)
-
-
 def _check(shape: Sequence[int]) -> tuple[int, ...]:
     if len(shape) != 5 or not all(isinstance(side, int) and side > 0 for side in shape):
         raise ParallelError(f"shape is that of a step's images, (B, C, D, H, W), got {tuple(shape)}")
@@ -152,15 +125,7 @@ def _find_machine(
         wanted = named.num_gpus if count is None else count
         if not 1 <= wanted <= named.num_gpus:
             raise ParallelError(f"devices={wanted}, and {named.name} has {named.num_gpus} GPU(s)")
-        return Machine(
-            gpu=named.gpu,
-            num_gpus=wanted,
-            links=named.links,
-            gpu_bytes=named.gpu.memory,
-            instance=named.name,
-            price_per_hour=named.price_per_hour,
-            price_source=named.price_source,
-        )
+        return Machine.of_instance(named, wanted)
     if gpu is None:
         there = list_gpus() if devices is None or isinstance(devices, int) else name_devices(devices)
         there = there[:count]

@@ -49,31 +49,11 @@ class StepTimes:
     seconds: float
     """From one step's end to the next one's."""
     parts: Mapping[str, float]
-    """Of the slowest device's kernels: ``forward``, ``loss``, ``backward``, ``optimizer``, ``rest``."""
-    communication: float
-    """Of what it sends, behind other work or not."""
+    """Of a device's kernels: ``forward``, ``loss``, ``backward``, ``optimizer``, ``rest``."""
     host: float
     """Of Python, which starts the kernels."""
     host_forward: float
     """Of that, what the forward pass takes."""
-    measured: bool
-    """Whether the GPU's table is its own; else these are estimates from published figures."""
-
-    @property
-    def waits_for_host(self) -> bool:
-        """Whether Python takes longer than the GPU."""
-        return self.host > sum(self.parts.values())
-
-
-@dataclass(frozen=True)
-class _DeviceTimes:
-    """What one device takes."""
-
-    seconds: float
-    parts: Mapping[str, float]
-    communication: float
-    host: float
-    host_forward: float
 
 
 def find_times(
@@ -108,21 +88,16 @@ def find_times(
         _time_device(select_step(trace.events), gpu, links, recorded, OF_STAGES if stages else 1.0) for trace in traces
     ]
     slowest = max(times, key=lambda device: device.seconds)
-    seconds, host, host_forward = slowest.seconds, slowest.host, slowest.host_forward
-    if stages and len(times) > 1:
-        ways = [(device.parts["forward"], device.parts["backward"]) for device in times]
-        around = max(sum(part for name, part in d.parts.items() if name not in ("forward", "backward")) for d in times)
-        split = [(forward / micro_batches, backward / micro_batches) for forward, backward in ways]
-        host = sum(device.host for device in times) if not recorded else host
-        host_forward = sum(device.host_forward for device in times)
-        seconds = max(find_pipeline_seconds(split, micro_batches) + around, host)
+    if not stages or len(times) == 1:
+        return slowest
+    around = max(sum(part for name, part in d.parts.items() if name not in ("forward", "backward")) for d in times)
+    split = [(d.parts["forward"] / micro_batches, d.parts["backward"] / micro_batches) for d in times]
+    host = slowest.host if recorded else sum(device.host for device in times)
     return StepTimes(
-        seconds=seconds,
+        seconds=max(find_pipeline_seconds(split, micro_batches) + around, host),
         parts=slowest.parts,
-        communication=slowest.communication,
         host=host,
-        host_forward=host_forward,
-        measured=gpu.is_measured,
+        host_forward=sum(device.host_forward for device in times),
     )
 
 
@@ -173,7 +148,7 @@ def select_step(events: Sequence[Event]) -> list[Event]:
     return list(events[start : next(ends, len(events))])
 
 
-def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: bool, forward: float) -> _DeviceTimes:
+def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: bool, forward: float) -> StepTimes:
     """Play a step twice, one behind the other: where Python is ahead, the second one shows what a step takes.
 
     Python takes ``forward`` times as long over a forward pass as it does over the network alone.
@@ -182,10 +157,10 @@ def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: 
     on_slabs = any(isinstance(event, KernelRun) and event.name.startswith(SLAB_KERNELS) for event in events)
     lengths = [_find_length(event, gpu, links) for event in events]
     parts: dict[str, float] = dict.fromkeys((*PARTS, "rest"), 0.0)
-    host, host_forward, ends, communication = 0.0, 0.0, [0.0], 0.0
+    host, host_forward, ends = 0.0, 0.0, [0.0]
     ready: dict[int, float] = defaultdict(float)
     for _ in range(2):
-        parts, communication, part = dict.fromkeys(parts, 0.0), 0.0, "rest"
+        parts, part = dict.fromkeys(parts, 0.0), "rest"
         began, host_began, host_forward = ends[-1], host, 0.0
         busy: dict[int, float] = defaultdict(float)
         host += host_rates.replay if recorded else 0.0
@@ -200,10 +175,9 @@ def _time_device(events: Sequence[Event], gpu: GpuKind, links: Links, recorded: 
                 host += share
                 ready[event.stream] = max(ready[event.stream], host) + length
                 busy[event.stream] += length
-                communication += length if isinstance(event, Sent) else 0.0
         parts[part] += _close(busy, ready)
         ends.append(max([host, *ready.values()]))
-    return _DeviceTimes(ends[-1] - began, parts, communication, host - host_began, host_forward)
+    return StepTimes(seconds=ends[-1] - began, parts=parts, host=host - host_began, host_forward=host_forward)
 
 
 def _close(busy: dict[int, float], ready: dict[int, float]) -> float:

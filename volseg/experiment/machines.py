@@ -56,15 +56,7 @@ def find_machine(
         )
     if instance is not None:
         named = find_instance(instance)
-        return Machine(
-            gpu=named.gpu,
-            num_gpus=_take(num_gpus, named.num_gpus, named.name),
-            links=named.links,
-            gpu_bytes=named.gpu.memory,
-            instance=named.name,
-            price_per_hour=named.price_per_hour,
-            price_source=named.price_source,
-        )
+        return Machine.of_instance(named, _take(num_gpus, named.num_gpus, named.name))
     if described:
         return _describe_machine(num_gpus or 1, gpu_memory, kind)
     if not here and not count_gpus():
