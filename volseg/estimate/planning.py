@@ -1,7 +1,7 @@
 """What fits on a machine, and what is fastest there: every candidate estimated, and one chosen."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -257,21 +257,39 @@ def list_largest(planned: Planned, *, forks: bool = False) -> list[tuple[Candida
     candidates = [way for each in chosen for way in (each, *relieve(each, free)[-1:])]
     d, h, w = work.sides
     aspects: tuple[Sides, ...] = ((1, 1, 1), (d, h, w)) if len({d, h, w}) > 1 else ((d, h, w),)
+    found: dict[Candidate, list[Largest | None]] = {}
     with ForkedWorkers(planned, forks=forks) as workers:
-        for each in sorted(candidates, key=lambda each: (-each.pipeline, -each.spatial)):  # longest first
-            workers.begin(_find_volumes, each, aspects)
-        found = {each: workers.ask(_find_volumes, each, aspects) for each in candidates}
+        # One GPU is traced fastest, and says about how much several hold.
+        for several in ([each for each in candidates if (each.num_gpus == 1) is alone] for alone in (True, False)):
+            hints = {each: _guess_voxels(each, found) for each in several}
+            for each in sorted(several, key=lambda each: (-each.pipeline, -each.spatial)):  # longest first
+                workers.begin(_find_volumes, each, aspects, hints[each])
+            found |= {each: workers.ask(_find_volumes, each, aspects, hints[each]) for each in several}
     return [
         (each, aspect, largest) for each in candidates for aspect, largest in zip(aspects, found[each], strict=True)
     ]
 
 
-def _find_volumes(planned: Planned, candidate: Candidate, aspects: Sequence[Sides]) -> list[Largest | None]:
-    """Return the largest volume of each aspect that a candidate can train on."""
+def _guess_voxels(candidate: Candidate, found: Mapping[Candidate, Sequence[Largest | None]]) -> int | None:
+    """Return the voxels that as many GPUs hold as are known to be held by one that recomputes as much, or as little."""
+    known = {
+        each: max(math.prod(one.sides) for one in largest if one) for each, largest in found.items() if any(largest)
+    }
+    alike = [voxels for each, voxels in known.items() if each.checkpoint == candidate.checkpoint] or list(
+        known.values()
+    )
+    return max(alike) * candidate.num_gpus if alike else None
+
+
+def _find_volumes(
+    planned: Planned, candidate: Candidate, aspects: Sequence[Sides], voxels: int | None = None
+) -> list[Largest | None]:
+    """Return the largest volume of each aspect that a candidate can train on; it begins at so many voxels."""
     divisors = planned.divisors
     longest = max(range(3), key=lambda axis: (aspects[0][axis], divisors[axis]))
-    # The voxels of the step's own volume, in the shape of the first aspect.
-    side = (math.prod(planned.work.sides) * max(aspects[0]) ** 3 / math.prod(aspects[0])) ** (1 / 3)
+    # So many voxels, by default those of the step's own volume, in the shape of the first aspect.
+    count = math.prod(planned.work.sides) if voxels is None else voxels
+    side = (count * max(aspects[0]) ** 3 / math.prod(aspects[0])) ** (1 / 3)
     first = max(1, round(side / divisors[longest]))
     known: dict[int, Any] = {}
     return [
