@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from volseg.data.readers import read_volume
     from volseg.data.synthetic import make_task
     from volseg.errors import VolsegError
+    from volseg.estimate import plan
     from volseg.evaluation.folders import evaluate_folders
     from volseg.experiment.cross_validation import cross_validate
     from volseg.experiment.own_components import load_components, register
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from volseg.monitoring.tensorboard import TensorBoard
     from volseg.monitoring.training_log import TrainingLog
     from volseg.parallel import FastKernels, ModelParallel
-    from volseg.parallel.candidates import plan
     from volseg.workflow import Checkpoints, Hook, Named, Patience, Testing, Training, Validation
 
 __all__ = [
@@ -83,7 +83,7 @@ _HOMES = {
     "load_config": "volseg.config.loading",
     "load_task": "volseg.data.layouts",
     "make_task": "volseg.data.synthetic",
-    "plan": "volseg.parallel.candidates",
+    "plan": "volseg.estimate",
     "predict": "volseg.experiment.predicting",
     "read_volume": "volseg.data.readers",
     "register": "volseg.experiment.own_components",

@@ -21,11 +21,11 @@ from torch import Tensor
 from volseg.config.loading import load_config
 from volseg.device.compiling import Compiling, Specialization, take_capability
 from volseg.device.triton_kernels import KernelCall, hearing_calls
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import trace_candidate
+from volseg.estimate.gpu_kinds import find_kind
 from volseg.experiment.data_facts import find_facts
-from volseg.experiment.forecasting import at_size, describe_training
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.parallel.candidates.running import follow_candidate
+from volseg.experiment.training_work import at_size, describe_training
 
 KINDS = {(8, 0): "a100-80", (9, 0): "h200"}
 
@@ -67,7 +67,7 @@ def follow_all(configs: list[Path], overrides: list[str], capability: tuple[int,
         described = describe_training(config, torch.bfloat16, find_facts(config, 1, 3))
         for size in config.patch.sizes:
             with hearing_calls(calls.append):
-                follow_candidate(at_size(described, size).work, Candidate(kernels="fast"), find_kind(KINDS[capability]))
+                trace_candidate(at_size(described, size).work, Candidate(kernels="fast"), find_kind(KINDS[capability]))
     return calls
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from volseg.config.loading import load_config
 from volseg.errors import ConfigError
+from volseg.estimate.allocator import MemoryUse
+from volseg.estimate.candidate import Candidate, Forecast
 from volseg.experiment.alternatives import (
     find_candidate,
     find_forecast,
@@ -15,8 +17,6 @@ from volseg.experiment.alternatives import (
     rank_smaller,
     take_candidate,
 )
-from volseg.forecast.candidate import Candidate, Forecast
-from volseg.forecast.memory_use import MemoryUse
 
 GIB = 2**30
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from volseg.errors import ConfigError
+from volseg.estimate.candidate_list import list_candidates, relieve
 from volseg.experiment import find_machine, load_config, train
-from volseg.experiment.forecasting import find_freedom
-from volseg.experiment.what_fits import list_settings, plan_training
+from volseg.experiment.plan_command import list_settings, plan_training
+from volseg.experiment.training_work import find_freedom
 from volseg.monitoring.memory import FirstSteps
 from volseg.parallel import ModelParallel
-from volseg.parallel.candidates.listing import list_candidates, relieve
 from volseg.workflow import Hook, load_checkpoint
 
 GROWTH = ("patch.growth=[{until: 0.4, size: [8, 8, 8]}, {until: 0.7, size: [8, 16, 12]}]", "training.epochs=4")

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from volseg.errors import ParallelError
+from volseg.estimate.candidate import Candidate
 from volseg.experiment import kernel_worker
 from volseg.experiment.compiled_kernels import CompiledKernels
 from volseg.experiment.kernel_worker import BESIDE_TRAINING, KernelWorker, OwnGpu, compile_for_training, make_order
-from volseg.forecast.candidate import Candidate
 from volseg.lifetime import is_running
 from volseg.parallel import launch
 

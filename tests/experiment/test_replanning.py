@@ -12,12 +12,12 @@ import torch
 from volseg import Checkpoints, Hook
 from volseg.config.parallel import ParallelConfig
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
+from volseg.estimate.allocator import MemoryUse
+from volseg.estimate.candidate import Candidate, Forecast
 from volseg.experiment import REGISTRIES, RunFolder, replanning, train
 from volseg.experiment import training as experiment_training
-from volseg.experiment.forecast_beside import Answer
 from volseg.experiment.placed_network import build_model
-from volseg.forecast.candidate import Candidate, Forecast
-from volseg.forecast.memory_use import MemoryUse
+from volseg.experiment.plan_process import Answer
 from volseg.monitoring.loggers import Logger
 from volseg.parallel import ModelParallel
 from volseg.workflow import load_checkpoint, training

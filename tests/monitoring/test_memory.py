@@ -9,8 +9,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch.nn import functional
 
 from volseg import Named, Training
-from volseg.forecast.memory_use import MemoryUse
-from volseg.monitoring.memory import DeviceMemory, FirstSteps, GpuMeter, MemoryForecast
+from volseg.estimate.allocator import MemoryUse
+from volseg.monitoring.memory import DeviceMemory, FirstSteps, GpuMeter
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.training_log import TrainingLog
 from volseg.parallel.devices import find_rank
@@ -34,27 +34,8 @@ class Meter:
         return [DeviceMemory(device="cuda:0", used=reserved // 2, reserved=reserved, process=self.process)]
 
 
-class Asked:
-    """A forecast that comes when it has been asked for so often."""
-
-    def __init__(self, forecast, after=0):
-        self.forecast, self.after, self.closed, self.begun = forecast, after, False, 0
-
-    def begin(self):
-        self.begun += 1
-
-    def poll(self):
-        if not self.begun:
-            return None
-        self.after -= 1
-        return self.forecast if self.after < 0 else None
-
-    def close(self):
-        self.closed = True
-
-
 def forecast(reserved):
-    return MemoryForecast(memory=MemoryUse(used=reserved // 2, reserved=reserved, outside=0, peak_in="backward"))
+    return MemoryUse(used=reserved // 2, reserved=reserved, outside=0, peak_in="backward")
 
 
 def train(*hooks, batches=12, epochs=1, accumulate=1):
@@ -86,71 +67,34 @@ def test_the_first_steps_and_those_after_a_recording_are_read(batches, epochs, a
     assert steps_read(hook) == steps
 
 
-def test_one_line_and_the_record_say_how_far_the_forecast_is(caplog):
+def test_one_line_and_the_record_say_how_far_the_estimate_is(caplog):
     written = []
-    asked = Asked(forecast(20 * GIB))
-    hook = FirstSteps(Meter(), asked, beside=4 * GIB, write=written.append)
+    hook = FirstSteps(Meter(), forecast(20 * GIB), beside=4 * GIB, write=written.append)
     with caplog.at_level("INFO"):
         train(hook)
     words = (
         "memory after 8 steps: 20.00 GiB reserved and 10.00 GiB used of cuda:0 of process 0, the fullest of 1, of it "
-        "4.00 GiB cases; forecast of a step: 20.00 GiB reserved and 10.00 GiB used (+25.0%)"
+        "4.00 GiB cases; estimate of a step: 20.00 GiB reserved and 10.00 GiB used (+25.0%)"
     )
     assert words in caplog.text
     last = json.loads(json.dumps(written[-1]))
     assert [reading["steps"] for reading in last["measured"]] == [2, 8]
     assert last["error"] == pytest.approx(0.25)
     assert last["forecast"]["peak_in"] == "backward"
-    assert asked.closed
 
 
-def test_what_was_forecast_of_each_gpu_is_told_beside_what_it_took():
-    of_each = tuple(MemoryUse(used=gib * GIB, reserved=2 * gib * GIB, outside=0, peak_in="") for gib in (4, 3))
-    asked = Asked(MemoryForecast(memory=of_each[0], devices=of_each))
-    hook = FirstSteps(Meter(), asked)
-    train(hook)
-    shown = hook.scalars()
-    assert (shown["gpu/0/forecast_gib"], shown["gpu/1/forecast_gib"]) == (8.0, 6.0)
-    assert [device["reserved"] for device in hook.as_json()["forecast_of_devices"]] == [8 * GIB, 6 * GIB]
-
-
-def test_a_forecast_that_comes_late_is_told_then(caplog):
-    hook = FirstSteps(Meter(), Asked(forecast(20 * GIB), after=2))
-    with caplog.at_level("INFO"):
-        train(hook, epochs=2)
-    assert caplog.text.count("forecast of a step: 20.00 GiB") == 1
-    assert hook.find_error() == pytest.approx(0.0)
-
-
-@pytest.mark.parametrize(("batches", "begun"), [(7, 0), (8, 1), (20, 1)])
-def test_a_forecast_is_begun_when_a_step_has_been_recorded(batches, begun):
-    asked = Asked(None)
-    train(FirstSteps(Meter(), asked), batches=batches)
-    assert asked.begun == begun
-
-
-def test_one_that_never_comes_is_given_up(caplog):
-    asked = Asked(forecast(GIB), after=1000)
-    hook = FirstSteps(Meter(), asked)
+def test_without_a_plan_the_measurement_stands_by_itself(caplog):
+    hook = FirstSteps(Meter())
     with caplog.at_level("INFO"):
         train(hook)
-    assert asked.closed
-    assert "forecast" not in caplog.text
-    assert hook.describe().endswith("no forecast has come")
+    assert "memory after 8 steps: 20.00 GiB reserved" in caplog.text
+    assert "estimate" not in caplog.text
     assert "memory/forecast_used_gib" not in hook.scalars()
-
-
-def test_one_that_refuses_is_one_line(caplog):
-    hook = FirstSteps(Meter(), Asked(MemoryForecast(problem="the network looks at values")))
-    with caplog.at_level("INFO"):
-        train(hook)
-    assert "no forecast: the network looks at values" in caplog.text
-    assert hook.as_json()["no_forecast"] == "the network looks at values"
-    assert hook.as_json()["forecast"] is None
+    assert (hook.as_json()["forecast"], hook.as_json()["error"]) == (None, None)
 
 
 def test_tensorboard_shows_both(tmp_path):
-    hook = FirstSteps(Meter(), Asked(forecast(22 * GIB)))
+    hook = FirstSteps(Meter(), forecast(22 * GIB))
     train(hook, TrainingLog([TensorBoard(tmp_path)], more=hook.scalars))
     (file,) = tmp_path.iterdir()
     shown = {

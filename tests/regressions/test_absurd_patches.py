@@ -11,14 +11,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 from volseg.cli.root import app
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.forecast.instances import find_links
-from volseg.parallel.candidates.beside import FollowingCopies
-from volseg.parallel.candidates.first_batch import describe_network
-from volseg.parallel.candidates.forecasting import Machine, Planned, forecast_work
-from volseg.parallel.candidates.largest import search_beside, search_volumes
-from volseg.parallel.candidates.listing import Freedom
+from volseg.estimate.auto_strategy import describe_network
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_list import Freedom
+from volseg.estimate.estimator import Machine, Planned, forecast_work
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.instances import find_links
+from volseg.estimate.planning import _find_volumes
 
 SMALL = ["--set", "network={name: UNet, channels: [4, 8, 8], strides: [4, 4]}", "--instance", "p3.2xlarge"]
 
@@ -54,8 +53,7 @@ def test_the_largest_volume_is_found_from_such_a_size():
             resize=lambda sides: (make(sides), 0),
             divisors=(64, 64, 64),
         )
-        way, copies = Candidate(kernels="torch"), FollowingCopies(planned, beside=False)
-        return search_beside(copies, {way: lambda _: search_volumes(planned, way, [(1, 1, 1)])})[way][1, 1, 1]
+        return _find_volumes(planned, Candidate(kernels="torch"), [(1, 1, 1)])[0]
 
     found = find(100_000)
     assert found == find(256)

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 import volseg
-from volseg.device.pretended import find_pretended, is_gpu, name_pretended
+from volseg.device.fake_gpu import fake_device, has_values, is_gpu
 from volseg.device.streams import make_stream
 from volseg.errors import ConfigError, ParallelError
-from volseg.forecast.candidate import Candidate, Forecast
-from volseg.forecast.following import following
-from volseg.forecast.gpu_kinds import find_kind
+from volseg.estimate import StepPlan
+from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.tracing import tracing
 from volseg.lifetime import is_running
-from volseg.parallel.candidates import StepPlan
-from volseg.parallel.candidates.beside import FollowingCopies, ask_copy
+from volseg.parallel.forking import ForkedWorkers, ask_copy
 
 
 def build() -> nn.Module:
@@ -81,20 +81,20 @@ def test_default_dtype_of_the_process_is_not_that_of_the_images() -> None:
         torch.set_default_dtype(before)
 
 
-def test_other_threads_pretend_nothing() -> None:
+def test_other_threads_have_no_fake_gpus() -> None:
     # A thread that copied cases to a real GPU meanwhile would have got streams and events that wait for nothing.
     said = []
 
     def look() -> None:
-        said.append((find_pretended(), is_gpu(name_pretended(0)), is_gpu(torch.device("cuda", 0))))
+        said.append((has_values(), is_gpu(fake_device(0)), is_gpu(torch.device("cuda", 0))))
 
-    with following(find_kind("v100-16")):
+    with tracing(find_kind("v100-16")):
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
-        assert is_gpu(name_pretended(0))
-        assert make_stream(name_pretended(0)).number == 1
-    assert said == [(None, False, True)]
+        assert is_gpu(fake_device(0))
+        assert make_stream(fake_device(0)).number == 1
+    assert said == [(True, False, True)]
 
 
 @pytest.fixture
@@ -115,9 +115,9 @@ def test_process_that_ends_while_it_follows_is_an_error() -> None:
     lost, well = Candidate(spatial=2), Candidate()
     if os.cpu_count() == 1:
         pytest.skip("one core follows in this process")
-    with FollowingCopies(lost, beside=True) as copies:
+    with ForkedWorkers(lost, forks=True) as copies:
         copies.begin(end_process_of, well)
-        with pytest.raises(ParallelError, match="ended without a word"):
+        with pytest.raises(ParallelError, match="worker process died"):
             copies.ask(end_process_of, lost)
 
 
@@ -137,7 +137,7 @@ def test_copies_end_with_a_process_that_is_killed() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     asking = os.fork()
     if asking == 0:
-        with FollowingCopies(1, beside=True) as copies:
+        with ForkedWorkers(1, forks=True) as copies:
             sender.send(copies.ask(tell_process, 2)[0])
             time.sleep(600)
     copy = receiver.recv()
@@ -150,7 +150,7 @@ def test_copies_end_with_a_process_that_is_killed() -> None:
 
 
 def ask_process() -> int:
-    with FollowingCopies(1, beside=True) as copies:
+    with ForkedWorkers(1, forks=True) as copies:
         asked, told = copies.ask(tell_process, 2)
     assert told == 3
     return asked

@@ -6,13 +6,15 @@ from torch import nn
 from torch.library import Library, register_fake
 
 from volseg.device.torch_internals import get_storage_key
-from volseg.forecast import known_results
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.following import follow, following
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.forecast.known_results import KnownResults
-from volseg.forecast.trace import KernelRun
-from volseg.parallel.candidates.network_plan import forecast
+from volseg.estimate import operator_cache
+from volseg.estimate.auto_strategy import describe_network
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.estimator import Machine, forecast_work
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.instances import find_links
+from volseg.estimate.operator_cache import OperatorCache
+from volseg.estimate.trace import KernelRun
+from volseg.estimate.tracing import follow, tracing
 
 V100, H200 = find_kind("v100-16"), find_kind("h200")
 aten = torch.ops.aten
@@ -35,9 +37,9 @@ def second():
 def test_a_view_of_the_second_of_two_tensors_that_share_memory_is_not_remembered_as_one_of_the_first(
     monkeypatch, second
 ):
-    monkeypatch.setattr(known_results, "_known", {})
-    with following(V100) as followed:
-        known = KnownResults(followed.mode)
+    monkeypatch.setattr(operator_cache, "_known", {})
+    with tracing(V100) as followed:
+        known = OperatorCache(followed.mode)
         whole = torch.empty(4, 4)
         shared = known.run(second, (whole, whole.view(4, 4)), {})
         assert share_memory(shared, whole)
@@ -48,9 +50,9 @@ def test_a_view_of_the_second_of_two_tensors_that_share_memory_is_not_remembered
 
 
 def test_a_tensor_that_was_given_twice_is_not_remembered_as_the_first(monkeypatch):
-    monkeypatch.setattr(known_results, "_known", {})
-    with following(V100) as followed:
-        known = KnownResults(followed.mode)
+    monkeypatch.setattr(operator_cache, "_known", {})
+    with tracing(V100) as followed:
+        known = OperatorCache(followed.mode)
         one, other = torch.empty(4), torch.empty(4)
         assert known.run(aten.mul_.Tensor, (one, one), {}) is one
         assert known.run(aten.mul_.Tensor, (other, one), {}) is other
@@ -59,9 +61,9 @@ def test_a_tensor_that_was_given_twice_is_not_remembered_as_the_first(monkeypatc
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of a switch that is set with the others
 def test_what_torchs_switches_choose_is_not_remembered_for_others(monkeypatch):
     """oneDNN lays a convolution's output out with channels last; without it the same operator does not."""
-    monkeypatch.setattr(known_results, "_known", {})
-    with following(V100) as followed:
-        known = KnownResults(followed.mode)
+    monkeypatch.setattr(operator_cache, "_known", {})
+    with tracing(V100) as followed:
+        known = OperatorCache(followed.mode)
         volume = torch.empty(2, 4, 8, 8, 8).to(memory_format=torch.channels_last_3d)
         asked = volume, torch.empty(4, 4, 3, 3, 3), None, (1,) * 3, (1,) * 3, (1,) * 3, False, (0,) * 3, 1
         strides = []
@@ -96,7 +98,8 @@ def test_a_step_that_would_not_be_recorded_is_forecast_as_it_runs_then():
     def plan_for(*, fused):
         recorded = Candidate(kernels="torch", recorded=True)
         optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=fused)  # noqa: E731
-        return forecast(net, (1, 1, 16, 16, 16), recorded, gpu=H200, optimizer=optimizer)
+        work = describe_network(net, (1, 1, 16, 16, 16), dtype=torch.bfloat16, optimizer=optimizer)
+        return forecast_work(work, recorded, Machine(gpu=H200, num_gpus=1, links=find_links(H200), gpu_bytes=2**37))
 
     eager, fused = plan_for(fused=None), plan_for(fused=True)
     assert eager.refused is fused.refused is None

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.forecast.trace import Allocate, Free, Mark, StepTrace
-from volseg.parallel.candidates.running import follow_candidate
-from volseg.parallel.candidates.work import Work
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import trace_candidate
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.trace import Allocate, Free, Mark, StepTrace
+from volseg.estimate.work import Work
 
 
 def build() -> nn.Module:
@@ -56,6 +56,6 @@ def test_measuring_a_network_under_autocast_leaves_no_activation_behind() -> Non
         build_step=build_step,
         precision=torch.bfloat16,
     )
-    for trace in follow_candidate(work, Candidate(pipeline=2, split_size=1), find_kind("h200")):
+    for trace in trace_candidate(work, Candidate(pipeline=2, split_size=1), find_kind("h200")):
         first, second = list_held_after_forward(trace)
         assert first <= second

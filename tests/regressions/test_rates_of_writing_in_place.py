@@ -11,14 +11,14 @@ from importlib.resources import files
 
 import torch
 
-from volseg.forecast.gpu_kinds import KINDS
-from volseg.forecast.trace import KernelRun
+from volseg.estimate.gpu_kinds import KINDS
+from volseg.estimate.trace import KernelRun
 
 IN_PLACE = {"aten.add_": 2, "aten._foreach_add_": 120, "aten._foreach_mul_": 60, "aten._fused_adamw_": 240}
 
 
 def test_the_table_counts_each_tensor_once() -> None:
-    rows = json.loads(gzip.decompress(files("volseg.forecast").joinpath("tables", "h200.json.gz").read_bytes()))["rows"]
+    rows = json.loads(gzip.decompress(files("volseg.estimate").joinpath("tables", "h200.json.gz").read_bytes()))["rows"]
     for row in (each for each in rows if each["name"] in IN_PLACE):
         assert len(row["shapes"]) == IN_PLACE[row["name"]], row["name"]
         itemsize = getattr(torch, row["dtype"]).itemsize

@@ -10,12 +10,11 @@ from monai.networks.nets import UNet
 from torch import Tensor, nn
 
 from volseg.errors import UnsupportedOperatorError
-from volseg.forecast.allocator import find_memory_use
-from volseg.forecast.caching_allocator import AllocatorSettings
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.parallel.candidates.running import follow_candidate
-from volseg.parallel.candidates.work import Work
+from volseg.estimate.allocator import AllocatorSettings, find_memory_use
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import trace_candidate
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.work import Work
 from volseg.parallel.spatial.versions import Watched
 
 
@@ -39,7 +38,7 @@ def count_used_bytes(checkpoint: str | None) -> int:
         build_step=build_step,
         precision=torch.bfloat16,
     )
-    traces = follow_candidate(work, Candidate(checkpoint=checkpoint), find_kind("h200"))
+    traces = trace_candidate(work, Candidate(checkpoint=checkpoint), find_kind("h200"))
     return find_memory_use(traces[-1], AllocatorSettings()).used
 
 

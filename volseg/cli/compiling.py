@@ -35,7 +35,7 @@ def compile_(
     The cache is the folder TRITON_CACHE_DIR. Versions and config must be those of the training, but for data and name.
     """
     from volseg import experiment  # imports torch: not for --help
-    from volseg.forecast.gpu_kinds import find_kind
+    from volseg.estimate.gpu_kinds import find_kind
 
     experiment.load_components(components or ())
     loaded = experiment.load_config(config, overrides or ())

@@ -67,12 +67,12 @@ def plan(
     experiment.require_weights(loaded)  # what no training begins with is no use to plan for
     machine = experiment.find_machine(num_gpus=gpus, gpu_memory=gpu_memory, kind=gpu, instance=instance, here=here)
     if max_volume:
-        volumes = experiment.plan_volumes(loaded, machine, channels=channels, classes=classes, beside=True)
+        volumes = experiment.plan_volumes(loaded, machine, channels=channels, classes=classes, forks=True)
         show(volumes.to_json() if as_json else volumes.words())
         fits = volumes.fits
     else:
         planned = experiment.plan_training(
-            loaded, machine, channels=channels, classes=classes, thorough=thorough, numbers=numbers, beside=True
+            loaded, machine, channels=channels, classes=classes, thorough=thorough, numbers=numbers, forks=True
         )
         if as_json:
             show(planned.to_json())

@@ -2,7 +2,7 @@
 
 Triton compiles a kernel when it is first run, one after the other, in the middle of the first training step. What it
 compiles depends on the types of the arguments, on numbers that are 1 or multiples of 16, on addresses that are, and on
-what the kernel is told by name: a *specialization*. A step that is followed on a pretended GPU asks for all of them
+what the kernel is told by name: a *specialization*. A step that is traced on a fake GPU asks for all of them
 (``hearing_calls``), and processes compile them meanwhile::
 
     with Compiling((9, 0), processes=2) as compiling, hearing_calls(compiling.ask):

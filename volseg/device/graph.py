@@ -17,8 +17,8 @@ from typing import Any, Protocol, Self, TypeGuard
 import torch
 from torch import Tensor
 
-from volseg.device.pretended import empty_cache, is_pretended, note_mark, pretend_recording
-from volseg.device.streams import PretendedStream, on_stream
+from volseg.device.fake_gpu import empty_cache, fake_recording, has_values, note_mark
+from volseg.device.streams import FakeStream, on_stream
 from volseg.device.torch_internals import get_version, tree_flatten, tree_map
 from volseg.errors import ParallelError
 
@@ -219,10 +219,10 @@ class Graph:
         self._graph.reset()
 
 
-class _PretendedGraph:
+class _FakeGraph:
     """A recording on a GPU that is not there: its memory is noted as its own; a replay takes none."""
 
-    def __init__(self, stream: PretendedStream, pool: Any = None, *, is_step: bool = True) -> None:
+    def __init__(self, stream: FakeStream, pool: Any = None, *, is_step: bool = True) -> None:
         self._stream, self._pool = stream, pool or f"recording {id(self)}"
         self._is_step = is_step
         self._open = ExitStack()
@@ -237,7 +237,7 @@ class _PretendedGraph:
         if self._is_step:
             note_mark("record")
         self._open.enter_context(on_stream(self._stream))
-        self._open.enter_context(pretend_recording(self._pool))
+        self._open.enter_context(fake_recording(self._pool))
 
     def end(self) -> None:
         """Note what runs as itself again."""
@@ -254,19 +254,19 @@ class _PretendedGraph:
 
 def make_graph(
     stream: Any, pool: Any = None, generators: Iterable[torch.Generator] = (), *, is_step: bool = True
-) -> Graph | _PretendedGraph:
+) -> Graph | _FakeGraph:
     """Return a graph to record on a stream, of a GPU that is there or not; see ``Graph``.
 
     Who follows a step is told where a whole one (``is_step``) is recorded and replayed.
     """
-    if isinstance(stream, PretendedStream):
-        return _PretendedGraph(stream, pool, is_step=is_step)
+    if isinstance(stream, FakeStream):
+        return _FakeGraph(stream, pool, is_step=is_step)
     return Graph(stream, pool, generators)
 
 
 def make_pool(device: torch.device, name: str) -> Any:
     """Return memory for graphs to share, of a GPU that is there or not."""
-    return name if is_pretended(device) else torch.cuda.graph_pool_handle()
+    return torch.cuda.graph_pool_handle() if has_values(device) else name
 
 
 class RecordedFunction:
@@ -308,7 +308,7 @@ class RecordedFunction:
         self._inputs = tree_map(_clone, dict(inputs))
         versions = _read_versions(self._inputs)
         stream = torch.cuda.Stream() if stream is None else stream
-        self._graph: Graph | _PretendedGraph = make_graph(
+        self._graph: Graph | _FakeGraph = make_graph(
             stream, None if shares is None else shares._graph.pool, generators, is_step=is_step
         )
         with undisturbed():

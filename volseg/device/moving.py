@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from volseg.device.fake_gpu import empty_cache, find_device, on_gpu
 from volseg.device.fake_internals import FakeTensor
-from volseg.device.pretended import empty_cache, find_device, on_gpu
 from volseg.device.torch_internals import count_references
 
 __all__ = ["move_together"]

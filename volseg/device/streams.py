@@ -1,7 +1,6 @@
-"""Streams and events of GPUs, and of those that only stand for GPUs: all that is pretended runs in order.
+"""Streams and events of GPUs, real or fake: all work of a fake GPU runs in order, so nothing waits there.
 
-What would wait for another stream has nothing to wait for there. What is noted is the number of the stream that work is
-put on, as torch's allocator hands a block only to the stream it is of, and which stream waits for which.
+A fake stream has a number: torch's allocator hands a block only to the stream that the block belongs to.
 """
 
 from collections.abc import Iterator
@@ -12,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.pretended import find_kept, note_ordered, note_used
+from volseg.device.fake_gpu import find_kept, note_ordered, note_used
 from volseg.errors import ParallelError
 
 __all__ = [
-    "PretendedEvent",
-    "PretendedStream",
+    "FakeEvent",
+    "FakeStream",
     "find_current_stream",
     "make_event",
     "make_stream",
@@ -28,20 +27,20 @@ __all__ = [
 
 
 @dataclass(eq=False)
-class PretendedEvent:
-    """A point in the work of a stream: there is nothing to wait for, but who waits for what is told."""
+class FakeEvent:
+    """A point in the work of a fake GPU's stream: nothing has to wait, but the trace has the order of streams."""
 
     number: int = 0
     """Of all that were recorded; 0 before."""
 
     def record(self, stream: Any = None) -> None:
-        """Tell that it is recorded."""
-        if isinstance(stream, PretendedStream):
+        """Trace that it is recorded."""
+        if isinstance(stream, FakeStream):
             stream.record_event(self)
 
     def wait(self, stream: Any = None) -> None:
-        """Tell that a stream waits."""
-        if isinstance(stream, PretendedStream):
+        """Trace that a stream waits."""
+        if isinstance(stream, FakeStream):
             stream.wait_event(self)
 
     def synchronize(self) -> None:
@@ -51,31 +50,31 @@ class PretendedEvent:
         """Say that the work is done."""
         return True
 
-    def elapsed_time(self, end: "PretendedEvent") -> float:
-        """Refuse: nothing that is pretended takes time."""
-        raise ParallelError(f"a step that is followed without a GPU takes no time to measure, up to {end}")
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        """Refuse: fake kernels take no time."""
+        raise ParallelError(f"a step that is traced without a GPU takes no time to measure, up to {end}")
 
 
 @dataclass(eq=False)
-class PretendedStream:
-    """A stream of a GPU that is not there; memory that is taken on it is noted with its number."""
+class FakeStream:
+    """A stream of a fake GPU; memory that is taken on it is traced with its number."""
 
     device: torch.device
     number: int
 
     def wait_stream(self, stream: Any) -> None:
-        """Tell that it waits for what another one has been given."""
-        if isinstance(stream, PretendedStream):
+        """Trace that it waits for the work of another one so far."""
+        if isinstance(stream, FakeStream):
             self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        """Tell that it waits; all that is pretended runs in order."""
+        """Trace that it waits."""
         if event.number:
             note_ordered(self.device, self.number, event.number, waits=True)
 
-    def record_event(self, event: PretendedEvent | None = None) -> PretendedEvent:
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """Return the event."""
-        recorded = PretendedEvent() if event is None else event
+        recorded = FakeEvent() if event is None else event
         streams = _find_streams()
         if streams is not None:
             streams.events += 1
@@ -93,18 +92,18 @@ class PretendedStream:
 
 @dataclass(eq=False)
 class _Streams:
-    """Those of one pretence."""
+    """Those of one trace."""
 
     made: int = 0
     events: int = 0
-    current: dict[torch.device, PretendedStream] = field(default_factory=dict)
+    current: dict[torch.device, FakeStream] = field(default_factory=dict)
 
 
 _NONE: dict[Any, Any] = {}
 
 
 def _find_streams() -> _Streams | None:
-    """Return the streams of what this thread pretends; None where it does not pretend."""
+    """Return the streams of the trace that runs in this thread; None on real GPUs."""
     kept = find_kept(_NONE)
     if kept is _NONE:
         return None
@@ -120,12 +119,12 @@ def make_stream(device: torch.device, **options: Any) -> Any:
     if streams is None:
         return torch.cuda.Stream(device, **options)
     streams.made += 1
-    return PretendedStream(device, streams.made)
+    return FakeStream(device, streams.made)
 
 
 def make_event(**options: Any) -> Any:
     """Return a new event: ``torch.cuda.Event``."""
-    return torch.cuda.Event(**options) if _find_streams() is None else PretendedEvent()
+    return torch.cuda.Event(**options) if _find_streams() is None else FakeEvent()
 
 
 def find_current_stream(device: torch.device) -> Any:
@@ -133,21 +132,21 @@ def find_current_stream(device: torch.device) -> Any:
     streams = _find_streams()
     if streams is None:
         return torch.cuda.current_stream(device)
-    return streams.current.get(device) or streams.current.setdefault(device, PretendedStream(device, 0))
+    return streams.current.get(device) or streams.current.setdefault(device, FakeStream(device, 0))
 
 
 def note_use(tensor: Tensor, stream: Any) -> None:
     """Let a tensor's memory not be used again before a stream has come here: ``Tensor.record_stream``."""
-    if not isinstance(stream, PretendedStream):
+    if isinstance(stream, FakeStream):
+        note_used(tensor, stream.number)
+    else:
         tensor.record_stream(stream)
-        return
-    note_used(tensor, stream.number)
 
 
 def turn_to_stream(stream: Any) -> None:
     """Put the work that follows on a stream: ``torch.cuda.set_stream``."""
     streams = _find_streams()
-    if not isinstance(stream, PretendedStream) or streams is None:
+    if not isinstance(stream, FakeStream) or streams is None:
         torch.cuda.set_stream(stream)
     else:
         streams.current[stream.device] = stream
@@ -155,11 +154,11 @@ def turn_to_stream(stream: Any) -> None:
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
     """Put the work of a block on a stream: ``torch.cuda.stream``."""
-    return _pretend_stream(stream) if isinstance(stream, PretendedStream) else torch.cuda.stream(stream)
+    return _on_fake_stream(stream) if isinstance(stream, FakeStream) else torch.cuda.stream(stream)
 
 
 @contextmanager
-def _pretend_stream(stream: PretendedStream) -> Iterator[None]:
+def _on_fake_stream(stream: FakeStream) -> Iterator[None]:
     streams = _find_streams()
     assert streams is not None
     before = find_current_stream(stream.device)

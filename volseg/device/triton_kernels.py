@@ -1,7 +1,7 @@
 """Kernels written in Triton: how they are defined, where Triton is not installed too, and how they are run.
 
 A kernel that takes a grid is defined with ``@kernel``, a function that kernels call with ``@triton.jit``. Every run
-goes through ``TritonKernel``: it is noted only where this process pretends to have GPUs (``pretended``).
+goes through ``TritonKernel``: it is only traced on fake GPUs (``fake_gpu``).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from volseg.device import pretended
+from volseg.device import fake_gpu
 from volseg.errors import ParallelError
 
 try:
@@ -46,7 +46,7 @@ __all__ = ["INSTALLED", "KernelCall", "TritonKernel", "hearing_calls", "kernel",
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """A kernel that was asked for where this process pretends to have GPUs, with all that it was given."""
+    """A kernel that was asked for on a fake GPU, with all its arguments."""
 
     kernel: "TritonKernel"
     arguments: tuple[Any, ...]
@@ -59,7 +59,7 @@ _hearers: list[Callable[[KernelCall], None]] = []
 
 @contextmanager
 def hearing_calls(hear: Callable[[KernelCall], None]) -> Iterator[None]:
-    """Be told of each kernel that is asked for in here and, as GPUs are pretended, does not run."""
+    """Be told of each kernel that is asked for in here and, on fake GPUs, does not run."""
     _hearers.append(hear)
     try:
         yield
@@ -80,7 +80,7 @@ class TritonKernel:
     Raises
     ------
     ParallelError
-        When run, where Triton is not installed and nobody pretends.
+        When run, where Triton is not installed, on a real GPU.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
@@ -91,7 +91,7 @@ class TritonKernel:
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         """Return what runs the kernel on so many programs."""
-        if pretended.find_pretended() is not None:
+        if not fake_gpu.has_values():
             return lambda *arguments, **options: self._note(grid, arguments, options)
         if self.compiled is None:
             raise ParallelError(
@@ -105,7 +105,7 @@ class TritonKernel:
         for hear in _hearers:
             hear(KernelCall(self, tuple(arguments), options))
         tensors = tuple(value for value in (*arguments, *options.values()) if isinstance(value, Tensor))
-        pretended.note_kernel(pretended.NotedKernel(self.name, tuple(grid), tensors, options))
+        fake_gpu.note_kernel(fake_gpu.NotedKernel(self.name, tuple(grid), tensors, options))
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], TritonKernel]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from volseg.experiment.launching import count_workers, train_on
     from volseg.experiment.machines import calibrate_words, find_machine
     from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
+    from volseg.experiment.plan_command import plan_training, plan_volumes, plan_words
     from volseg.experiment.postprocessing import apply_postprocessing, determine_postprocessing
     from volseg.experiment.predicting import predict, serve_predictions
     from volseg.experiment.profiling import profile_training
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from volseg.experiment.training import train
     from volseg.experiment.validating import validate, validate_words
     from volseg.experiment.verifying import verify
-    from volseg.experiment.what_fits import plan_training, plan_volumes, plan_words
     from volseg.parallel.devices import is_main_process
     from volseg.parallel.processes.group import leave_processes
 
@@ -102,9 +102,9 @@ _HOMES = {
     "load_components": "volseg.experiment.own_components",
     "load_config": "volseg.config.loading",
     "plan_run": "volseg.experiment.configuring",
-    "plan_training": "volseg.experiment.what_fits",
-    "plan_volumes": "volseg.experiment.what_fits",
-    "plan_words": "volseg.experiment.what_fits",
+    "plan_training": "volseg.experiment.plan_command",
+    "plan_volumes": "volseg.experiment.plan_command",
+    "plan_words": "volseg.experiment.plan_command",
     "predict": "volseg.experiment.predicting",
     "profile_training": "volseg.experiment.profiling",
     "quickstart": "volseg.experiment.quickstarting",

@@ -13,7 +13,7 @@ from volseg.config.base import validated
 from volseg.config.parallel import MeshPlan
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
-from volseg.forecast.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Forecast
 
 __all__ = [
     "describe_forecast",

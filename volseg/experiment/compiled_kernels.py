@@ -1,6 +1,6 @@
 """The kernels of a training, compiled before it needs them, where no GPU needs to be.
 
-The training step is followed on a GPU of a kind (`following`), by the strategy that will run it, and every kernel that
+The training step is followed on a GPU of a kind (`tracing`), by the strategy that will run it, and every kernel that
 it asks for is compiled (`volseg.device.compiling`) into Triton's cache, where the step finds it. What was compiled is
 noted beside the kernels. A training starts a worker for it (`kernel_worker`), unless it finds a note; an
 image, say, is filled before there is a GPU (`compile_beforehand`). Nothing depends on it: what was not compiled, Triton
@@ -22,19 +22,19 @@ from torch import nn
 import volseg
 from volseg.config.schema import ExperimentConfig
 from volseg.device.compiling import Compiling, starts_by_compiler
+from volseg.device.fake_gpu import GpuLike, host_values
 from volseg.device.gpus import uses_gpus
-from volseg.device.pretended import GpuLike, host_values
 from volseg.device.triton_kernels import hearing_calls
 from volseg.errors import ParallelError
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import trace_candidate
+from volseg.estimate.tracing import tracing
+from volseg.estimate.work import Work
 from volseg.experiment.data_facts import DataFacts, find_facts
-from volseg.experiment.forecasting import at_size, describe_training
 from volseg.experiment.kernels import explain_slowness
+from volseg.experiment.training_work import at_size, describe_training
 from volseg.files import replacing
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.following import following
 from volseg.lifetime import bind_copy
-from volseg.parallel.candidates.running import follow_candidate
-from volseg.parallel.candidates.work import Work
 from volseg.parallel.devices import count_gpus
 from volseg.parallel.fast_kernels import CAPABILITY, FastKernels
 from volseg.version import __version__
@@ -81,7 +81,7 @@ def compile_kernels(
         On how many of them, and how these share the step; one GPU by default. Which kernels it takes there the config
         says.
     one_process : bool
-        See `follow_candidate`.
+        See `trace_candidate`.
     processes : int, optional
         That compile; one per core by default.
     runs_here : bool
@@ -119,7 +119,7 @@ def compile_kernels(
         for size in config.patch.sizes:
             work = at_size(described, size).work
             counting = _counting(work, lambda: first.append(compiling.num_asked))
-            follow_candidate(counting, candidate, gpu, one_process=one_process)
+            trace_candidate(counting, candidate, gpu, one_process=one_process)
             first.append(compiling.num_asked)
         if ready is not None:
             compiling.wait(first[0])
@@ -133,7 +133,7 @@ def compile_kernels(
 
 def _follow_rehearsal(work: Work, candidate: Candidate, gpu: GpuLike) -> None:
     """Follow what `with_fast_kernels` runs of a network first, by itself, where replicas exchange nothing yet."""
-    with following(gpu) as followed:
+    with tracing(gpu) as followed:
         (device,) = followed.devices
         with host_values():
             network = work.build()

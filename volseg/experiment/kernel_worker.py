@@ -26,9 +26,9 @@ from volseg.config.loading import dump_config, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.device.compiling import can_compile
 from volseg.errors import VolsegError
+from volseg.estimate.candidate import Candidate
 from volseg.experiment.compiled_kernels import CompiledKernels, compile_kernels, find_note, write_note
 from volseg.experiment.own_components import components_arguments
-from volseg.forecast.candidate import Candidate
 from volseg.parallel.devices import count_processes, find_local_rank
 from volseg.parallel.processes.progress import report_progress
 from volseg.parallel.processes.workers import WorkerPool, open_channel

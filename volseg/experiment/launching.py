@@ -131,14 +131,14 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
     if loaded.device == "cpu" or not count_gpus():
         return [], num_gpus
     # They import what trains, as following it does.
+    from volseg.estimate.candidate_list import name_candidate
     from volseg.experiment.machines import find_machine
-    from volseg.experiment.what_fits import list_settings, plan_training
-    from volseg.parallel.candidates.listing import name_candidate
+    from volseg.experiment.plan_command import list_settings, plan_training
 
     # Here, where all is imported already. Copies of this process ask CUDA, and follow steps: this one lives as long as
     # the training, and would hold memory of a GPU.
     try:
-        plan = plan_training(loaded, find_machine(num_gpus=num_gpus, here=True), numbers=False, beside=True)
+        plan = plan_training(loaded, find_machine(num_gpus=num_gpus, here=True), numbers=False, forks=True)
     except VolsegError as fault:
         logger.warning("parallel: auto leaves the processes to choose, as nothing could be forecast (%s)", fault)
         return [], num_gpus

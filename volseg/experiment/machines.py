@@ -5,14 +5,13 @@ from dataclasses import replace
 import torch
 
 from volseg.errors import ConfigError
-from volseg.forecast.calibration.kernels import describe_machine
-from volseg.forecast.calibration.stored import calibrate, describe_kind, find_file, read_calibration
-from volseg.forecast.gpu_kinds import KINDS, GpuKind, find_kind
-from volseg.forecast.instances import find_instance, find_links
-from volseg.parallel.candidates.beside import ask_copy
-from volseg.parallel.candidates.choosing import GIB
-from volseg.parallel.candidates.forecasting import Machine
+from volseg.estimate.calibration import calibrate, describe_kind, describe_machine, find_file, read_calibration
+from volseg.estimate.estimator import Machine
+from volseg.estimate.gpu_kinds import KINDS, GpuKind, find_kind
+from volseg.estimate.instances import find_instance, find_links
+from volseg.estimate.search import GIB
 from volseg.parallel.devices import count_gpus, find_current_device
+from volseg.parallel.forking import ask_copy
 from volseg.planning import parse_memory
 
 __all__ = ["calibrate_words", "find_kind_here", "find_machine"]
@@ -57,15 +56,7 @@ def find_machine(
         )
     if instance is not None:
         named = find_instance(instance)
-        return Machine(
-            gpu=named.gpu,
-            num_gpus=_take(num_gpus, named.num_gpus, named.name),
-            links=named.links,
-            gpu_bytes=named.gpu.memory,
-            instance=named.name,
-            price_per_hour=named.price_per_hour,
-            price_source=named.price_source,
-        )
+        return Machine.of_instance(named, _take(num_gpus, named.num_gpus, named.name))
     if described:
         return _describe_machine(num_gpus or 1, gpu_memory, kind)
     if not here and not count_gpus():

@@ -15,10 +15,16 @@ import torch
 
 from volseg.config.schema import UNSETTLED_KERNELS, ExperimentConfig, NetworkConfig
 from volseg.errors import ConfigError, VolsegError
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_list import name_candidate
+from volseg.estimate.candidate_trace import trace_candidate
+from volseg.estimate.estimator import Machine
+from volseg.estimate.gpu_kinds import GpuKind
+from volseg.estimate.step_time import find_times
+from volseg.estimate.trace import KernelRun, StepTrace
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import check_components
 from volseg.experiment.data_facts import DataFacts, find_facts
-from volseg.experiment.forecasting import describe_training, find_freedom
 from volseg.experiment.machines import find_machine
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.profiled_step import (
@@ -29,15 +35,9 @@ from volseg.experiment.profiled_step import (
     watch_steps,
 )
 from volseg.experiment.settling import join_processes
+from volseg.experiment.training_work import describe_training, find_freedom
 from volseg.files import replacing
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import GpuKind
-from volseg.forecast.timing import find_times
-from volseg.forecast.trace import KernelRun, StepTrace
 from volseg.models.networks import complete_spec
-from volseg.parallel.candidates.forecasting import Machine
-from volseg.parallel.candidates.listing import name_candidate
-from volseg.parallel.candidates.running import follow_candidate
 from volseg.parallel.devices import count_gpus, count_launched
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.profiling.kernels import PlacedWork, TimedKernel
@@ -163,7 +163,7 @@ def _follow(config: ExperimentConfig, facts: DataFacts, machine: Machine, num_gp
 
     # Not recorded: hooks that say which layer runs would be refused there, and the kernels are the same.
     with watch.watching():
-        traces = follow_candidate(described.work, replace(candidate, recorded=False), gpu, time_kernel=time_kernel)
+        traces = trace_candidate(described.work, replace(candidate, recorded=False), gpu, time_kernel=time_kernel)
     work = [each for trace in traces for each in list_work(trace, runs, gpu, machine.links)]
     return _Followed(
         candidate=candidate, work=work, traces=traces, recorded=free.records, classes=watch.classes

@@ -33,6 +33,7 @@ from volseg.config.records import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
+from volseg.estimate.candidate import Candidate, Forecast
 from volseg.experiment.alternatives import (
     describe_forecast,
     find_forecast,
@@ -42,10 +43,9 @@ from volseg.experiment.alternatives import (
     rank_smaller,
     take_candidate,
 )
-from volseg.experiment.forecast_beside import Answer, Gpus, PlanBeside
 from volseg.experiment.out_of_memory import describe_attempt, describe_remedies, is_out_of_memory
 from volseg.experiment.placed_network import choose_device
-from volseg.forecast.candidate import Candidate, Forecast
+from volseg.experiment.plan_process import Answer, Gpus, run_plan
 from volseg.parallel.devices import (
     count_gpus,
     count_processes,
@@ -342,7 +342,7 @@ def _forecast(config: ExperimentConfig, tried: Candidate, *, more_gpus: bool) ->
     if gpus is None:
         return Answer()
     is_open = config.model_copy(update={"parallel": ParallelConfig()})
-    answer = PlanBeside(is_open, gpus, thorough=True).wait()
+    answer = run_plan(is_open, gpus, thorough=True)
     if answer.problem:
         logger.warning("no forecast of what would fit: %s", answer.problem)
     return answer

@@ -16,12 +16,13 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.labels import num_indices
 from volseg.data.reading_group import meet_readers
+from volseg.estimate.allocator import MemoryUse
 from volseg.experiment.alternatives import find_candidate, find_forecast
 from volseg.experiment.building import build_objective
-from volseg.experiment.forecast_beside import Gpus, PlanBeside
-from volseg.experiment.forecast_mesh import choose_by_forecast, is_mesh_open
+from volseg.experiment.mesh_choice import choose_by_forecast, is_mesh_open
 from volseg.experiment.out_of_memory import is_out_of_memory
 from volseg.experiment.placed_network import build_model, build_plain_network
+from volseg.experiment.plan_process import Gpus, run_plan
 from volseg.experiment.rehearsing import rehearse_network
 from volseg.experiment.training_mesh import TrainingMesh, describe
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
@@ -72,17 +73,18 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
     """
     count = count_processes()
     plan, reason = config.mesh(count), None
+    estimate: MemoryUse | None = None
     chosen = choose_by_forecast(config, device) if is_mesh_open(config, count) else None
     if chosen is not None:
-        config, reason = chosen
+        config, reason, estimate = chosen
         plan = config.mesh(count)
     elif plan.is_open and plan.data > 1 and _has_memory_of_its_own(device):
         reason = "a sample fits a GPU (parallel.spatial: N cuts it)"
-        fits, roomy = _can_train(config, plan, task, device)
+        fits, roomy, estimate = _can_train(config, plan, task, device)
         if fits:
             config = roomy
         else:
-            plan = config.mesh(count, fits=False)
+            plan, estimate = config.mesh(count, fits=False), None
             reason = "a GPU has no memory for a training step on its whole samples"
     if plan.data > 1:
         require_mean_over_samples(
@@ -98,13 +100,20 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
         logger.info("%s", describe(plan, config, reason))
     mesh = join_mesh(plan.data_processes, plan.spatial_processes)
     replicas = mesh.replicas(plan.data, config.training.deterministic) if plan.data > 1 else None
+    if estimate is not None:
+        estimate = estimate.of_steps()
     if count == 1:
-        return settled, TrainingMesh(plan=plan, mesh=mesh, replicas=replicas)
+        return settled, TrainingMesh(plan=plan, mesh=mesh, replicas=replicas, estimate=estimate)
     # Groups of their own: a thread sends in them beside other work.
     readers = meet_readers(make_group(backend="gloo"), reads=mesh.shard == 0)
     judges = make_group(list(range(0, count, mesh.spatial)), "gloo") if mesh.data > 1 else None
     return settled, TrainingMesh(
-        plan=plan, mesh=mesh, replicas=replicas, readers=readers, judges=judges if mesh.shard == 0 else None
+        plan=plan,
+        mesh=mesh,
+        replicas=replicas,
+        readers=readers,
+        judges=judges if mesh.shard == 0 else None,
+        estimate=estimate,
     )
 
 
@@ -123,23 +132,24 @@ def _has_memory_of_its_own(device: torch.device) -> bool:
 
 def _can_train(
     config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device
-) -> tuple[bool, ExperimentConfig]:
+) -> tuple[bool, ExperimentConfig, MemoryUse | None]:
     """Tell whether every process has the memory for a training step on its own part of a batch.
 
     The forecast is asked first. Where it is close to what there is, or there is none, the step is tried.
 
     Returns
     -------
-    bool, ExperimentConfig
-        And the config, with so few cases on the GPU that the step has its room.
+    bool, ExperimentConfig, MemoryUse or None
+        And the config, with so few cases on the GPU that the step has its room, and the estimate of it.
     """
     needed = _forecast_step(config, plan, device)
+    memory = None if needed is None else needed.memory
     free = 0 if needed is None else _find_free_bytes(device)
     if needed is not None and config.data.keep == "auto" and config.data.device_limit is None:
         config, needed = make_room(config, needed, free)
     judged = None if needed is None else judge(needed, free)
     if judged is not None:
-        return judged, config
+        return judged, config, memory
     fits, beside = True, 0 if needed is None else needed.beside
     try:
         with own_random_numbers([device]):
@@ -151,7 +161,7 @@ def _can_train(
             raise
         fits = False
     torch.cuda.empty_cache()
-    return not largest_over_processes(int(not fits), device), config
+    return not largest_over_processes(int(not fits), device), config, memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +171,8 @@ class Needed:
     step: int
     beside: int
     """For cases and batches."""
+    memory: MemoryUse | None = None
+    """The estimate itself, in the leader."""
 
 
 def judge(needed: Needed, free: int) -> bool | None:
@@ -196,19 +208,21 @@ def make_room(config: ExperimentConfig, needed: Needed, free: int) -> tuple[Expe
 def _forecast_step(config: ExperimentConfig, plan: MeshPlan, device: torch.device) -> Needed | None:
     """Return what is forecast of a step, the same in all processes; None where nobody knows."""
     told: list[str] = []
+    memory: MemoryUse | None = None
     count = plan.num_processes * plan.pipeline
     gpus = Gpus.find(device, count) if config.training.can_be_followed else None
     if gpus is not None and is_main_process():
-        answer = PlanBeside(config.with_mesh(plan), gpus).wait()
+        answer = run_plan(config.with_mesh(plan), gpus)
         found = find_forecast(find_candidate(config, plan, 1), answer.forecasts)
         if found is not None and found.memory is not None:
-            told = [str(found.memory.total), str(answer.reserve)]
+            memory = found.memory
+            told = [str(memory.total), str(answer.reserve)]
         else:
             refused = None if found is None else found.refused
             reason = answer.problem or refused or "nobody forecast it"
             logger.info("no forecast of a training step (%s): it is tried", reason)
     told = json.loads(gather_over_processes([json.dumps(told)] if is_main_process() else [])[0])
-    return Needed(step=int(told[0]), beside=int(told[1])) if told else None
+    return Needed(step=int(told[0]), beside=int(told[1]), memory=memory) if told else None
 
 
 def _find_free_bytes(device: torch.device) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from volseg.checkpointing import compatible
@@ -22,7 +21,6 @@ from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import ChosenCases, choose_cases
-from volseg.experiment.forecast_beside import AskedOfCandidate, Gpus, PlanBeside
 from volseg.experiment.kernel_worker import compile_for_training
 from volseg.experiment.measured_kernels import KERNELS, settle_kernels
 from volseg.experiment.network_plan import plan_network
@@ -35,7 +33,6 @@ from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
 from volseg.experiment.report import Outcome, tell_findings, write_outcome, write_page
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.experiment.starting import START, Start
-from volseg.forecast.candidate import Candidate
 from volseg.monitoring.duration import DurationWarning
 from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.logger_table import build_logger
@@ -213,13 +210,12 @@ def _begin(
     if prepared is None:
         with signs.span("preparing"):
             prepared = reading.prepare(chosen)
-    asked = _ask_for_forecast(config, replanning.tried, device, held)
     meter = GpuMeter()
     before = meter.count()
     batches = reading.make_batches(prepared, chosen.task, model, device)
     beside = meter.count() - before
     first = config.patch.first_whole(config.training.epochs)
-    memory = FirstSteps(meter, asked, beside=beside, write=partial(job.write_json, MEMORY), first_epoch=first)
+    memory = FirstSteps(meter, mesh.estimate, beside=beside, write=partial(job.write_json, MEMORY), first_epoch=first)
     held_out = replace(prepared, training=())
     if resume:
         compatible.require_same_cases(folder, prepared.fingerprints)
@@ -264,21 +260,6 @@ def _begin(
         log=log,
         signs=signs,
     )
-
-
-def _ask_for_forecast(
-    config: ExperimentConfig, candidate: Candidate, device: torch.device, held: ExitStack
-) -> AskedOfCandidate | None:
-    """Return the forecast of what this training takes, for `FirstSteps` to begin.
-
-    None where it has no GPU, and in processes that write nothing.
-    """
-    gpus = Gpus.find(device, candidate.num_gpus)
-    if gpus is None or not is_main_process() or not config.training.can_be_followed:
-        return None
-    asked = AskedOfCandidate(partial(PlanBeside, config, gpus, waits=False), candidate)
-    held.callback(asked.close)
-    return asked
 
 
 def _fit(run: _Run) -> None:

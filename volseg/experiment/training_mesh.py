@@ -7,6 +7,7 @@ import torch.distributed as dist
 from volseg.config.parallel import MeshPlan
 from volseg.config.schema import ExperimentConfig
 from volseg.data.reading_group import ALONE, Readers
+from volseg.estimate.allocator import MemoryUse
 from volseg.parallel.mesh import Mesh
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.plan.shards import spans
@@ -26,6 +27,8 @@ class TrainingMesh:
     """Who reads cases: the first process of each replica, from which the others of it get their slabs."""
     judges: dist.ProcessGroup | None = None
     """On gloo, of the processes that read and so validate; None where there is one, and in those that do not."""
+    estimate: MemoryUse | None = None
+    """Memory of a step by the plan that chose the mesh, in the leader; None where no plan was made."""
 
     @property
     def reads(self) -> bool:

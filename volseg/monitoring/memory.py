@@ -1,8 +1,7 @@
-"""What the first steps of a training take of each GPU, beside what was forecast of them.
+"""Peaks of GPU memory in the first steps of a training, beside what a plan estimated for them, if one was made.
 
 torch's own counters are read, which waits for no GPU: after the second optimizer step, when optimizer and averages have
-come into being, and again when a step has been recorded, whose memory stays taken. The forecast is made elsewhere and
-may come later than the steps, or never.
+come into being, and again when a step has been recorded, whose memory stays taken.
 """
 
 import json
@@ -13,14 +12,13 @@ from typing import Any, Protocol
 
 import torch
 
-from volseg.checkpointing.state import EpochRecord
-from volseg.forecast.memory_use import MemoryUse
+from volseg.estimate.allocator import MemoryUse
 from volseg.parallel.devices import find_rank, list_gpus, uses_gpus
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
 
-__all__ = ["DeviceMemory", "FirstSteps", "GpuMeter", "MemoryForecast", "MemoryReading"]
+__all__ = ["DeviceMemory", "FirstSteps", "GpuMeter", "MemoryReading"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,19 +56,8 @@ class MemoryReading:
         return max(self.devices, key=lambda device: device.reserved)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryForecast:
-    """What was forecast of the step, or why nothing was."""
-
-    memory: MemoryUse | None = None
-    """Of the device that needs most."""
-    devices: tuple[MemoryUse, ...] = ()
-    """Of every device, in the order of the readings."""
-    problem: str = ""
-
-
 class Meter(Protocol):
-    """What counts the memory of this process's devices."""
+    """Counts the memory of this process's devices."""
 
     def begin(self) -> None:
         """Count peaks from here on."""
@@ -79,51 +66,36 @@ class Meter(Protocol):
         """Return the peaks."""
 
 
-class Asked(Protocol):
-    """A forecast that can be made."""
-
-    def begin(self) -> None:
-        """Begin with it, in another process; once."""
-
-    def poll(self) -> MemoryForecast | None:
-        """Return it if it is there; never waits."""
-
-    def close(self) -> None:
-        """Give up on it."""
-
-
 class FirstSteps(Hook):
-    """Read what the first steps took, and say once how far that is from the forecast.
+    """Read the memory that the first steps take, and report how far that is from an estimate.
 
     Parameters
     ----------
     meter : Meter
         Of this process's devices.
-    asked : Asked, optional
-        The forecast, in the process that writes.
+    estimate : MemoryUse, optional
+        Of a step, on the device that needs most, where a plan was made.
     beside : int
         Bytes of each device that something else than the step holds: the cases that lie there.
     write : callable
-        Takes what is known, as plain values, whenever that is more than before.
+        Gets the result as plain values, after each reading.
     first_epoch : int
-        Whose steps are those that are forecast; patches may be smaller before.
+        Whose steps are those that were estimated; patches may be smaller before.
     """
 
     def __init__(
         self,
         meter: Meter,
-        asked: Asked | None = None,
+        estimate: MemoryUse | None = None,
         *,
         beside: int = 0,
         write: Callable[[Mapping[str, Any]], object] | None = None,
         first_epoch: int = 0,
     ) -> None:
-        self._meter, self._asked, self._beside, self._write = meter, asked, beside, write
+        self._meter, self.estimate, self._beside, self._write = meter, estimate, beside, write
         self._full_from = first_epoch
-        self._batches = self._first_epoch = self._seen = 0
-        self.forecast: MemoryForecast | None = None
+        self._batches = self._first_epoch = 0
         self.readings: list[MemoryReading] = []
-        self._told = 0
 
     def on_training_begin(self, training: Training) -> None:
         """Count this part's steps from its own first one: what another process took is no peak of this one."""
@@ -139,67 +111,49 @@ class FirstSteps(Hook):
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
         """Read after the steps that tell; all processes at the same ones."""
         del fields
-        self._seen += 1
-        if self._asked is not None and self._seen == RECORDED * training.accumulate:
-            # Not earlier: on a machine of few cores its seconds of Python would be taken from the preparation of cases,
-            # and from the steps before one is recorded, which the GPU waits for.
-            self._asked.begin()
         if training.epoch < self._first_epoch:
             return
         self._batches += 1
         steps, rest = divmod(self._batches, training.accumulate)
         # A validation takes memory of its own: what is to be read is read before the first one.
         is_last = steps < RECORDED and training.position == training.num_batches
-        tells = rest == 0 and (steps in (FIRST, RECORDED) or is_last)
-        if not tells or training.epoch != self._first_epoch:
+        if rest or not (steps in (FIRST, RECORDED) or is_last) or training.epoch != self._first_epoch:
             return
         own = [json.dumps(asdict(device)) for device in self._meter.read()]
         devices = tuple(DeviceMemory(**json.loads(told)) for told in gather_over_processes(own))
-        if devices:
-            self.readings.append(MemoryReading(steps=steps, devices=devices))
-        self._look(training)
-
-    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Look whether the forecast has come."""
-        del record
-        self._look(training)
-
-    def on_training_end(self, training: Training) -> None:
-        """Wait no longer for a forecast."""
-        self._look(training)
-        if self._asked is not None:
-            self._asked.close()
-            self._asked = None
+        if not devices:
+            return
+        self.readings.append(MemoryReading(steps=steps, devices=devices))
+        if training.is_main_process and self._write is not None:
+            self._write(self.as_json())
+        if training.is_main_process and (steps >= RECORDED or is_last):
+            logger.info("%s", self.describe())
 
     def scalars(self) -> dict[str, float]:
-        """Return what TensorBoard shows: GiB of the fullest device, of the forecast, and what was forecast of each."""
-        shown: dict[str, float] = {}
-        if self.readings:
-            fullest = self.readings[-1].fullest
-            shown = {
-                "memory/measured_used_gib": fullest.used / GIB,
-                "memory/measured_reserved_gib": fullest.reserved / GIB,
-                "memory/cases_gib": self._beside / GIB,
-            }
-        if self.forecast is not None and self.forecast.memory is not None:
-            shown["memory/forecast_used_gib"] = self.forecast.memory.used / GIB
-            shown["memory/forecast_reserved_gib"] = self.forecast.memory.reserved / GIB
-            for number, device in enumerate(self.forecast.devices):
-                shown[f"gpu/{number}/forecast_gib"] = device.reserved / GIB
+        """Return what TensorBoard shows: GiB of the fullest device, and of the estimate."""
+        if not self.readings:
+            return {}
+        fullest = self.readings[-1].fullest
+        shown = {
+            "memory/measured_used_gib": fullest.used / GIB,
+            "memory/measured_reserved_gib": fullest.reserved / GIB,
+            "memory/cases_gib": self._beside / GIB,
+        }
+        if self.estimate is not None:
+            shown["memory/forecast_used_gib"] = self.estimate.used / GIB
+            shown["memory/forecast_reserved_gib"] = self.estimate.reserved / GIB
         if (error := self.find_error()) is not None:
             shown["memory/forecast_error_percent"] = 100 * error
         return shown
 
     def find_error(self) -> float | None:
-        """Return by what part of the measured memory of a step the forecast is too high; None as long as one lacks."""
-        memory = None if self.forecast is None else self.forecast.memory
-        if memory is None or not self.readings:
+        """Return by what part of the measured memory of a step the estimate is too high; None where one lacks."""
+        if self.estimate is None or not self.readings:
             return None
-        measured = max(self.readings[-1].fullest.reserved - self._beside, 1)
-        return memory.reserved / measured - 1
+        return self.estimate.reserved / max(self.readings[-1].fullest.reserved - self._beside, 1) - 1
 
     def describe(self) -> str | None:
-        """Return in a sentence what was measured and forecast; None before anything was measured."""
+        """Return measurement and estimate in a sentence; None before anything was measured."""
         if not self.readings:
             return None
         reading = self.readings[-1]
@@ -210,44 +164,21 @@ class FirstSteps(Hook):
             f"{fullest.used / GIB:.2f} GiB used of {fullest.device} of process {fullest.process}, the fullest of "
             f"{len(reading.devices)}{cases}"
         )
-        if self.forecast is None:
-            return f"{text}; no forecast has come"
-        if self.forecast.memory is None:
-            return f"{text}; no forecast: {self.forecast.problem}"
-        error = self.find_error()
-        assert error is not None
-        memory = self.forecast.memory
+        if self.estimate is None:
+            return text
         return (
-            f"{text}; forecast of a step: {memory.reserved / GIB:.2f} GiB reserved and {memory.used / GIB:.2f} GiB "
-            f"used ({error:+.1%})"
+            f"{text}; estimate of a step: {self.estimate.reserved / GIB:.2f} GiB reserved and "
+            f"{self.estimate.used / GIB:.2f} GiB used ({self.find_error():+.1%})"
         )
 
     def as_json(self) -> dict[str, Any]:
         """Return everything that is known, as plain values."""
-        forecast = self.forecast
         return {
             "measured": [asdict(reading) for reading in self.readings],
             "cases_bytes": self._beside,
-            "forecast": None if forecast is None or forecast.memory is None else asdict(forecast.memory),
-            "forecast_of_devices": [] if forecast is None else [asdict(device) for device in forecast.devices],
-            "no_forecast": None if forecast is None else forecast.problem or None,
+            "forecast": None if self.estimate is None else asdict(self.estimate),
             "error": self.find_error(),
         }
-
-    def _look(self, training: Training) -> None:
-        """Take the forecast if it has come; write and say what is new."""
-        if not training.is_main_process:
-            return
-        if self.forecast is None and self._asked is not None:
-            self.forecast = self._asked.poll()
-        known = len(self.readings) + (self.forecast is not None)
-        if known == self._told or not self.readings:
-            return
-        self._told = known
-        if self._write is not None:
-            self._write(self.as_json())
-        if self.forecast is not None:
-            logger.info("%s", self.describe())
 
 
 class GpuMeter:

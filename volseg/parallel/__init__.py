@@ -3,7 +3,6 @@
 Of volseg it imports ``device`` and the errors, and it works in any PyTorch loop.
 """
 
-import volseg.parallel.candidates  # noqa: F401  (strategy="auto" chooses by it)
 from volseg.parallel.batches import from_slab, loads_batches, scatter_batch, slab_shape
 from volseg.parallel.compiled_network import CompiledNetwork
 from volseg.parallel.data_parallel import DataParallel, find_replicas

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from volseg.device import compiler_internals
+from volseg.device.fake_gpu import has_values
 from volseg.device.first_order import refuse_forward_mode
 from volseg.device.graph import without_cached_casts
 from volseg.device.module_internals import (
@@ -37,7 +38,6 @@ from volseg.device.module_internals import (
     get_forward_hooks,
     get_forward_pre_hooks,
 )
-from volseg.device.pretended import is_pretended
 from volseg.device.torch_internals import (
     count_dispatch_modes,
     find_transform,
@@ -257,7 +257,7 @@ class CompiledNetwork(nn.Module):
         name = type(self.net).__name__
         instead = "run the plain network instead (in a config training.kernels: torch)"
         strange = [type(tensor).__name__ for tensor in given if type(tensor) not in (Tensor, nn.Parameter)]
-        if strange or any(is_pretended(tensor.device) for tensor in given):
+        if strange or not all(has_values(tensor.device) for tensor in given):
             what = strange[0] if strange else "tensor without values"
             raise ParallelError(f"a compiled {name} takes plain tensors, got a {what}; {instead}")
         if count_dispatch_modes():

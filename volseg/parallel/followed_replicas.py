@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.pretended import note_sent
+from volseg.device.fake_gpu import note_sent
 from volseg.device.torch_internals import find_backward_pass, tree_map
 
 __all__ = ["FollowedReplicas"]

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from volseg.device.fake_gpu import find_address, is_gpu
 from volseg.device.first_order import first_order
 from volseg.device.graph import describe_plain
 from volseg.device.module_internals import get_parameters
-from volseg.device.pretended import find_address, is_gpu
 from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.errors import ParallelError

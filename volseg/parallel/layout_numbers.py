@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.pretended import is_gpu, is_pretended, on_gpu
+from volseg.device.fake_gpu import has_values, is_gpu, on_gpu
 from volseg.errors import ParallelError
 
 __all__ = ["Differences", "LayoutNumbers"]
@@ -80,7 +80,7 @@ class Differences:
         ParallelError
             If processes have added what does not belong together.
         """
-        if is_pretended(self.found.device):
+        if not has_values(self.found.device):
             return
         if self.found.is_cuda:
             if torch.cuda.is_current_stream_capturing() or (self._copied is not None and not self._copied.query()):

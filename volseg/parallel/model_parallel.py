@@ -5,7 +5,7 @@ volume into slabs, that of ``Pipeline`` cuts the network into stages. Everything
 a module (parameters, state, modes) reaches the plain network under the plain network's names.
 
 ``strategy="auto"`` chooses at the first batch, as only that says how large volumes are. On several GPUs of one
-process the ways to run it are forecast there (``volseg.parallel.candidates``), and the fastest that fits is taken.
+process the ways to run it are forecast there (``volseg.estimate``), and the fastest that fits is taken.
 Elsewhere, and where a network cannot be followed, that is the spatial split; and in any case the layers where the first
 volume meets an operator without a sharded form: only the run itself tells what a network calls, and a rehearsal on
 other shapes or devices could take another branch. That first attempt leaves no trace: neither in buffers and
@@ -18,6 +18,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from importlib import import_module
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -43,27 +44,12 @@ from volseg.parallel.state.module import REGISTRIES
 from volseg.parallel.state.random import CommonSeeds
 from volseg.parallel.strategy import Devices, Options, Strategy
 
-__all__ = ["ModelParallel", "check_network", "choose_by"]
+__all__ = ["ModelParallel", "check_network"]
 
 logger = logging.getLogger(__name__)
 
-Choice = tuple[Options, str]
-"""A strategy, and why."""
-
-Chooser = Callable[[nn.Module, Sequence[torch.device], tuple[Any, ...]], Choice | None]
-"""Chooses for a network, devices and the arguments of the first call; None where it has nothing to say."""
-
-_choosers: list[Chooser] = []
-
-
-def choose_by(chooser: Chooser) -> Chooser:
-    """Let ``strategy="auto"`` choose by this function; the one that was named last is asked.
-
-    Whoever forecasts builds models of this module to follow them, so he is not imported here.
-    """
-    _choosers.append(chooser)
-    return chooser
-
+CHOOSER = "volseg.estimate.auto_strategy"
+"""Estimates what a network's step needs. It runs models of this module, so it is imported when it is needed."""
 
 SHARED_REGISTRIES = PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT
 """Attributes that the wrapper and its network have in common."""
@@ -180,7 +166,7 @@ class ModelParallel(nn.Module):
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run what is chosen, or the spatial split, or the pipeline if that cannot; the choice is made then."""
-        choice = _choosers[-1](self.module, self._devices, args) if _choosers and not kwargs else None
+        choice = None if kwargs else import_module(CHOOSER).choose_for_first_batch(self.module, self._devices, args)
         if choice is not None:
             self._take(*choice)
         if self.chosen == "pipeline":

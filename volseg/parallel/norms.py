@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from volseg.device.fake_gpu import has_values, is_recording
 from volseg.device.first_order import first_order
 from volseg.device.norm.running import Running, check_sizes
-from volseg.device.pretended import is_pretended, is_recording
 from volseg.device.torch_internals import ScriptMethod, find_saved_tensors_hooks, list_script_graphs, watching_scripts
 from volseg.errors import ParallelError
 from volseg.parallel.replicas import Replicas
@@ -131,7 +131,7 @@ class _NormsOverReplicas(TorchFunctionMode):
 
     def _check_count(self, value: Tensor, count: Tensor) -> None:
         """Refuse a batch of fewer than two values per channel; only a replica with fewer than two reads the count."""
-        if _count_values(value) > 1 or is_recording(value.device) or is_pretended(value.device) or int(count) > 1:
+        if _count_values(value) > 1 or is_recording(value.device) or not has_values(value.device) or int(count) > 1:
             return
         raise ParallelError(
             "a batch norm in training needs more than 1 value per channel in the whole batch; it got "

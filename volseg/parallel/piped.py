@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from volseg.device.fake_gpu import has_values
 from volseg.device.module_internals import NormBase
-from volseg.device.pretended import find_pretended
 from volseg.device.torch_internals import watching_scripts
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
@@ -113,7 +113,7 @@ class Piped:
     def _wrap(self, group: dist.ProcessGroup) -> nn.Module:
         trained = [parameter for parameter in self._strategy.net.parameters() if parameter.requires_grad]
         self._summed.update((id(parameter), parameter) for parameter in trained)
-        if find_pretended() is not None:
+        if not has_values():
             return FollowedReplicas(self._model, trained, self._replicas.num_processes)
         wrapped = DistributedDataParallel(
             self._model, process_group=group, broadcast_buffers=False, find_unused_parameters=True

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from volseg.device.torch_internals import TorchDispatchMode
-from volseg.forecast.gpu_kinds import GpuKind
-from volseg.forecast.kernel_class import HALF, classify
-from volseg.forecast.kernel_work import describe_kernel, list_tensors
-from volseg.forecast.links import Links
-from volseg.forecast.timing import select_step
-from volseg.forecast.trace import KernelRun, Sent, StepTrace
+from volseg.estimate.gpu_kinds import GpuKind
+from volseg.estimate.kernel_class import HALF, classify
+from volseg.estimate.links import Links
+from volseg.estimate.operator_work import describe_kernel, list_tensors
+from volseg.estimate.step_time import select_step
+from volseg.estimate.trace import KernelRun, Sent, StepTrace
 from volseg.profiling.kernels import LOSS, OPTIMIZER, OUTSIDE, PlacedWork, StepPlace, find_kind, travels
 from volseg.profiling.places import PlaceWatch
 

@@ -56,15 +56,12 @@ def tell_memory(record: RunRecord) -> list[Block]:
     if not memory or not memory.get("measured"):
         return []
     reading = memory["measured"][-1]
-    forecast, of_devices = memory.get("forecast") or {}, memory.get("forecast_of_devices") or ()
-    # Of a run of an older volseg the fullest GPU's is known alone.
-    knows_each = len(of_devices) == len(reading["devices"])
-    fitting = of_devices if knows_each else [{}] * len(reading["devices"])
+    forecast = memory.get("forecast") or {}
     rows = [
-        [f"process {device.get('process', 0)}, {device['device']}", *_list_gib(device), *_list_gib(expected)]
-        for device, expected in zip(reading["devices"], fitting, strict=True)
+        [f"process {device.get('process', 0)}, {device['device']}", *_list_gib(device), "", ""]
+        for device in reading["devices"]
     ]
-    if forecast.get("reserved") and not knows_each:
+    if forecast.get("reserved"):
         rows.append(["the fullest", "", "", *_list_gib(forecast)])
     table = TextTable(
         caption=f"Peaks after {reading['steps']} steps, in GiB; forecasts are of a step, without cases",
@@ -72,10 +69,7 @@ def tell_memory(record: RunRecord) -> list[Block]:
         rows=rows,
     )
     told = record.told.memory
-    text = [Text(f"{told[0].upper()}{told[1:]}.")] if told else []
-    if memory.get("no_forecast"):
-        text.append(Text(f"No forecast: {memory['no_forecast']}"))
-    return [*text, table]
+    return [*([Text(f"{told[0].upper()}{told[1:]}.")] if told else []), table]
 
 
 def _list_gib(memory: Mapping[str, Any]) -> list[str]:

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rate_cases import LAYOUTS, Prepared, RateCase, bind, count_run
+from rate_convolutions import TimedConvolution
+from rate_links import measure_copies, measure_group
+from rate_listing import list_cases, measure_cases
 from torch import nn
 
-from volseg.forecast.calibration.cases import LAYOUTS, Prepared, RateCase, bind, count_run
-from volseg.forecast.calibration.convolutions import TimedConvolution
-from volseg.forecast.calibration.kernels import describe_machine, measure_cases, measure_host, record, time_once
-from volseg.forecast.calibration.links import measure_copies, measure_group
-from volseg.forecast.calibration.listing import list_cases
+from volseg.estimate.calibration import describe_machine, measure_host, record, time_once
 from volseg.losses.dice import passes as dice
 from volseg.losses.dice.terms import Terms
 from volseg.parallel import FastKernels

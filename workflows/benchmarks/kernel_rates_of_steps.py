@@ -4,7 +4,7 @@ A profiler tells how long all launches of a kernel took in a recorded step (``pl
 the step that is followed tells which tensors each was given. What a name took is shared out among the launches that are
 followed by their rooflines, the gap between kernels first::
 
-    python workflows/benchmarks/kernel_rates_of_steps.py accuracy.json volseg/forecast/tables/h200.json.gz
+    python workflows/benchmarks/kernel_rates_of_steps.py accuracy.json volseg/estimate/tables/h200.json.gz
 
 replaces what the table had from steps, and what it had of kernels of ours that are other code since it was measured.
 What was timed by itself is better known, and stays: of such shapes steps add nothing.
@@ -22,15 +22,15 @@ from typing import Any
 
 from plan_accuracy_compared import WAYS, build_work
 from plan_accuracy_rows import Row
+from rate_listing import describe_run
 
-from volseg.forecast.calibration.kernels import describe_run
-from volseg.forecast.candidate import Candidate
-from volseg.forecast.gpu_kinds import KINDS, GpuKind
-from volseg.forecast.kernel_class import OF_PARTS, STRIDED, classify
-from volseg.forecast.rates import read_run
-from volseg.forecast.timing import select_step
-from volseg.forecast.trace import KernelRun
-from volseg.parallel.candidates.running import follow_candidate
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.candidate_trace import trace_candidate
+from volseg.estimate.gpu_kinds import KINDS, GpuKind
+from volseg.estimate.kernel_class import classify
+from volseg.estimate.roofline import read_run
+from volseg.estimate.step_time import select_step
+from volseg.estimate.trace import KernelRun
 
 OWN = {
     "attention_kernel": ("attention_kernels.attention_kernel",),
@@ -69,7 +69,7 @@ Shapes = set[tuple[str, tuple[float, ...]]]
 def follow(row: Row, kind: GpuKind) -> list[KernelRun]:
     """Return the kernels of a configuration's step."""
     candidate = Candidate(**{name: row[name] for name in WAYS})
-    (trace,) = follow_candidate(build_work(row), candidate, kind, time_kernel=kind.seconds)
+    (trace,) = trace_candidate(build_work(row), candidate, kind, time_kernel=kind.seconds)
     return [event for event in select_step(trace.events) if isinstance(event, KernelRun)]
 
 
@@ -79,22 +79,6 @@ def list_groups(row: Row, runs: Sequence[KernelRun]) -> Iterator[tuple[list[Kern
     for name, ours in OWN.items():
         mine = [run for run in runs if run.name in ours]
         yield mine, _add_up(told, lambda each, name=name: each == name, mine)
-    added = [run for run in runs if run.name in (f"aten.add{STRIDED}", f"aten.add_{STRIDED}")]
-    yield added, _add_up(told, lambda each: "elementwise_kernel<128, 4" in each and "CUDAFunctor_add<" in each, added)
-    strided = [copy for run in runs for copy in _list_strided(run)]
-    yield (
-        strided,
-        _add_up(told, lambda each: " at::native::elementwise_kernel" in each and "direct_copy" in each, strided),
-    )
-
-
-def _list_strided(run: KernelRun) -> list[KernelRun]:
-    """Return the strided copy in a kernel, as a run of its own."""
-    if run.name in OF_PARTS:
-        part = run.shapes[0]
-        moved = 2 * prod(part) * run.dtype.itemsize
-        return [KernelRun(f"aten.copy_{STRIDED}", run.dtype, 0, moved, (part, part))]
-    return [run] if run.name.endswith(STRIDED) and not run.name.startswith("aten.add") else []
 
 
 def _add_up(told: Sequence[tuple[str, int, float]], is_one: Any, runs: Sequence[KernelRun]) -> float:

@@ -14,15 +14,15 @@ from svg import circle, line, rectangle, text, write
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from volseg.forecast.candidate import Candidate, Forecast
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.forecast.instances import find_links
-from volseg.forecast.memory_use import MemoryUse
+from volseg.estimate.allocator import MemoryUse
+from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate_list import Freedom, list_candidates, relieve
+from volseg.estimate.estimator import Machine, Planned, forecast_work
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.instances import find_links
+from volseg.estimate.search import choose, judge, search
+from volseg.estimate.work import Batch, Step, Work
 from volseg.models import build_network
-from volseg.parallel.candidates.choosing import choose, judge, search
-from volseg.parallel.candidates.forecasting import Machine, Planned, forecast_work
-from volseg.parallel.candidates.listing import Freedom, list_candidates, relieve
-from volseg.parallel.candidates.work import Batch, Step, Work
 from volseg.workflow import Named
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_loss, build_optimizer

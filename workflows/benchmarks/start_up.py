@@ -70,7 +70,7 @@ import sys
 from volseg.config.loading import load_config
 from volseg.experiment.compiled_kernels import compile_kernels
 from volseg.experiment.data_facts import find_facts
-from volseg.forecast.gpu_kinds import find_kind
+from volseg.estimate.gpu_kinds import find_kind
 config = load_config(sys.argv[1])
 facts = find_facts(config, 1, 3)
 print(compile_kernels(config, find_kind(sys.argv[2]), processes=int(sys.argv[3]), facts=facts).kernels)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from volseg.forecast.following import following
-from volseg.forecast.gpu_kinds import find_kind
-from volseg.forecast.trace import Allocate, Free
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.trace import Allocate, Free
+from volseg.estimate.tracing import tracing
 from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages
 
 HERE = torch.device("cpu")
@@ -33,7 +33,7 @@ def test_messages_hold_what_was_packed():
 
 
 def test_on_a_gpu_messages_stay_in_memory_of_their_own():
-    with following(find_kind("h200")) as followed:
+    with tracing(find_kind("h200")) as followed:
         (gpu,) = followed.devices
         buffers, activation = MessageBuffers(gpu), followed.empty(2, 8, 4, 64, 64)
         for _ in range(3):
@@ -50,7 +50,7 @@ def test_on_a_gpu_messages_stay_in_memory_of_their_own():
 
 
 def test_while_a_graph_is_recorded_messages_come_and_go():
-    with following(find_kind("h200")) as followed:
+    with tracing(find_kind("h200")) as followed:
         messages = Messages(followed.devices[0], None)
         planes = followed.empty(2, 3)
         assert messages.pack(planes).untyped_storage()._cdata != planes.untyped_storage()._cdata

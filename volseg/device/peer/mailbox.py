@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from volseg.device import triton_tiles
+from volseg.device.fake_gpu import has_values, is_gpu, is_recording, note_shared_memory
 from volseg.device.peer.memory import share_memory
-from volseg.device.pretended import is_gpu, is_pretended, is_recording, note_shared_memory
 from volseg.errors import ParallelError
 
 __all__ = ["PATIENCE", "Mailbox"]
@@ -82,7 +82,7 @@ class Mailbox(ABC):
                 "the first exchange between processes came while a CUDA graph was being recorded; run the step once "
                 "before it is recorded"
             )
-        if is_pretended(device):
+        if not has_values(device):
             note_shared_memory(device, cls.size(shards))
             return cls([0] * shards, dist.get_rank(group), device)
         with torch.cuda.device(device):

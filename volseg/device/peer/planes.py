@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from volseg.device.fake_gpu import find_address, is_gpu, is_recording, note_sent
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
 from volseg.device.peer.values import count
-from volseg.device.pretended import find_address, is_gpu, is_recording, note_sent
 from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from volseg.device.fake_gpu import find_address
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
-from volseg.device.pretended import find_address
 from volseg.device.torch_internals import gather_into
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import select_device

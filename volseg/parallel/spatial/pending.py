@@ -60,8 +60,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from volseg.device.fake_gpu import resize_memory
 from volseg.device.norm.activation import Activation
-from volseg.device.pretended import resize_memory
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.recipe import Outline, Recipe
 from volseg.parallel.spatial.transport.halo import Halo, Wait

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from volseg.device.fake_gpu import find_readable, has_values, host_values
 from volseg.device.module_internals import get_buffers, get_parameters
-from volseg.device.pretended import find_readable, host_values, is_pretended
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets, read_layout
 
@@ -52,7 +52,7 @@ def check_alike(net: nn.Module, groups: Sequence[dist.ProcessGroup], device: tor
     """
     _check_structure(net, groups, device, modes=True)
     named = list(_tensors(net))
-    if named and not is_pretended(device):  # there no values can differ
+    if named and has_values(device):  # there no values can differ
         sums = torch.stack([_checksum(tensor).to(device) for _, tensor in named])
         _check(sums, groups, [name for name, _ in named], "hold different values of their network")
 

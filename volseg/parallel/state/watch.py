@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from volseg.device.fake_gpu import find_address
 from volseg.device.module_internals import (
     BACKWARD_HOOKS,
     BACKWARD_PRE_HOOKS,
@@ -29,7 +30,6 @@ from volseg.device.module_internals import (
     PARAMETERS,
     get_modules,
 )
-from volseg.device.pretended import find_address
 from volseg.parallel.state.description import (
     Description,
     Same,

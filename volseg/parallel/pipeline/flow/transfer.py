@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from volseg.device.pretended import find_kept, is_gpu, note_sent
+from volseg.device.fake_gpu import find_kept, is_gpu, note_sent
 from volseg.device.streams import find_current_stream, make_stream, note_use, on_stream
 from volseg.parallel.timeline import find_timeline
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from volseg.device.pretended import is_gpu, is_pretended, move_in_place, read_clock
+from volseg.device.fake_copies import copying_by_clones
+from volseg.device.fake_gpu import has_values, is_gpu, move_in_place, read_clock
 from volseg.device.torch_internals import keep_gpu_busy, pytree, without_overrides
 from volseg.errors import PartitionError, VolsegError
-from volseg.forecast.copying import copying_by_clones
 from volseg.parallel.pipeline.micro_batch import Call, copy_call
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE, Observer, observe
@@ -202,8 +202,8 @@ class Stopwatch(runs.Run):
         self._sends = {number for part in parts for number in part.sends}
         self._parameters = list(net.parameters())
         self._start_clock = _start_device_clock if device.type == "cuda" else _start_host_clock
-        if is_pretended(device):
-            self._start_clock = partial(_start_pretended_clock, device)
+        if not has_values(device):
+            self._start_clock = partial(_start_fake_clock, device)
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._number = 0
         self._segment = 0
@@ -302,7 +302,7 @@ def _start_host_clock() -> Callable[[], float]:
     return lambda: (time.perf_counter() - start) * 1e3
 
 
-def _start_pretended_clock(device: torch.device) -> Callable[[], float]:
+def _start_fake_clock(device: torch.device) -> Callable[[], float]:
     start = read_clock(device)
     return lambda: (read_clock(device) - start) * 1e3
 

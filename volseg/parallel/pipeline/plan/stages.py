@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from volseg.device.pretended import empty_cache, find_pretended, is_gpu
+from volseg.device.fake_gpu import count_free_bytes, empty_cache, is_gpu
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.observe.costs import Measured
 from volseg.parallel.pipeline.plan.balance import (
@@ -161,15 +161,5 @@ def read_memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
     gc.collect()
     for device in devices:
         empty_cache(device)
-    kind = find_pretended()
-    if kind is not None:
-        return [float(kind.memory) / list(devices).count(device) for device in devices]
-    limits = []
-    for device in devices:
-        free, total = torch.cuda.mem_get_info(device)
-        allowed = total * torch.cuda.get_per_process_memory_fraction(device)
-        held = torch.cuda.memory_allocated(device)
-        cached = torch.cuda.memory_reserved(device) - held
-        # A device that is named for several stages is shared by them.
-        limits.append(min(free + cached, allowed - held) / list(devices).count(device))
-    return limits
+    # A device that is named for several stages is shared by them.
+    return [count_free_bytes(device) / list(devices).count(device) for device in devices]

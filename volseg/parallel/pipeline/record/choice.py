@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from volseg.device.fake_gpu import has_values, is_gpu, note_mark, release_cache
 from volseg.device.graph import describe_inputs, describe_plain, read_modes
 from volseg.device.module_internals import get_backward_hooks
-from volseg.device.pretended import find_pretended, is_gpu, note_mark, release_cache
 from volseg.device.record_policy import Kind, Recordings
 from volseg.device.torch_internals import count_dispatch_modes, get_storage_key, pytree
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
@@ -143,10 +143,10 @@ class BatchRecorder:
         self.is_active = record is True or (record == "auto" and has_gpu)
         """Whether batches are recorded at all."""
         recorded = RECORDED if has_gpu else RECORDED[:1]
-        times_eager = record == "auto" and find_pretended() is None
+        times_eager = record == "auto" and has_values()
         self._ways = (EAGER, *recorded) if times_eager else recorded
         # Without a GPU there is nothing to time: the way with most lanes, which holds most, comes first and stays.
-        self._follows = find_pretended() is not None
+        self._follows = not has_values()
         self._modes = count_dispatch_modes() if self._follows else 0
         warm_up = FOLLOWED if self._follows else WARM_UP
         self._recordings = Recordings(BatchKind, warm_up=warm_up, limit=MOST_RECORDINGS, idle=LONG)

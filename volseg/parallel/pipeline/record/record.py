@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from volseg.device.fake_gpu import release_cache
 from volseg.device.graph import undisturbed, without_cached_casts
 from volseg.device.module_internals import NormBase
-from volseg.device.pretended import release_cache
 from volseg.device.torch_internals import add_each_, pytree
 from volseg.parallel.pipeline.flow.placement import Location, Placement
 from volseg.parallel.pipeline.micro_batch import Call

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.pretended import is_gpu, is_pretended
+from volseg.device.fake_gpu import has_values, is_gpu
 from volseg.device.torch_internals import TorchDispatchMode, pytree
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics
@@ -44,7 +44,7 @@ class Rehearsal:
     def find_disagreement(self, replay: Replay, tensors: Sequence[Tensor]) -> str | None:
         """Replay the same batch; say where it differs, or return ``None``."""
         found = replay.forward(tensors, commits=False)
-        if any(is_pretended(output.device) for output in found):  # without values all agree, and memory is taken
+        if not all(has_values(output.device) for output in found):  # without values all agree, and memory is taken
             if self.gradients:
                 replay.backward([_make_cotangent(output) for output in found], len(tensors))
             return None
@@ -87,13 +87,13 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
     """
     devices = [at.device for at in placement.locations]
     drawn, on_host = RandomState(devices), RandomState([], foreign=False)
-    drawing, is_followed = _Drawing(), any(map(is_pretended, devices))
+    drawing, is_traced = _Drawing(), not all(map(has_values, devices))
     try:
         borrowed: dict[Any, Tensor] = {}
         results = []
         for args, kwargs in map(copy_call, calls):
             read = [(tensor, runs.read_version(tensor)) for tensor in runs.find_tensors((args, kwargs))]
-            with drawing if is_followed else nullcontext(), PlacedRun(placement, FrozenStatistics(), borrowed):
+            with drawing if is_traced else nullcontext(), PlacedRun(placement, FrozenStatistics(), borrowed):
                 results.append(net(*args, **kwargs))
             if runs.find_changes(read):
                 raise RecordRefusedError("forward changes its arguments in place")

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from volseg.device.fake_gpu import is_recording
 from volseg.device.module_internals import BACKWARD_HOOKS, POST_ACCUMULATE_GRAD_HOOKS, ConvNd
-from volseg.device.pretended import is_recording
 from volseg.device.torch_internals import find_backward_pass, tree_flatten, tree_unflatten
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from volseg.device.fake_gpu import is_gpu, is_recording
 from volseg.device.layout import DIM
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, small_enough
-from volseg.device.pretended import is_gpu, is_recording
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards

@@ -12,8 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from volseg.device.fake_gpu import is_gpu
 from volseg.device.memory_pool import MemoryPool
-from volseg.device.pretended import is_gpu
 from volseg.device.streams import find_current_stream
 
 __all__ = ["MessageBuffers", "Messages"]

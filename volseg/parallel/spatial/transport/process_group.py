@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from volseg.device.fake_gpu import is_gpu, is_recording
 from volseg.device.first_order import first_order
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
-from volseg.device.pretended import is_gpu, is_recording
 from volseg.device.torch_internals import gather_into
 from volseg.device.triton_tiles import takes
 from volseg.parallel.fixed_order import add_up

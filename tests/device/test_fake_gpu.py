@@ -1,0 +1,89 @@
+"""GPUs that are not there."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from volseg.device import fake_gpu, streams, triton_tiles
+from volseg.device.norm import passes
+from volseg.device.triton_kernels import INSTALLED
+from volseg.errors import ParallelError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str = "a GPU"
+    processors: int = 132
+    capability: tuple[int, int] = (9, 0)
+
+
+class Noting(fake_gpu.Observer):
+    """Keeps the kernels."""
+
+    def __init__(self) -> None:
+        self.noted: list[fake_gpu.NotedKernel] = []
+
+    def on_kernel(self, kernel: fake_gpu.NotedKernel) -> None:
+        self.noted.append(kernel)
+
+
+def test_a_numbered_cpu_is_a_gpu_where_gpus_are_faked() -> None:
+    gpu, host = fake_gpu.fake_device(1), torch.device("cpu")
+    assert not fake_gpu.is_gpu(gpu)
+    with fake_gpu.faking(Gpu()):
+        assert fake_gpu.is_gpu(gpu)
+        assert not fake_gpu.is_gpu(host)
+        assert fake_gpu.count_processors(gpu) == 132
+        assert fake_gpu.count_processors(host) == 1
+        assert fake_gpu.find_capability(gpu) == (9, 0)
+        with pytest.raises(ParallelError, match="already fakes"), fake_gpu.faking(Gpu()):
+            pass
+    assert fake_gpu.has_values(gpu)
+
+
+def test_kernels_are_noted_on_fake_gpus() -> None:
+    observer = Noting()
+    x, scale = torch.zeros(1, 4, 2, 2, 2), torch.ones(1, 4)
+    with fake_gpu.faking(Gpu(), observer):
+        passes.affine(x, scale, scale)
+    (kernel,) = observer.noted
+    assert (kernel.name, kernel.grid) == ("norm.passes._affine_kernel", (1, 4, 1))
+    assert [tensor.shape for tensor in kernel.tensors] == [x.shape, scale.shape, scale.shape, x.shape]
+
+
+@pytest.mark.skipif(INSTALLED, reason="Triton is installed")
+def test_a_kernel_without_triton_says_what_it_needs() -> None:
+    x, scale = torch.zeros(1, 4, 2, 2, 2), torch.ones(1, 4)
+    assert not triton_tiles.available()
+    with pytest.raises(ParallelError, match=r"norm.passes._affine_kernel needs Triton, which is not installed"):
+        passes.affine(x, scale, scale)
+
+
+def test_streams_are_numbered_and_nest() -> None:
+    device = fake_gpu.fake_device(0)
+
+    def find_number() -> int:
+        number: int = streams.find_current_stream(device).number
+        return number
+
+    with fake_gpu.faking(Gpu()):
+        side = streams.make_stream(device)
+        side.wait_stream(streams.find_current_stream(device))
+        with streams.on_stream(side):
+            assert find_number() == 1
+        assert find_number() == 0
+        assert side.record_event().query()
+        assert streams.make_event().query()
+        assert not fake_gpu.is_recording(device)
+        with fake_gpu.fake_recording("step"):
+            assert fake_gpu.is_recording(device)
+            assert fake_gpu.find_recording() == "step"
+
+
+def test_outside_nothing_is_faked() -> None:
+    x: Tensor = torch.zeros(2)
+    assert not fake_gpu.on_gpu(x)
+    assert not fake_gpu.is_recording(x.device)
+    assert fake_gpu.find_recording() == ""

@@ -1,0 +1,231 @@
+"""The model of torch's allocator: sequences worked out by hand from its rules, and what holds for all of them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from volseg.errors import ConfigError, OutOfMemoryError
+from volseg.estimate.allocator import Allocator, AllocatorSettings, find_memory_use
+from volseg.estimate.trace import Allocate, Free, Mark, StepTrace
+
+MIB = 2**20
+EXPANDABLE = AllocatorSettings(expandable_segments=True)
+
+
+def taking(*sizes, settings=None, capacity=None):
+    """Return an allocator that has given out blocks 0, 1, ... of these sizes."""
+    allocator = Allocator(settings, capacity)
+    for name, size in enumerate(sizes):
+        allocator.take(name, size)
+    return allocator
+
+
+@pytest.mark.parametrize(
+    ("sizes", "used", "reserved"),
+    [
+        ([0], 0, 0),
+        ([1], 512, 2 * MIB),
+        ([513], 1024, 2 * MIB),
+        ([MIB], MIB, 2 * MIB),
+        ([MIB, MIB, 512], 2 * MIB + 512, 4 * MIB),
+        ([MIB + 1], MIB + 512, 20 * MIB),
+        ([9 * MIB, 11 * MIB], 20 * MIB, 20 * MIB),
+        # Half a MiB would be left of the segment's second block, which is no block of its own: all of it is in use.
+        ([9 * MIB, 10 * MIB + MIB // 2], 20 * MIB, 20 * MIB),
+        ([9 * MIB, 9 * MIB, 9 * MIB], 27 * MIB, 40 * MIB),
+        ([10 * MIB], 10 * MIB, 10 * MIB),
+        # Of the segment's 12 MiB nearly two are left, which is a block.
+        ([10 * MIB + 1], 10 * MIB + 512, 12 * MIB),
+        # Nearly one is left, which is none.
+        ([13 * MIB + 512], 14 * MIB, 14 * MIB),
+    ],
+)
+def test_sizes_and_segments(sizes, used, reserved):
+    allocator = taking(*sizes)
+    assert (allocator.used, allocator.reserved) == (used, reserved)
+
+
+def test_the_smallest_block_that_is_large_enough_is_divided():
+    allocator = taking(40 * MIB, 30 * MIB, 20 * MIB)
+    for name in range(3):
+        allocator.give_back(name)
+    allocator.take("a", 25 * MIB)  # of the 30, of which 5 are left
+    allocator.take("b", 5 * MIB)
+    assert allocator.reserved == 90 * MIB
+    assert allocator.find_block("b") == (allocator.find_block("a")[0] + 25 * MIB, 5 * MIB)
+
+
+def test_of_equal_blocks_the_one_at_the_lowest_address_is_taken():
+    allocator = taking(30 * MIB, 30 * MIB)
+    first, second = (allocator.find_block(name) for name in range(2))
+    assert second < first, "the driver takes addresses from the top downwards"
+    for order in ((0, 1), (1, 0)):
+        for name in order:
+            allocator.give_back(name)
+        allocator.take(1, 30 * MIB)
+        allocator.take(0, 30 * MIB)
+        assert (allocator.find_block(0), allocator.find_block(1)) == (first, second)
+
+
+def test_free_neighbours_join_and_serve_what_neither_could():
+    allocator = taking(6 * MIB, 6 * MIB, 6 * MIB)
+    allocator.give_back(0)
+    allocator.give_back(2)
+    allocator.take("a", 9 * MIB)
+    assert allocator.reserved == 40 * MIB, "6 and 6 + 2 free MiB are apart"
+    allocator.give_back("a")
+    allocator.give_back(1)
+    allocator.empty_cache()
+    assert allocator.reserved == 0
+
+
+def test_a_divided_segment_stays_as_long_as_a_piece_of_it_is_in_use():
+    allocator = taking(2 * MIB, 2 * MIB)
+    allocator.give_back(0)
+    allocator.empty_cache()
+    assert allocator.reserved == 20 * MIB
+
+
+def test_streams_and_recordings_have_blocks_of_their_own():
+    allocator = taking(30 * MIB)
+    allocator.give_back(0)
+    allocator.take("other stream", 30 * MIB, stream=1)
+    allocator.take("recording", 30 * MIB, owner="step")
+    assert allocator.reserved == 90 * MIB
+    allocator.give_back("recording")
+    allocator.take("recording again", 30 * MIB, owner="step")
+    assert allocator.reserved == 90 * MIB
+    allocator.give_back("recording again")
+    allocator.give_back("other stream")
+    allocator.empty_cache()
+    assert allocator.reserved == 30 * MIB, "a replay writes where the recording's blocks lay"
+
+
+def test_what_is_cached_is_given_back_where_the_device_has_no_more():
+    allocator = taking(60 * MIB, 20 * MIB, capacity=100 * MIB)
+    allocator.give_back(0)
+    allocator.take("more", 80 * MIB)
+    assert (allocator.reserved, allocator.peak_reserved) == (100 * MIB, 100 * MIB)
+
+
+def test_without_room_the_error_says_what_was_asked_for():
+    allocator = taking(60 * MIB, capacity=100 * MIB)
+    with pytest.raises(OutOfMemoryError, match=r"62,914,560 bytes are asked for, and of the device's 104,857,600"):
+        allocator.take("more", 60 * MIB)
+
+
+def test_a_recording_gives_no_cache_back():
+    allocator = taking(60 * MIB, capacity=100 * MIB)
+    allocator.give_back(0)
+    with pytest.raises(OutOfMemoryError):
+        allocator.take("recorded", 60 * MIB, owner="step")
+
+
+def test_a_large_block_is_not_divided_above_the_limit():
+    settings = AllocatorSettings(max_split_size=64 * MIB)
+    allocator = taking(100 * MIB, settings=settings)
+    allocator.give_back(0)
+    allocator.take("small", 30 * MIB)
+    assert allocator.reserved == 130 * MIB, "a block above the limit serves no request below it"
+    allocator.take("nearly as large", 90 * MIB)
+    assert allocator.reserved == 130 * MIB
+    assert allocator.used == 130 * MIB
+    allocator.give_back("nearly as large")
+    allocator.take("much smaller", 70 * MIB)
+    assert allocator.reserved == 200 * MIB
+
+
+def test_an_expandable_segment_grows_by_pages_and_leaves_no_gaps():
+    allocator = taking(30 * MIB, settings=EXPANDABLE)
+    assert allocator.reserved == 40 * MIB
+    allocator.take("more", 30 * MIB)
+    assert allocator.reserved == 60 * MIB, "10 MiB were left of the second page"
+    for name in (0, "more"):
+        allocator.give_back(name)
+    allocator.take("all", 60 * MIB)
+    assert allocator.reserved == 60 * MIB
+    allocator.take("small", 512)
+    assert allocator.reserved == 62 * MIB
+
+
+def test_free_pages_at_the_end_of_an_expandable_segment_are_given_back():
+    allocator = taking(30 * MIB, 50 * MIB, settings=EXPANDABLE)
+    allocator.give_back(1)
+    allocator.empty_cache()
+    assert allocator.reserved == 40 * MIB, "the first block ends in the second page"
+    allocator.take("back", 25 * MIB)
+    assert allocator.reserved == 60 * MIB
+    allocator.give_back(0)
+    allocator.empty_cache()
+    assert allocator.reserved == 60 * MIB, "free pages before a block in use stay"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", AllocatorSettings()),
+        ("expandable_segments:True", EXPANDABLE),
+        ("max_split_size_mb:128, expandable_segments:False", AllocatorSettings(max_split_size=128 * MIB)),
+        ("large_segment_size_mb:64,backend:native", AllocatorSettings(large_segment=64 * MIB)),
+    ],
+)
+def test_settings_are_read(text, expected):
+    assert AllocatorSettings.read(text) == expected
+
+
+@pytest.mark.parametrize("text", ["roundup_power2_divisions:4", "backend:cudaMallocAsync", "max_split_size_mb:much"])
+def test_settings_that_are_not_modelled_are_refused(text):
+    with pytest.raises(ConfigError, match=text.partition(":")[0]):
+        AllocatorSettings.read(text)
+
+
+def test_a_trace_gives_its_peaks_and_where_they_were():
+    events = [Allocate(0, 30 * MIB), Mark("forward"), Allocate(1, 10 * MIB), Mark("backward"), Free(1)]
+    events += [Allocate(2, 40 * MIB), Free(2), Mark("empty_cache"), Mark("optimizer"), Allocate(3, 5 * MIB)]
+    use = find_memory_use(StepTrace(tuple(events)), outside=512 * MIB)
+    assert (use.used, use.reserved, use.peak_in) == (70 * MIB, 80 * MIB, "backward")
+    assert use.total == 592 * MIB
+
+
+def test_a_trace_that_does_not_fit_says_where():
+    events = (Allocate(0, 30 * MIB), Mark("forward"), Allocate(1, 30 * MIB))
+    with pytest.raises(OutOfMemoryError, match=r"out of memory in forward \(event 2 of the trace\)"):
+        find_memory_use(StepTrace(events), capacity=60 * MIB, outside=10 * MIB)
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(1, 64 * MIB) | st.integers(1, 4 * MIB) | st.integers(1, 4096),
+        st.integers(0, 1),
+        st.sampled_from(["", "step"]),
+        st.integers(0, 40) | st.none(),
+    ),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("settings", [None, EXPANDABLE, AllocatorSettings(max_split_size=24 * MIB)])
+@given(requests=REQUESTS)
+def test_whatever_is_asked_for(settings, requests):
+    """Blocks hold what was asked for and never overlap; all that is given back can be returned to the device."""
+    allocator, sizes = Allocator(settings), {}
+    for name, (size, stream, owner, leaving) in enumerate(requests):
+        allocator.take(name, size, stream, owner)
+        sizes[name] = size
+        if leaving in sizes:
+            allocator.give_back(leaving)
+            del sizes[leaving]
+        if size % 5 == 0:
+            allocator.empty_cache()
+        blocks = sorted(allocator.find_block(one) for one in sizes)
+        ends = [address + length for address, length in blocks]
+        assert all(end <= begin for end, (begin, _) in zip(ends, blocks[1:], strict=False))
+        assert all(allocator.find_block(one)[1] >= wanted for one, wanted in sizes.items())
+        assert allocator.used == sum(length for _, length in blocks)
+        assert allocator.used <= allocator.reserved <= allocator.peak_reserved
+    for name in sizes:
+        allocator.give_back(name)
+    allocator.empty_cache()
+    recorded = sum(owner != "" for _, _, owner, _ in requests)
+    assert allocator.used == 0
+    assert (allocator.reserved == 0) == (recorded == 0)

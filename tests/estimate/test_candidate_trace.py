@@ -1,0 +1,498 @@
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from made_up_networks import Apply
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.in_group import in_group
+from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, tree_leaves
+from volseg.errors import NotRecordedError, OutOfMemoryError, ParallelError, UnsupportedOperatorError
+from volseg.estimate import candidate_trace
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.gpu_kinds import find_kind
+from volseg.estimate.single_rank import be_process
+from volseg.estimate.step_time import select_step
+from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, Outside, Sent, StepTrace
+from volseg.estimate.traced_step import TracedStep
+from volseg.estimate.work import Work
+from volseg.parallel import ModelParallel, Spatial
+from volseg.parallel.followed_replicas import _fill_buckets
+from volseg.parallel.recorded_step import RecordedStep
+from volseg.parallel.spatial.transport import halo
+
+GPU = find_kind("h200")
+
+
+def build_small() -> nn.Module:
+    """Channels that no other size of the tests is a multiple of."""
+    return nn.Sequential(
+        nn.Conv3d(1, 6, 3, padding=1),
+        nn.InstanceNorm3d(6),
+        nn.LeakyReLU(inplace=True),
+        nn.Conv3d(6, 10, 3, stride=2, padding=1),
+        nn.BatchNorm3d(10),
+        nn.ReLU(),
+        nn.Conv3d(10, 10, 3, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose3d(10, 6, 2, stride=2),
+        nn.Conv3d(6, 2, 1),
+    )
+
+
+def make_work(build: Callable[[], nn.Module] = build_small, shape: tuple[int, ...] = (4, 1, 32, 16, 16)) -> Work:
+    def build_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
+        def step(batch: Any) -> Tensor:
+            loss = model(batch["image"]).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    return Work(
+        build=build,
+        shape=shape,
+        make_batch=lambda rows, device: {"image": torch.zeros(rows, *shape[1:], device=device)},
+        build_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True),
+        build_step=build_step,
+        precision=torch.float32,
+    )
+
+
+def trace_candidate(work: Work, candidate: Candidate, **options: Any) -> tuple[StepTrace, ...]:
+    # Each kernel takes so long that a pipeline of a small network has work for every stage.
+    return candidate_trace.trace_candidate(work, candidate, GPU, **{"time_kernel": lambda _: 1e-3, **options})
+
+
+def find_peak(trace: StepTrace) -> int:
+    """Count what is held at most, block by block."""
+    held: dict[int, int] = {}
+    most = 0
+    for event in trace.events:
+        if isinstance(event, Allocate):
+            assert event.block not in held
+            held[event.block] = event.size
+        elif isinstance(event, Free):
+            del held[event.block]
+        most = max(most, sum(held.values())) if isinstance(event, Allocate) else most
+    return most
+
+
+def count_sent(trace: StepTrace, kind: str) -> list[int]:
+    return [event.size for event in trace.events if isinstance(event, Sent) and event.kind == kind]
+
+
+def list_marks(trace: StepTrace) -> list[str]:
+    return [event.name for event in trace.events if isinstance(event, Mark)]
+
+
+STEP = ["step", "forward", "loss", "backward", "optimizer", "end"]
+
+
+def test_one_convolution_of_a_slab_holds_its_planes_and_its_halos() -> None:
+    (d, h, w), channels = (64, 16, 16), 6
+    work = make_work(lambda: nn.Conv3d(1, channels, 3, padding=1), shape=(1, 1, d, h, w))
+    whole = trace_candidate(work, Candidate())[0]
+    inner = trace_candidate(work, Candidate(spatial=4))[-1]  # between two others
+    assert inner.device == 1
+
+    def sizes(trace: StepTrace) -> Counter[int]:
+        return Counter(event.size for event in trace.events if isinstance(event, Allocate))
+
+    voxel = 4  # bytes of a float
+    slab = d // 4 * h * w * voxel
+    plane = h * w * voxel
+    assert sizes(whole)[channels * d * h * w * voxel] > 0
+    assert sizes(inner)[channels * slab] > 0  # what it computes
+    assert sizes(inner)[slab + 2 * plane] > 0  # what it reads: its planes, and one of each neighbour
+    # Of the input nothing needs a gradient: only forward sends planes, one each way in each of the two steps.
+    assert count_sent(inner, "halo") == [2 * plane] * 2
+
+
+@pytest.mark.parametrize("candidate", [Candidate(data=2), Candidate(spatial=2), Candidate(data=2, spatial=2)])
+def test_every_gradient_is_sent_once_in_a_step(candidate: Candidate) -> None:
+    (trace,) = trace_candidate(make_work(), candidate)
+    parameters = sum(parameter.numel() for parameter in build_small().parameters())
+    numbers = sum(1 for _ in build_small().parameters())  # one behind each gradient, which tells how it lies in memory
+    sums = (candidate.data > 1) + (candidate.spatial > 1)
+    gradients = [size for size in count_sent(trace, "all_reduce") if size > 1000]
+    assert gradients == [4 * (parameters + numbers)] * sums * 2
+    assert list_marks(trace) == ["placed", *STEP, *STEP]
+
+
+def test_slabs_hold_their_part_of_what_one_gpu_holds() -> None:
+    work = make_work(shape=(1, 1, 128, 32, 32))
+    (one,) = trace_candidate(work, Candidate())
+    (slab,) = trace_candidate(work, Candidate(spatial=4))
+    # A quarter, and of each activation at most three planes of room on both sides of 32 or more.
+    assert 0.25 <= find_peak(slab) / find_peak(one) <= 0.25 * (1 + 6 / 32) + 0.02
+    mailboxes = [event.size for event in slab.events if isinstance(event, Outside)]
+    assert sorted(mailboxes) == [2 * 4 * 8192 * 8, 2 * 2 * 2**20 * 8]  # words for values, and for planes
+
+
+class Counted(TorchDispatchMode):
+    """Counts the bytes of memory that a real step holds at most, by storages that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[Any, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self.alive[get_storage_key(storage)] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return result
+
+
+def count_real_step(checkpoint: Any) -> int:
+    """Return the bytes at most of one process's part of a step on the CPU."""
+    torch.manual_seed(0)
+    model = ModelParallel(build_small(), strategy=Spatial(axes="D", checkpoint=checkpoint))
+    batch = torch.ones(2, 1, 32, 16, 16)
+    model(batch).float().square().mean().backward()
+    most = []
+    for _ in range(5):  # gloo's threads let go of a message when they come to it: the least is what the step holds
+        with Counted() as counted:
+            model(batch).float().square().mean().backward()
+        most.append(counted.most)
+    return min(most)
+
+
+@pytest.mark.parametrize("checkpoint", [None, "all"])
+def test_a_lone_process_holds_what_each_of_a_real_group_holds(checkpoint: Any) -> None:
+    real = in_group(4, count_real_step, checkpoint)
+    for rank, wanted in enumerate(real):
+        with be_process(rank, 4, lambda _: None):
+            assert count_real_step(checkpoint) == wanted
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_every_stage_has_its_own_parameters_and_sends_what_the_next_one_reads(stages: int) -> None:
+    traces = trace_candidate(make_work(), Candidate(pipeline=stages, split_size=2))
+    assert [trace.device for trace in traces] == list(range(stages))
+    assert all(list_marks(trace).count("step") == 2 for trace in traces)
+    ran = [{event.name for event in trace.events if isinstance(event, KernelRun)} for trace in traces]
+    used = [number for number, names in enumerate(ran) if "aten.convolution" in names]
+    assert len(used) >= 2
+    assert used[0] == 0
+    assert all(sum(count_sent(traces[number], "copy")) > 0 for number in used)
+
+
+def test_a_pipeline_that_is_cut_by_hand_is_followed_with_that_cut() -> None:
+    traces = trace_candidate(make_work(), Candidate(pipeline=2, split_size=2, cuts=("8",)))
+    counts = [
+        sum(isinstance(event, KernelRun) and event.name == "aten.convolution" for event in select_step(trace.events))
+        for trace in traces
+    ]
+    assert counts == [2 * 3, 2 * 2]  # two micro-batches; the last two layers have a convolution each
+
+
+def count_held(trace: StepTrace) -> int:
+    """Count the bytes that are held at the end of the last step."""
+    last = [place for place, event in enumerate(trace.events) if event == Mark("end")][-1]
+    freed = {event.block for event in trace.events[:last] if isinstance(event, Free)}
+    return sum(event.size for event in trace.events[:last] if isinstance(event, Allocate) and event.block not in freed)
+
+
+def list_pools(trace: StepTrace) -> set[str]:
+    return {event.pool for event in trace.events if isinstance(event, Allocate) and event.pool}
+
+
+def test_a_recorded_pipeline_has_memory_of_its_own_for_each_lane() -> None:
+    """Of what is tried where there are GPUs, that with most lanes is followed; the steps after it run no kernel."""
+    candidate = Candidate(pipeline=2, split_size=1, recorded=True)
+    traces = trace_candidate(make_work(), candidate)
+    assert traces == trace_candidate(make_work(), candidate)
+    for trace in traces:
+        assert list_pools(trace) == {"recording 0, lane 0", "recording 0, lane 1"}
+        last = [place for place, event in enumerate(trace.events) if event == Mark("step")][-1]
+        names = {event.name for event in trace.events[last:] if isinstance(event, KernelRun)}
+        assert "aten.convolution" not in names
+        timed = {event.name for event in select_step(trace.events) if isinstance(event, KernelRun)}
+        assert "aten.convolution" in timed
+        eager = trace_candidate(make_work(), Candidate(pipeline=2, split_size=1))[trace.device]
+        assert count_held(trace) > count_held(eager)  # received, landed and copied: for good
+
+
+def test_a_pipeline_that_draws_random_numbers_is_recorded_in_one_lane() -> None:
+    work = make_work(lambda: nn.Sequential(*list(build_small())[:3], nn.Dropout(), *list(build_small())[3:]))
+    for trace in trace_candidate(work, Candidate(pipeline=2, split_size=1, recorded=True)):
+        assert len(list_pools(trace)) == 1
+
+
+def list_steps(trace: StepTrace) -> list[Counter[Any]]:
+    """Return what memory each step asks for, and its kernels."""
+    found: list[Counter[Any]] = []
+    for event in trace.events:
+        if event == Mark("step"):
+            found.append(Counter())
+        elif found and isinstance(event, Allocate):
+            found[-1][event.size, event.stream] += 1
+        elif found and isinstance(event, KernelRun):
+            found[-1][event] += 1
+    return found
+
+
+def test_smaller_micro_batches_take_no_more_memory() -> None:
+    peaks = [
+        sum(map(find_peak, trace_candidate(make_work(), Candidate(pipeline=2, split_size=size)))) for size in (1, 2)
+    ]
+    assert peaks == sorted(peaks)
+
+
+def test_slabs_on_gpus_of_one_process_have_a_trace_each() -> None:
+    traces = trace_candidate(make_work(), Candidate(spatial=2), one_process=True)
+    assert [trace.device for trace in traces] == [0, 1]
+    assert all(find_peak(trace) > 0 for trace in traces)
+    assert find_peak(traces[0]) < find_peak(trace_candidate(make_work(), Candidate(kernels="torch"))[0])
+
+
+def test_a_recorded_step_of_a_group_has_memory_of_its_own() -> None:
+    (trace,) = trace_candidate(make_work(), Candidate(spatial=2, recorded=True))
+    marks = list_marks(trace)
+    assert marks.count("step") == 4
+    assert marks.index("empty_cache") < marks.index("record") < marks.index("replay")
+    pools = {event.pool for event in trace.events if isinstance(event, Allocate)}
+    assert len(pools) == 2
+    assert "" in pools
+
+
+def test_gradients_are_summed_on_a_stream_of_their_own() -> None:
+    """Autograd puts a node's backward on the stream of its forward only where streams are real."""
+    (trace,) = trace_candidate(make_work(), Candidate(spatial=2))
+    streams = {event.stream for event in trace.events if isinstance(event, Allocate)}
+    assert len(streams) == 2
+    parameters = sum(parameter.numel() * 4 for parameter in build_small().parameters())
+    aside = max(event.size for event in trace.events if isinstance(event, Allocate) and event.stream)
+    assert 0 < aside < 2 * parameters  # one bucket, its parts at addresses that kernels like
+
+
+class Attending(nn.Module):
+    """Layers of attention between convolutions: each voxel attends to all, of a volume or of a window."""
+
+    def __init__(self, window: int, layers: int = 2) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(1, 32, 1), nn.Conv3d(32, 2, 1)
+        self.layers = nn.ModuleList(nn.Linear(32, 96) for _ in range(layers))
+        self.window = window
+        self.bias = nn.Parameter(torch.zeros(2, window, window)) if window else None
+
+    def forward(self, image: Tensor) -> Tensor:
+        with torch.autocast(image.device.type, torch.bfloat16):
+            return self.attend(image)
+
+    def attend(self, image: Tensor) -> Tensor:
+        x = self.first(image).flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            rows = x.reshape(-1, self.window or x.shape[1], 32)
+            q, k, v = layer(rows).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+            scores = q @ k.transpose(-2, -1) * 0.25
+            weights = (scores if self.bias is None else scores + self.bias).softmax(-1).to(v.dtype)
+            x = x + (weights @ v).transpose(1, 2).reshape(x.shape)
+        result: Tensor = self.last(x.transpose(1, 2).reshape(image.shape[0], 32, *image.shape[2:]))
+        return result
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_attention_over_slabs_has_the_kernels_and_no_more_memory_than_on_one_gpu(window: int) -> None:
+    """Twice the volume on twice the GPUs: tokens meet twice as many keys, and no matrix of scores is written."""
+    small, twice = (make_work(lambda: Attending(window), (1, 1, depth, 8, 8)) for depth in (32, 64))
+    (one,) = trace_candidate(small, Candidate(kernels="fast"))
+    (slab,) = trace_candidate(twice, Candidate(spatial=2))
+    names = [
+        Counter(event.name for event in select_step(trace.events) if isinstance(event, KernelRun))
+        for trace in (one, slab)
+    ]
+    ours = {name: count for name, count in names[0].items() if name.startswith("attention_kernels.")}
+    assert len(ours) == (4 if window else 3)
+    assert ours.items() <= names[1].items()
+    assert not [name for name in names[1] if "bmm" in name or "softmax" in name]
+    # Keys and values of all in place of one's own, and of a message: 8 of their size in each layer.
+    keys = 0 if window else 2 * 4096 * 32 * 2
+    assert find_peak(slab) <= 1.1 * find_peak(one) + 8 * keys
+    messages = [event for event in select_step(slab.events) if isinstance(event, Sent) and event.kind == "halo"]
+    assert len(messages) == (0 if window else 2 * 2)
+
+
+def test_planes_are_sent_from_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one volume they lie in its activation as they travel, and that waited for NCCL: 40 GB for 7 that were used."""
+    sizes = []
+    exchange = dist.batch_isend_irecv
+
+    def note(operations: list[dist.P2POp]) -> list[dist.Work]:
+        sizes.extend((each.tensor.nbytes, each.tensor.untyped_storage().nbytes()) for each in operations)
+        return exchange(operations)
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", note)
+    monkeypatch.setattr(halo, "EAGER_LIMIT", 0)  # no mailbox: they go by messages
+    trace_candidate(make_work(shape=(1, 1, 32, 16, 16)), Candidate(spatial=2))
+    assert sizes
+    assert all(moved == held for moved, held in sizes)
+
+
+def test_a_recorded_step_with_the_kernels_of_torch_is_replayed() -> None:
+    """Hooks that held what notes the step stopped the recording; its pool was there, and the step ran beside it."""
+    (trace,) = trace_candidate(make_work(), Candidate(kernels="torch", recorded=True))
+    marks = list_marks(trace)
+    assert marks[-3:] == ["step", "replay", "end"]
+    assert marks.count("forward") == candidate_trace.NUM_STEPS + 1  # the recording has one
+
+
+def test_a_step_that_would_not_be_recorded_is_refused() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.layer = nn.Conv3d(1, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.layer(x)
+
+    with pytest.raises(ParallelError, match=r"would not be recorded: .*calls from 2 to 3 in Python"):
+        trace_candidate(make_work(Counts), Candidate(kernels="torch", recorded=True))
+
+
+class Drops(nn.Module):
+    """A block that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.drop = nn.Conv3d(1, 6, 3, padding=1), nn.Dropout3d(0.3)
+        self.again, self.head = nn.Conv3d(6, 6, 3, padding=1), nn.Conv3d(6, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.again(self.drop(self.wide(x))).relu())
+
+
+@pytest.mark.parametrize("candidate", [Candidate(checkpoint="all"), Candidate(data=2, checkpoint="all")])
+def test_what_a_recording_would_refuse_is_foreseen_by_the_first_forward_pass(
+    candidate: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = make_work(lambda: nn.Sequential(Drops()))
+    candidate = replace(candidate, kernels="fast", recorded=True)
+    marks: list[str] = []
+    mark = TracedStep.mark
+    monkeypatch.setattr(TracedStep, "mark", lambda self, name: (marks.append(name), mark(self, name))[1])
+    told, begun = [], []
+    for foreseen in (True, False):
+        if not foreseen:
+            monkeypatch.setattr(RecordedStep, "foresee_refusal", lambda _: None)
+        marks.clear()
+        with pytest.raises(NotRecordedError, match=r"the recomputed block .* draws random numbers") as raised:
+            trace_candidate(work, candidate)
+        told.append(str(raised.value))
+        begun.append(marks.count("forward"))
+    # The attempt itself begins with one, and the step runs as it is then.
+    assert begun == [1, candidate_trace.NUM_STEPS + 2]
+    assert told[1].startswith(told[0])
+    # Given up at its tensors it is told as it was asked for.
+    marks.clear()
+    monkeypatch.undo()
+    with pytest.raises(OutOfMemoryError):
+        trace_candidate(work, candidate, fits=1 << 12)
+
+
+def test_nothing_is_really_allocated() -> None:
+    work = make_work(lambda: nn.Conv3d(1, 64, 3, padding=1), shape=(1, 1, 2048, 2048, 1024))
+    (trace,) = trace_candidate(work, Candidate(spatial=2))
+    assert find_peak(trace) > 2**38
+
+
+def test_the_strategy_refuses_in_its_own_words() -> None:
+    sorts = make_work(lambda: nn.Sequential(nn.Conv3d(1, 2, 1), Apply(lambda x: torch.linalg.inv(x))))
+    with pytest.raises(UnsupportedOperatorError, match=r"inv.* has no sharded form"):
+        trace_candidate(sorts, Candidate(spatial=2))
+    with pytest.raises(ParallelError, match="8 replicas share a batch of 4"):
+        trace_candidate(make_work(), Candidate(data=8))
+    with pytest.raises(ParallelError, match=r"\(4, 1, 2, 2, 2\) are too thin to be cut into 4 slabs"):
+        trace_candidate(make_work(shape=(4, 1, 2, 2, 2)), Candidate(spatial=4))
+    with pytest.raises(ParallelError, match="2 slabs and a network in 2 stages"):
+        trace_candidate(make_work(), Candidate(spatial=2, pipeline=2))
+    with pytest.raises(ParallelError, match="is a BatchNorm3d, which takes the statistics of a whole batch"):
+        trace_candidate(make_work(), Candidate(data=2, pipeline=2))
+    with pytest.raises(NotRecordedError, match="DistributedDataParallel sums by hooks"):
+        trace_candidate(make_work(build_without_batch_norm), Candidate(data=2, pipeline=2, recorded=True))
+
+
+def build_without_batch_norm() -> nn.Module:
+    net = build_small()
+    net[4] = nn.InstanceNorm3d(10)
+    return net
+
+
+@pytest.mark.parametrize("rows", [(8, 4), (7, 4), (4, 2)])
+def test_a_replica_of_a_pipeline_is_a_pipeline_and_buckets(rows: tuple[int, int]) -> None:
+    """The one with the most rows; of what it holds besides, the gradients' buckets are all that stays."""
+    batch, own = rows
+    build = build_without_batch_norm
+    replica = trace_candidate(make_work(build, (batch, 1, 32, 16, 16)), Candidate(data=2, pipeline=2, split_size=1))
+    alone = trace_candidate(make_work(build, (own, 1, 32, 16, 16)), Candidate(pipeline=2, split_size=1))
+    assert len(replica) == len(alone) == 2
+    parameters = sum(parameter.nbytes for parameter in build().parameters())
+    summed = [count_sent(trace, "all_reduce") for trace in replica]
+    assert sum(map(sum, summed)) == 2 * parameters, "each gradient once in each of two steps"
+    outputs = own * 2 * 32 * 16 * 16 * 4
+    for trace, single, sent in zip(replica, alone, summed, strict=True):
+        buckets, more = sum(sent) // 2, find_peak(trace) - find_peak(single)
+        assert buckets > 0
+        assert buckets <= more <= 3 * buckets + outputs, "buckets, multiplied gradients, and a copy of what it returns"
+        assert count_sent(single, "all_reduce") == []
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 2, "spatial": 2}])
+def test_of_unequal_replicas_the_one_with_the_most_rows_is_followed(mesh: dict[str, int]) -> None:
+    """The first one was, which has the fewest: three samples on two GPUs were forecast as one on each."""
+    uneven, even, small = (
+        find_peak(trace_candidate(make_work(shape=(batch, 1, 32, 16, 16)), Candidate(**mesh))[0]) for batch in (3, 4, 2)
+    )
+    assert small < uneven == even
+
+
+def build_wide() -> nn.Module:
+    sizes = [8, 600, 300, 2000, 3000, 1000, 700]
+    return nn.Sequential(*(nn.Linear(given, made) for given, made in pairwise(sizes)))
+
+
+def collect_buckets() -> list[int]:
+    """Return the bytes that the real one sums at a time, in the order in which it does."""
+    wrapped = nn.parallel.DistributedDataParallel(build_wide(), broadcast_buffers=False, find_unused_parameters=True)
+    found = []
+
+    def take(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        del state
+        found.append(bucket.buffer().nbytes)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    wrapped.register_comm_hook(None, take)
+    wrapped(torch.ones(2, 8)).sum().backward()
+    return found
+
+
+def test_buckets_are_those_of_torch() -> None:
+    real = in_group(2, collect_buckets)[0]
+    followed = [
+        sum(parameter.nbytes for parameter in bucket) for bucket in _fill_buckets(list(build_wide().parameters()))
+    ]
+    assert len(followed) > 2
+    assert sorted(followed) == sorted(real)
+
+
+def test_the_same_is_followed_twice() -> None:
+    one, two = (trace_candidate(make_work(), Candidate(spatial=2)) for _ in range(2))
+    assert one == two

@@ -1,0 +1,77 @@
+"""Machines that can be rented."""
+
+import pytest
+
+from volseg.errors import ConfigError
+from volseg.estimate.gpu_kinds import KINDS, find_kind
+from volseg.estimate.instances import INSTANCES, find_instance
+from volseg.estimate.trace import Sent
+
+
+def test_the_table_is_complete_and_consistent() -> None:
+    wanted = {"p3.2xlarge", "p3.8xlarge", "p3.16xlarge", "p3dn.24xlarge", "p4d.24xlarge", "p5.48xlarge"}
+    assert wanted <= set(INSTANCES)
+    assert {"g5", "g6"} <= {name.split(".")[0] for name in INSTANCES}
+    for name, instance in INSTANCES.items():
+        assert instance.name == name
+        assert instance.gpu in KINDS.values()
+        assert instance.num_gpus in (1, 4, 8)
+        assert instance.links.bandwidth > 0
+        assert instance.links.source
+        assert (instance.num_gpus == 1) == (instance.links.kind == "one GPU")
+        assert "2026" in instance.price_source
+        assert "us-east-1" in instance.price_source
+        assert instance.price_per_hour is None or 0.3 < instance.price_per_hour < 100
+        # A message of a megabyte takes longer than one of a byte, and nobody sends to nobody.
+        if instance.num_gpus > 1:
+            assert instance.links.seconds(Sent("copy", 2**20, 2)) > instance.links.seconds(Sent("copy", 1, 2)) > 0
+
+
+def test_more_gpus_of_a_family_cost_more() -> None:
+    p3 = [INSTANCES[name] for name in ("p3.2xlarge", "p3.8xlarge", "p3.16xlarge", "p3dn.24xlarge")]
+    prices = [instance.price_per_hour for instance in p3]
+    assert prices == sorted(prices)
+    assert [instance.num_gpus for instance in p3] == [1, 4, 8, 8]
+
+
+def test_names_are_found_however_they_are_written() -> None:
+    assert find_instance(" P3.8xlarge ").num_gpus == 4
+    assert find_kind("V100-16") is KINDS["v100-16"]
+    assert find_kind("nvidia h200") is KINDS["h200"]
+
+
+def test_an_unknown_machine_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'p3.4xlarge'; the nearest are p3\.\d+xlarge.*number of GPUs"):
+        find_instance("p3.4xlarge")
+    with pytest.raises(ConfigError, match=r"'frobnicate'; the nearest are p3\.2xlarge"):
+        find_instance("frobnicate")
+
+
+@pytest.mark.parametrize("family", ["p3dn", "p4d", " P4de", "p5", "p5e", "p5en"])
+def test_a_family_of_one_machine_stands_for_it(family: str) -> None:
+    assert find_instance(family).name.split(".")[0] == family.strip().lower()
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("p3", 3), ("g4dn", 2), ("g5", 8), ("g6", 8)])
+def test_a_family_of_several_machines_is_refused_with_all_of_them(family: str, sizes: int) -> None:
+    with pytest.raises(ConfigError, match=rf"'{family}' is a family of {sizes} machines: name one of") as told:
+        find_instance(family)
+    named = [name for name in INSTANCES if name.startswith(f"{family}.")]
+    assert len(named) == sizes
+    assert all(name in str(told.value) for name in named)
+
+
+def test_a_size_that_a_family_has_not_is_no_other_size_of_it() -> None:
+    with pytest.raises(ConfigError, match=r"'p4d\.12xlarge'; the nearest are .*p4d\.24xlarge"):
+        find_instance("p4d.12xlarge")
+
+
+def test_an_unknown_gpu_names_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"'v100'.*known are h200.*did you mean v100-16 or v100-32\?"):
+        find_kind("v100")
+
+
+def test_a_v100_has_no_bfloat16_and_no_tf32() -> None:
+    assert not KINDS["v100-16"].takes_bfloat16()
+    assert not KINDS["v100-16"].has_tf32
+    assert KINDS["a10g"].takes_bfloat16()

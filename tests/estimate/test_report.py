@@ -1,0 +1,142 @@
+"""The table and the JSON of a plan, on constructed forecasts."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from volseg.estimate.allocator import MemoryUse
+from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.report import (
+    CandidateRow,
+    LargestRow,
+    PlanReport,
+    build_row,
+    build_skipped_row,
+    format_table,
+    format_volumes,
+)
+from volseg.estimate.search import Skipped
+
+GIB = 2**30
+
+
+def make_rows(price=12.24):
+    memory = MemoryUse(used=3 * GIB, reserved=4 * GIB, outside=GIB // 2, peak_in="backward")
+    runs = Forecast(candidate=Candidate(data=4, kernels="torch"), memory=memory, seconds=0.25)
+    alone = Forecast(candidate=Candidate(), memory=memory, seconds=1.0, refused="needs 4.5 GiB, and there are 4.0 GiB")
+    cannot = Forecast(candidate=Candidate(spatial=4), refused="fft has no sharded form")
+    slower = Skipped(candidate=Candidate(pipeline=4, split_size=2, kernels="torch"), least_seconds=0.4)
+    epoch = {"steps_per_epoch": 250, "price_per_hour": price}
+    return [
+        build_row(alone, chosen=False, **epoch),
+        build_row(runs, chosen=True, **epoch),
+        build_row(cannot, chosen=False, **epoch),
+        build_skipped_row(slower),
+    ]
+
+
+def make_report(**changed):
+    fields = {
+        "network": "VNet",
+        "shape": (8, 1, 32, 48, 32),
+        "precision": "float16",
+        "gpu": "V100",
+        "num_gpus": 4,
+        "gpu_bytes": 16 * GIB,
+        "reserve_bytes": 0,
+        "rates": "published",
+        "candidates": tuple(make_rows()),
+        "fits": True,
+        "why": "data: 4 is the fastest",
+    }
+    return PlanReport(**{**fields, **changed})
+
+
+def test_the_table_marks_what_is_chosen_and_what_does_not_run():
+    assert format_table(make_rows()) == "\n".join(
+        [
+            "| parallel          | used | reserved |      step |   epoch | $/epoch |",
+            "|-------------------|------|----------|-----------|---------|---------|",
+            "| x one GPU         | 3.00 |     4.50 |    1.00 s | 4.2 min |    0.85 |",
+            "| > data 4          | 3.00 |     4.50 |    250 ms | 1.0 min |   0.213 |",
+            "| x spatial 4       |      |          |   refused |         |         |",
+            "|   pipeline 4 by 2 |      |          | >= 400 ms |         |         |",
+        ]
+    )
+
+
+def test_each_gpu_has_its_row_in_json():
+    uses = tuple(MemoryUse(used=gib, reserved=2 * gib, outside=1, peak_in="") for gib in (5, 3))
+    forecast = Forecast(candidate=Candidate(pipeline=2), memory=uses[0], devices=uses, seconds=1.0)
+    row = build_row(forecast, chosen=True, steps_per_epoch=None, price_per_hour=None)
+    assert [(each.used_bytes, each.reserved_bytes) for each in row.devices] == [(5, 10), (3, 6)]
+
+
+def test_there_is_no_column_of_prices_without_one():
+    assert "$" not in format_table(make_rows(price=None))
+
+
+def test_the_table_is_ascii_of_80_columns_whatever_it_holds():
+    memory = MemoryUse(used=130 * GIB, reserved=139 * GIB, outside=GIB, peak_in="backward")
+    rows = [
+        build_row(
+            Forecast(
+                candidate=Candidate(data=16, spatial=16, checkpoint="all", kernels=kernels), memory=memory, seconds=99.9
+            ),
+            chosen=False,
+            steps_per_epoch=10_000,
+            price_per_hour=98.32,
+        )
+        for kernels in ("fast", "torch")
+    ]
+    lines = format_table(rows).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\n".join(lines).isascii()
+    assert any("fast" in line for line in lines), "two of one name are told apart"
+
+
+def test_json_validates_against_its_schema_and_comes_back_the_same():
+    report = make_report()
+    text = report.model_dump_json()
+    assert PlanReport.model_validate_json(text) == report
+    schema = PlanReport.model_json_schema()
+    assert schema["additionalProperties"] is False
+    assert set(json.loads(text)) == set(schema["properties"])
+    row = schema["$defs"]["CandidateRow"]
+    assert all(set(each) == set(row["properties"]) for each in json.loads(text)["candidates"])
+
+
+@pytest.mark.parametrize(
+    "changed", [{"rates": "guessed"}, {"gpu_bytes": -1}, {"surplus": 1}, {"candidates": ({"name": "one GPU"},)}]
+)
+def test_what_the_schema_does_not_know_is_refused(changed):
+    with pytest.raises(ValidationError):
+        make_report(**changed)
+
+
+def test_every_row_says_what_state_it_is_in():
+    states = [(row.state, row.step_seconds, row.least_step_seconds, row.refused) for row in make_rows()]
+    assert states == [
+        ("refused", 1.0, None, "needs 4.5 GiB, and there are 4.0 GiB"),
+        ("chosen", 0.25, None, None),
+        ("refused", None, None, "fft has no sharded form"),
+        ("slower", None, 0.4, None),
+    ]
+    assert all(isinstance(row, CandidateRow) for row in make_rows())
+
+
+def test_largest_volumes_are_tabulated():
+    rows = [
+        LargestRow(
+            name="one GPU",
+            aspect=(1, 1, 1),
+            sides=(96, 96, 96),
+            next_sides=(112, 112, 112),
+            total_bytes=15 * GIB,
+        ),
+        LargestRow(name="spatial: 4", aspect=(32, 48, 32), sides=None, next_sides=None, total_bytes=None),
+    ]
+    table = format_volumes(rows)
+    assert "| one GPU    | cube  | 96x96x96 | 15.00 | 112x112x112 |" in table
+    assert "| spatial: 4 | patch |     none |       |             |" in table

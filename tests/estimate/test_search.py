@@ -1,0 +1,213 @@
+"""The choice, on constructed forecasts."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from volseg.estimate.allocator import MemoryUse
+from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate_list import Freedom, list_candidates, relieve
+from volseg.estimate.search import choose, find_bound, guess_least, judge, search
+
+GIB = 2**30
+
+
+def forecast(seconds=1.0, gib=1.0, refused=None, **candidate):
+    memory = MemoryUse(used=int(gib * GIB), reserved=int(gib * GIB), outside=0, peak_in="backward")
+    return Forecast(candidate=Candidate(**candidate), memory=memory, seconds=seconds, refused=refused)
+
+
+def test_the_fastest_that_fits_is_chosen_and_compared():
+    forecasts = [
+        forecast(1.0, 8),
+        forecast(0.2, 30, refused="needs 30.0 GiB, and there are 16.0 GiB", spatial=4),
+        forecast(0.3, 4, data=4),
+        forecast(0.4, 4, pipeline=4, split_size=1),
+    ]
+    chosen, why = choose(forecasts)
+    assert chosen is forecasts[2]
+    assert why == (
+        "data: 4 is the fastest that fits: 300 ms per step, 3.3 times one GPU; pipeline: 4, split_size: 1 takes 400 ms "
+        "(4.0 GiB of each GPU)"
+    )
+
+
+def test_one_gpu_is_chosen_where_several_are_slower():
+    chosen, why = choose([forecast(0.01), forecast(0.02, data=2)])
+    assert chosen is not None
+    assert chosen.candidate.num_gpus == 1
+    assert why == "one GPU is the fastest that fits: 10 ms per step; data: 2 takes 20 ms (1.0 GiB of each GPU)"
+
+
+def test_of_equally_fast_ones_fewer_gpus_are_taken_and_then_replicas():
+    chosen, _ = choose([forecast(1.0, spatial=4), forecast(1.0, data=4), forecast(1.0, data=2)])
+    assert chosen is not None
+    assert (chosen.candidate.data, chosen.candidate.num_gpus) == (2, 2)
+    chosen, _ = choose([forecast(1.0, pipeline=4, split_size=1), forecast(1.0, spatial=4), forecast(1.0, data=4)])
+    assert chosen is not None
+    assert chosen.candidate.data == 4
+
+
+def test_kernels_are_named_where_nothing_else_differs():
+    _, why = choose([forecast(1.0, kernels="fast"), forecast(2.0, kernels="torch")])
+    assert "one GPU, torch kernels takes 2.00 s" in why
+
+
+def test_the_only_one_says_so():
+    assert choose([forecast(1.0, 3)])[1] == "one GPU is the only one that runs (3.0 GiB of each GPU)"
+
+
+def test_where_nothing_fits_the_least_is_told():
+    forecasts = [judge(forecast(gib=40), 16 * GIB), judge(forecast(gib=20, spatial=2), 16 * GIB)]
+    chosen, why = choose(forecasts)
+    assert chosen is None
+    assert why == "nothing fits; the least is spatial: 2, which needs 20.0 GiB, and there are 16.0 GiB"
+
+
+def test_where_nothing_runs_the_first_refusal_is_told():
+    refused = Forecast(candidate=Candidate(), refused="no form for fft")
+    assert choose([refused]) == (None, "nothing runs: one GPU: no form for fft")
+
+
+def test_what_comes_so_near_to_all_memory_that_it_may_not_fit_is_chosen_where_nothing_else_runs():
+    near, sure = forecast(0.2, 15.5, spatial=2), forecast(0.3, 14, spatial=2, checkpoint="all")
+    chosen, why = choose([near, sure], 16 * GIB)
+    assert chosen is sure
+    assert "is the fastest that surely fits: 300 ms" in why
+    assert "spatial: 2 takes 200 ms and 15.5 GiB of each GPU, so near to all of it that it may not fit (14.0" in why
+    chosen, why = choose([near, judge(forecast(0.3, 17), 16 * GIB)], 16 * GIB)
+    assert chosen is near
+    assert why.endswith("(15.5 GiB of each GPU, so near to all of it that it may not fit)")
+    assert choose([near, sure])[0] is near, "without a limit all are sure"
+
+
+def test_what_may_not_fit_is_relieved_and_bounds_nothing():
+    """A step of 15.5 of 16 GiB was out of memory on GPUs: what recomputes is slower, and is looked for all the same."""
+    cost = {None: (0.2, 15.5), "all": (0.3, 6)}
+
+    def follow(candidate):
+        seconds, gib = cost[candidate.checkpoint]
+        return forecast(seconds, gib, **vars(candidate))
+
+    found = search([Candidate()], follow, 16 * GIB, 1, lambda _: [Candidate(checkpoint="all")])
+    assert found.chosen is not None
+    assert found.chosen.candidate.checkpoint == "all"
+    roomy = search([Candidate()], follow, 20 * GIB, 1, lambda _: [Candidate(checkpoint="all")])
+    assert [each.candidate.checkpoint for each in roomy.forecasts] == [None], "nothing to relieve"
+
+
+@pytest.mark.parametrize(("needed", "fits"), [(16 * GIB, True), (16 * GIB + 1, False)])
+def test_what_needs_all_the_memory_fits(needed, fits):
+    memory = MemoryUse(used=1, reserved=needed - 1, outside=1, peak_in="step")
+    assert judge(Forecast(candidate=Candidate(), memory=memory, seconds=1.0), 16 * GIB).runs is fits
+
+
+def test_a_pipeline_is_bound_by_filling_it():
+    known = [forecast(1.0, kernels="torch")]
+    bound = partial(find_bound, known=known, batch_size=8)
+    # 8 rounds, and 3 until all 4 stages work, each of a quarter of an eighth.
+    assert bound(Candidate(pipeline=4, split_size=1, kernels="torch")) == pytest.approx(11 / 8 / 4)
+    assert bound(Candidate(data=4, kernels="torch")) == pytest.approx(1 / 4)
+    assert bound(Candidate(spatial=4, kernels="fast")) == 0, "other kernels may be faster"
+
+
+seconds = st.floats(0.01, 10)
+
+
+@given(
+    data=st.data(),
+    num_gpus=st.sampled_from([1, 2, 4, 8]),
+    batch=st.integers(1, 9),
+    kernels=st.sampled_from([("torch",), ("fast",)]),
+    capacity=st.integers(1, 40),
+)
+def test_what_is_not_followed_would_not_have_won(data, num_gpus, batch, kernels, capacity):
+    """On any costs that keep the bounds, the search chooses as if everything had been followed.
+
+    Recomputation is for what does not fit, so other kernels that it needs are no faster here than it is slower.
+    """
+    free = Freedom(kernels=kernels)
+    candidates = list_candidates(num_gpus, batch, (64, 64, 64), free)
+    fast = data.draw(seconds, label="fast")
+    alone = {"fast": fast, "torch": fast * data.draw(st.floats(0.1, 1.3), label="torch / fast")}
+    extra = data.draw(st.dictionaries(st.integers(0, 40), st.floats(1, 3), max_size=20))
+    levels = {None: 0, 1: 1, 2: 2, 3: 3, "all": 4, "tiled": 5}
+    followed = []
+
+    def follow(candidate):
+        followed.append(candidate)
+        return cost(candidate)
+
+    def time_plain(candidate):
+        """Without recomputation: one GPU's time as drawn, all others no less than it and larger pieces allow."""
+        alone_candidate = Candidate(kernels=candidate.kernels, recorded=candidate.recorded)
+        if candidate == alone_candidate:
+            return alone[candidate.kernels]
+        known = [Forecast(candidate=alone_candidate, seconds=alone[candidate.kernels])]
+        if candidate.pipeline > 1 and candidate.split_size * 2 * candidate.data < batch:
+            larger = replace(candidate, split_size=candidate.split_size * 2)
+            known.append(Forecast(candidate=larger, seconds=time_plain(larger)))
+        return find_bound(candidate, known, batch) * extra.get(number_of(candidate), 1.0)
+
+    def cost(candidate):
+        recomputed = 1 + 0.3 * levels[candidate.checkpoint]
+        gib = 60 / candidate.num_gpus * extra.get(40 - number_of(candidate), 1.0) / recomputed
+        return forecast(time_plain(replace(candidate, checkpoint=None)) * recomputed, gib, **vars(candidate))
+
+    def number_of(candidate):
+        return (candidate.data * 5 + candidate.spatial * 3 + candidate.pipeline + (candidate.split_size or 0)) % 41
+
+    def relieved(candidate):
+        return relieve(candidate, free)
+
+    found = search(candidates, follow, capacity * GIB, batch, relieved)
+    num_followed = len(followed)
+    thorough = search(candidates, follow, capacity * GIB, batch, relieved, thorough=True)
+    assert num_followed == len(found.forecasts)
+    assert thorough.skipped == ()
+    assert (found.chosen is None) == (thorough.chosen is None)
+    if found.chosen is not None:
+        assert found.chosen.seconds == thorough.chosen.seconds
+
+    def give_up(candidate):
+        whole = judge(cost(candidate), capacity * GIB)
+        if whole.runs or candidate.num_gpus == 1 or extra.get(40 - number_of(candidate), 1.0) > 1.5:
+            return whole  # not everything is known early not to fit
+        return Forecast(candidate=candidate, refused="needs more", more_than=capacity * GIB)
+
+    early = search(candidates, give_up, capacity * GIB, batch, relieved)
+    assert early.chosen == found.chosen
+
+
+def test_where_ways_were_given_up_none_is_said_to_be_the_least():
+    forecasts = [
+        judge(forecast(gib=40), 16 * GIB),
+        Forecast(candidate=Candidate(data=2), refused="needs more", more_than=16 * GIB),
+        Forecast(candidate=Candidate(data=2, checkpoint="all"), refused="needs more", more_than=16 * GIB),
+        Forecast(candidate=Candidate(spatial=2, checkpoint="all"), refused="needs more", more_than=16 * GIB),
+    ]
+    assert choose(forecasts)[1] == "nothing fits: one GPU needs 40.0 GiB, and there are 16.0 GiB"
+    assert guess_least(forecasts) == Candidate(data=2, checkpoint="all")
+    assert guess_least(forecasts[:1]) is None
+
+
+def test_smaller_micro_batches_save_what_the_pipeline_is_not_full():
+    pipeline = Candidate(pipeline=2, split_size=16, kernels="torch", recorded=True)
+    known = [Forecast(candidate=pipeline, seconds=3.0)]
+    # Of 2 rounds and 1 to fill it, 32 and 1 remain; never more than before.
+    assert find_bound(replace(pipeline, split_size=1), known, 32) == pytest.approx(3.0 * (33 / 32) / (3 / 2))
+    assert find_bound(replace(pipeline, split_size=32), known, 32) == 0, "larger kernels may be faster"
+    assert find_bound(replace(pipeline, split_size=1, pipeline=4), known, 32) == 0
+
+
+def test_python_bounds_a_pipeline_by_the_micro_batches_that_it_starts():
+    eager = Forecast(candidate=Candidate(kernels="torch"), seconds=0.01, host_seconds=3.0, host_forward_seconds=1.0)
+    pipeline = Candidate(pipeline=4, split_size=2, kernels="torch")
+    assert find_bound(pipeline, [eager], 8) == 2 + 4 * 2.4
+    larger = Forecast(candidate=pipeline, seconds=9.0, host_seconds=9.0, host_forward_seconds=5.0)
+    assert find_bound(replace(pipeline, split_size=1), [larger], 8) == 9
+    assert find_bound(replace(pipeline, split_size=4), [larger], 8) == 0
+    assert find_bound(replace(pipeline, recorded=True), [eager], 8) == 0

@@ -1,0 +1,305 @@
+"""Measure a GPU of this machine once: how far its kernels are from what its figures say, and what Python takes.
+
+A few operators of every kind are timed, and each kind gets one factor: measured seconds over estimated ones. The table
+of the H200 says how kernels of different shapes compare with each other, which the factor leaves as it is. An operator
+is captured several times in one CUDA graph and timed by events around a replay, so that the time Python needs to start
+it does not count.
+"""
+
+import gc
+import json
+import logging
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from volseg.device import triton_tiles
+from volseg.device.gpus import count_gpus
+from volseg.device.graph import Graph
+from volseg.device.norm import passes
+from volseg.errors import ConfigError
+from volseg.estimate.gpu_kinds import KINDS, GpuKind, name_group, read_host_rates
+from volseg.estimate.operator_work import describe_kernel, list_tensors
+from volseg.files import replacing
+
+__all__ = [
+    "calibrate",
+    "describe_kind",
+    "describe_machine",
+    "find_file",
+    "measure_factors",
+    "measure_host",
+    "read_calibration",
+    "record",
+    "time_calls",
+    "time_once",
+]
+
+logger = logging.getLogger(__name__)
+
+VERSION = 2
+"""Of the file's form."""
+
+WANTED_S, LONGEST_S = 0.002, 0.1
+"""Seconds of kernels in a recording, long beside the start of a replay; and of one that is not recorded."""
+
+MOST_CALLS, MOST_REPLAYS = 100, 5
+
+aten = torch.ops.aten
+
+CONVOLUTIONS = ((32, 64, 3), (64, 32, 3), (128, 16, 3), (256, 8, 3), (16, 64, 5), (64, 16, 5), (64, 32, 1))
+"""Channels in and out, sides of the volume and of the kernel."""
+
+VOLUMES = ((32, 64), (32, 128), (128, 32))
+"""Channels and side of what passes over memory are timed on."""
+
+PRODUCTS = ((4096, 4096, 4096), (117_649, 48, 192), (2744, 192, 768))
+"""Rows, inner and columns of matrix products."""
+
+Call = tuple[Any, tuple[Any, ...]]
+"""An operator and its arguments."""
+
+
+def calibrate(device: torch.device, folder: str | Path | None = None) -> GpuKind:
+    """Return this GPU with its own rates, which are measured unless they have been, with this version of torch.
+
+    Parameters
+    ----------
+    device
+        A GPU that nobody else uses meanwhile.
+    folder
+        Where rates are kept: by default ``volseg/rates`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``.
+
+    Raises
+    ------
+    ConfigError
+        If the device is no GPU.
+    """
+    if device.type != "cuda":
+        raise ConfigError(f"only a GPU can be measured, got {device}; name a kind of GPU or a machine instead")
+    machine = describe_machine(device)
+    file = find_file(machine["gpu"], machine["torch"], folder)
+    stored = read_calibration(file, machine)
+    if stored is None:
+        logger.warning("measuring %s, once, for about half a minute", machine["gpu"])
+        stored = {"version": VERSION, "machine": machine, "host": measure_host(device)}
+        stored["factors"] = measure_factors(_find_base(machine), device)
+        with replacing(file) as partial_file:
+            partial_file.write_text(json.dumps(stored), encoding="utf-8")
+    return describe_kind(stored)
+
+
+def find_file(gpu: str, version: str, folder: str | Path | None = None) -> Path:
+    """Return where the rates of a GPU and a version of torch are kept."""
+    if folder is None:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        folder = os.path.join(home, "volseg", "rates")
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{gpu}-torch-{version}")
+    return Path(folder, f"{name}.json")
+
+
+def read_calibration(file: Path, machine: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what is kept of a machine; None, with a warning that says why, where it has to be measured anew."""
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as fault:
+        logger.warning("%s cannot be read (%s): the GPU is measured anew", file, fault)
+        return None
+    if not isinstance(stored, dict) or stored.get("version") != VERSION:
+        found = stored.get("version") if isinstance(stored, dict) else type(stored).__name__
+        logger.warning("%s is of form %s, and this is form %s: the GPU is measured anew", file, found, VERSION)
+        return None
+    told = stored.get("machine", {})
+    if differs := [key for key in ("gpu", "torch", "cudnn") if told.get(key) != machine[key]]:
+        words = ", ".join(f"{key} {told.get(key)} instead of {machine[key]}" for key in differs)
+        logger.warning("%s is of another machine (%s): the GPU is measured anew", file, words)
+        return None
+    return dict(stored)
+
+
+def describe_kind(stored: Mapping[str, Any]) -> GpuKind:
+    """Return the kind of GPU that was measured."""
+    machine = stored["machine"]
+    return replace(
+        _find_base(machine),
+        memory=machine["total_memory"],
+        source=f"measured here on {machine['date']} with torch {machine['torch']}",
+        factors=stored["factors"],
+        host=read_host_rates(stored["host"]),
+    )
+
+
+def _find_base(machine: Mapping[str, Any]) -> GpuKind:
+    """Return the kind that factors refer to; of a GPU that is not known, an H200 of as many multiprocessors."""
+    known = next((kind for kind in KINDS.values() if kind.name == machine["gpu"]), None)
+    like = known or replace(KINDS["h200"], name=machine["gpu"], capability=tuple(machine["capability"]), measured=False)
+    return replace(like, processors=machine["processors"])
+
+
+def measure_factors(base: GpuKind, device: torch.device) -> dict[str, float]:
+    """Return by group of kernels (`name_group`) how many times as long they take as a kind of GPU is said to."""
+    found: dict[str, list[float]] = {}
+    dtypes = torch.bfloat16 if base.takes_bfloat16() else torch.float16, torch.float32
+    with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):
+        for dtype in dtypes:
+            for make in (_make_convolutions, _make_passes, _make_products):
+                for operator, args in make(dtype, device):
+                    out = operator(*args)
+                    run = describe_kernel(operator, args, {}, list_tensors(args), out, 0)
+                    assert run is not None
+                    seconds = time_calls(partial(operator, *args), stream)
+                    found.setdefault(name_group(run), []).append(seconds / base.seconds(run))
+    return {group: statistics.median(factors) for group, factors in found.items()}
+
+
+def _draw(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return noise: zeros would let matrix units run at a higher clock."""
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+def _make_convolutions(dtype: torch.dtype, device: torch.device) -> list[Call]:
+    calls: list[Call] = []
+    for channels, side, kernel in CONVOLUTIONS:
+        for layout in (torch.contiguous_format, torch.channels_last_3d):
+            slab = _draw(device, dtype, 1, channels, side, side, side).to(memory_format=layout)
+            weight = _draw(device, dtype, channels, channels, kernel, kernel, kernel).to(memory_format=layout)
+            settings = [1] * 3, [kernel // 2] * 3, [1] * 3, False, [0] * 3, 1
+            calls.append((aten.convolution.default, (slab, weight, None, *settings)))
+            back = (slab, slab, weight, None, *settings, [True, True, False])
+            calls.append((aten.convolution_backward.default, back))
+    return calls
+
+
+def _make_passes(dtype: torch.dtype, device: torch.device) -> list[Call]:
+    calls: list[Call] = []
+    for channels, side in VOLUMES:
+        x = _draw(device, dtype, 1, channels, side, side, side)
+        calls += [(aten.add.Tensor, (x, x.clone())), (aten.clone.default, (x,)), (aten.leaky_relu.default, (x,))]
+    return calls
+
+
+def _make_products(dtype: torch.dtype, device: torch.device) -> list[Call]:
+    return [
+        (aten.mm.default, (_draw(device, dtype, rows, inner), _draw(device, dtype, inner, columns)))
+        for rows, inner, columns in PRODUCTS
+    ]
+
+
+def time_once(call: Callable[[], object]) -> float:
+    """Return the device's seconds for a call on the current stream."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def record(call: Callable[[], object], count: int, stream: torch.cuda.Stream) -> Graph:
+    """Return a recording of some calls, on a stream on which the call has run: libraries keep workspaces per stream."""
+    torch.cuda.synchronize()
+    collects = gc.isenabled()
+    gc.disable()  # graphs and events that go while another graph is recorded would break it
+    graph = Graph(stream)
+    graph.begin()
+    try:
+        for _ in range(count):
+            call()
+    finally:
+        graph.end()
+        if collects:
+            gc.enable()
+    return graph
+
+
+def time_calls(call: Callable[[], object], stream: torch.cuda.Stream) -> float:
+    """Return seconds of a call's kernels, without the host's share; ``stream`` is the current one."""
+    call()
+    first = min(time_once(call) for _ in range(2))
+    if first > LONGEST_S:
+        return first
+    count = max(1, min(MOST_CALLS, round(WANTED_S / first)))
+    graph = record(call, count, stream)
+    graph.replay()
+    replays = max(1, min(MOST_REPLAYS, round(LONGEST_S / (first * count))))
+    seconds = statistics.median(time_once(graph.replay) for _ in range(replays)) / count
+    graph.release()
+    return seconds
+
+
+def _time_host(call: Callable[[], object], count: int = 200) -> float:
+    """Return the host's seconds per call, without waiting for the device between calls."""
+    for _ in range(20):
+        call()
+    found = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        found.append((time.perf_counter() - start) / count)
+    torch.cuda.synchronize()
+    return statistics.median(found)
+
+
+def measure_host(device: torch.device) -> dict[str, float]:
+    """Return seconds of the host per operator of an eager step, and of the device per kernel of a replayed one.
+
+    ``forward`` and ``backward`` of ``convolution``, ``norm`` and ``pointwise`` with autograd, in a network's modules;
+    ``triton`` for a kernel of our own; ``operator`` without autograd; ``graph`` for the gap between replayed kernels.
+    """
+    with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):
+        x = torch.randn(1, 8, 4, 4, 4, device=device, requires_grad=True)
+        found = {}
+        for name, module in _list_modules(device).items():
+            chain, ones = nn.Sequential(*[module] * 10), torch.ones_like(x)
+            forward = _time_host(partial(chain, x), 20) / 10
+            both = _time_host(partial(_go_back, chain, x, ones), 20) / 10
+            found[f"{name} forward"], found[f"{name} backward"] = forward, both - forward
+        plain, scale = torch.randn(1, 8, 4, 4, 4, device=device), torch.ones(1, 8, device=device)
+        found["operator"] = _time_host(lambda: plain.add_(1))
+        found["triton"] = _time_host(lambda: passes.affine(plain, scale, scale)) if triton_tiles.available() else 0.0
+        graph = record(lambda: plain.add_(1), 1000, stream)
+        graph.replay()
+        found["graph"] = statistics.median(time_once(graph.replay) for _ in range(5)) / 1000
+        found["replay"] = _time_host(record(lambda: plain.add_(1), 1, stream).replay, 100)
+    return found
+
+
+def _list_modules(device: torch.device) -> dict[str, nn.Module]:
+    return {
+        "convolution": nn.Conv3d(8, 8, 3, padding=1, device=device),
+        "norm": nn.InstanceNorm3d(8, affine=True, device=device),
+        "pointwise": nn.LeakyReLU(),
+    }
+
+
+def _go_back(chain: nn.Module, x: Tensor, gradient: Tensor) -> None:
+    chain(x).backward(gradient)
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return the GPU and the versions that measured rates belong to."""
+    told = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": told.name,
+        "capability": [told.major, told.minor],
+        "processors": told.multi_processor_count,
+        "total_memory": told.total_memory,
+        "gpus": count_gpus(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }

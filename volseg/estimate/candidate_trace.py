@@ -1,0 +1,337 @@
+"""Follow a candidate without a GPU, by the strategy that would run it.
+
+The strategies' own code runs: slabs and halos, stages and micro-batches, sums of gradients. Where several processes
+would work together, one is followed by itself (``lone_process``), the one that needs most; where one process has
+several GPUs, all of them are.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from volseg.device.fake_gpu import GpuLike, host_values, note_mark
+from volseg.errors import NotRecordedError, ParallelError
+from volseg.estimate.candidate import Candidate
+from volseg.estimate.gpu_kinds import GpuKind
+from volseg.estimate.pipeline_order import Pace, order_by_threads, repeat_last_step
+from volseg.estimate.single_rank import Exchange, be_process
+from volseg.estimate.trace import KernelRun, StepTrace
+from volseg.estimate.tracing import TracedStep, tracing
+from volseg.estimate.work import Batch, Work
+from volseg.parallel.batches import from_slab, slab_shape
+from volseg.parallel.data_parallel import DataParallel
+from volseg.parallel.fast_kernels import FastKernels
+from volseg.parallel.mesh import Mesh, join_mesh
+from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.pipeline import Pipeline
+from volseg.parallel.recorded_step import RecordedStep
+from volseg.parallel.replicas import Replicas
+from volseg.parallel.spatial import ShardedVolume, Spatial
+
+__all__ = ["trace_candidate"]
+
+NUM_STEPS = 2
+"""Steps that are run as they are: the first makes the optimizer's state and the mailboxes, the second finds them."""
+
+TimeKernel = Callable[[KernelRun], float]
+
+Follow = Callable[[int, TimeKernel], AbstractContextManager[TracedStep]]
+"""Begins to follow so many GPUs."""
+
+
+def trace_candidate(
+    work: Work,
+    candidate: Candidate,
+    gpu: GpuLike,
+    *,
+    time_kernel: TimeKernel | None = None,
+    one_process: bool = False,
+    pace: Pace | None = None,
+    limit: int | None = None,
+    fits: int | None = None,
+) -> tuple[StepTrace, ...]:
+    """Return what each GPU of a candidate is asked for, or each that differs from the others.
+
+    Parameters
+    ----------
+    work : Work
+        The step.
+    candidate : Candidate
+        Who computes what of it.
+    gpu : GpuKind
+        The kind of GPU.
+    time_kernel : callable, optional
+        Says how many seconds a kernel takes: a pipeline is cut by it. By default the kind of GPU says so.
+    one_process : bool
+        Whether the slabs lie on GPUs of one process, and not each on that of its own.
+    pace : Pace, optional
+        By which a pipeline's requests come in the order in which its threads make them; see ``order_by_threads``.
+    limit : int, optional
+        Bytes of tensors on a GPU, above which nothing is followed any further.
+    fits : int, optional
+        Bytes of tensors that a GPU can hold; see ``tracing``.
+
+    Raises
+    ------
+    OutOfMemoryError
+        If a GPU would hold more than the limit, or than fits.
+    VolsegError
+        If the strategy refuses the network or the batch, in its own words.
+    """
+    _check(work, candidate)
+    follow = partial(tracing, gpu, limit=limit, fits=fits)
+    # Of what is given up at its tensors alone it is told whether it was to be recorded: that is followed as it was.
+    foreseen = fits is None
+    time_kernel = time_kernel or (gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly)
+    if candidate.num_gpus == 1 or candidate.pipeline > 1 or one_process:
+        return _follow_in_one_process(work, candidate, follow, time_kernel, pace, foreseen)
+    # The last replica has the most rows, where they differ.
+    first = (candidate.data - 1) * candidate.spatial
+    ranks = [first + shard for shard in _list_shards(candidate, max(work.sides))]
+    return tuple(_follow_process(work, candidate, follow, rank, time_kernel, foreseen) for rank in ranks)
+
+
+def _check(work: Work, candidate: Candidate) -> None:
+    if candidate.data > work.batch_size:
+        raise ParallelError(
+            f"{candidate.data} replicas share a batch of {work.batch_size}; take a batch of {candidate.data} samples "
+            "or more, or fewer replicas"
+        )
+    if candidate.spatial > 1 and candidate.pipeline > 1:
+        raise ParallelError(
+            f"volumes in {candidate.spatial} slabs and a network in {candidate.pipeline} stages: a model is cut in one "
+            "way; leave out one of them"
+        )
+
+
+EVEN = 16
+"""Planes of each slab that are a multiple of this stay alike down to a network's coarsest levels."""
+
+
+def _list_shards(candidate: Candidate, side: int) -> list[int]:
+    """Return the processes of a replica to follow: one between two others, and the first, with the planes left over."""
+    if candidate.spatial < 3:
+        return [0]
+    return [1] if side % (EVEN * candidate.spatial) == 0 else [0, 1]
+
+
+def _time_roughly(run: KernelRun) -> float:
+    """Return the seconds of a kernel by what an ordinary GPU of these years does at best; only their ratio counts."""
+    return max(run.flops / 200e12, run.bytes_moved / 2e12) + 5e-6
+
+
+def _follow_in_one_process(
+    work: Work,
+    candidate: Candidate,
+    follow: Follow,
+    time_kernel: TimeKernel,
+    pace: Pace | None,
+    foreseen: bool,
+) -> tuple[StepTrace, ...]:
+    num_devices = candidate.num_gpus // candidate.data
+    if candidate.data > 1 and candidate.recorded:
+        raise NotRecordedError("stages whose gradients DistributedDataParallel sums by hooks are not recorded")
+    with follow(num_devices, time_kernel) as followed, ExitStack() as group:
+        mesh = None
+        if candidate.data > 1:
+            note = partial(_note_exchange, followed)
+            group.enter_context(be_process(candidate.data - 1, candidate.data, note, followed.devices[0]))
+            mesh = join_mesh(candidate.data, 1)
+        model = _place(_build(work, followed), candidate, followed.devices, mesh)
+        rows = _count_rows(work, None if mesh is None else mesh.replicas())
+        make_batch = partial(work.make_batch, rows, followed.devices[0])
+        recorded, is_pipeline = candidate.recorded, candidate.pipeline > 1
+        _run(
+            work,
+            model,
+            make_batch,
+            followed,
+            recorded=recorded and candidate.num_gpus == 1,
+            records_itself=recorded and is_pipeline,
+            foreseen=foreseen,
+        )
+    if pace is None or candidate.pipeline == 1:
+        return followed.traces()
+    return order_by_threads(repeat_last_step(followed.list_issued()), num_devices, pace)
+
+
+def _follow_process(
+    work: Work,
+    candidate: Candidate,
+    follow: Follow,
+    rank: int,
+    time_kernel: TimeKernel,
+    foreseen: bool,
+) -> StepTrace:
+    """Follow one process of a mesh of replicas and shards."""
+    with follow(1, time_kernel) as followed:
+        (device,) = followed.devices
+        note = partial(_note_exchange, followed)
+        with be_process(rank, candidate.num_gpus, note, device):
+            mesh = join_mesh(candidate.data, candidate.spatial)
+            model = _place(_build(work, followed), candidate, [device], mesh)
+            rows = _count_rows(work, mesh.replicas() if candidate.data > 1 else None)
+            make_batch = partial(_make_batch, work, model, rows, device, candidate)
+            _run(work, model, make_batch, followed, recorded=candidate.recorded, foreseen=foreseen)
+    (trace,) = followed.traces()
+    return StepTrace(trace.events, rank % candidate.spatial)
+
+
+def _build(work: Work, followed: TracedStep) -> nn.Module:
+    """Return the network without values; it is built with values first, as some read them where they are built."""
+    with host_values():
+        net = work.build()
+    copied: nn.Module = followed.copy(net)
+    return copied
+
+
+def _note_exchange(followed: TracedStep, exchange: Exchange) -> None:
+    """Put down what this process sends: where the others do as it does, what it receives they send."""
+    kinds = {"send": "halo", "receive": None}
+    kind = kinds.get(exchange.kind, exchange.kind)
+    if kind is not None and exchange.device in followed.devices:
+        followed.on_sent(exchange.device, kind, exchange.num_bytes, exchange.processes)
+
+
+def _count_rows(work: Work, replicas: Replicas | None) -> int:
+    """Return the samples of this process."""
+    if replicas is None:
+        return work.batch_size
+    return sum(share.rows.stop - share.rows.start for share in replicas.shares(work.batch_size))
+
+
+def _place(net: nn.Module, candidate: Candidate, devices: list[torch.device], mesh: Mesh | None = None) -> nn.Module:
+    """Return the network where the candidate has it."""
+    model: nn.Module
+    if candidate.pipeline > 1:
+        options = Pipeline(split_size=candidate.split_size or "auto", cuts=candidate.cuts, record=candidate.recorded)
+        staged = ModelParallel(net.to(devices[0]), strategy=options, devices=devices)
+        return staged if mesh is None else DataParallel(staged, mesh.replicas())
+    cut = Spatial(checkpoint=candidate.checkpoint)
+    if candidate.spatial > 1 and mesh is not None:
+        model = ModelParallel(net, strategy=cut, mesh=mesh.spatial_group)
+    elif candidate.spatial > 1 or candidate.checkpoint is not None:
+        model = ModelParallel(net, strategy=cut, devices=devices)
+    else:
+        model = FastKernels(net, devices[0]) if candidate.kernels == "fast" else net.to(devices[0])
+    return model if mesh is None or candidate.data == 1 else DataParallel(model, mesh.replicas())
+
+
+def _make_batch(work: Work, model: nn.Module, rows: int, device: torch.device, candidate: Candidate) -> Batch:
+    """Return this process's part of a batch: its slabs, which another process has read and sent."""
+    if candidate.spatial == 1:
+        return work.make_batch(rows, device)
+    assert isinstance(model, ModelParallel)
+    read = work.make_batch(rows, torch.device("cpu"))
+    return {name: _take_slab(model, field, device) for name, field in read.items()}
+
+
+def _take_slab(model: ModelParallel, field: Any, device: torch.device) -> Any:
+    if not isinstance(field, Tensor):
+        return field
+    if field.ndim not in (4, 5):
+        return field.to(device)
+    if model.strategy.volumes.dims_of(field.shape) is None:
+        raise ParallelError(
+            f"volumes of shape {tuple(field.shape)} are too thin to be cut into "
+            f"{model.strategy.volumes.communicator.num_shards} slabs; take fewer"
+        )
+    slab = torch.empty(slab_shape(model, field.shape), dtype=field.dtype, device=device)
+    return from_slab(model, slab, field.shape)
+
+
+def _run(
+    work: Work,
+    model: nn.Module,
+    make_batch: Callable[[], Batch],
+    followed: TracedStep,
+    *,
+    recorded: bool,
+    records_itself: bool = False,
+    foreseen: bool = False,
+) -> None:
+    """Train on the same batch, as the training loop does; a pipeline records its stages by itself.
+
+    Where refusals are to be ``foreseen`` a step ends with its first forward pass if that shows that it cannot be
+    recorded: the attempt, two steps later, would say the same.
+    """
+    model.train()
+    batch = make_batch()
+    followed.mark("placed")
+    optimizer = work.build_optimizer(model)
+    step: Callable[[Batch], Any] = work.build_step(model, optimizer)
+    num_steps = NUM_STEPS
+    if recorded:  # one more records, and another one replays
+        step, num_steps = RecordedStep(model, step, warm_up=NUM_STEPS, optimizer=optimizer), NUM_STEPS + 2
+        followed.listen(partial(_refuse_early, step) if foreseen else None)
+    elif records_itself:
+        num_steps = NUM_STEPS + 2
+    handles = [optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))]
+    with _marked(model):
+        for _ in range(num_steps):
+            followed.mark("step")
+            result = step(batch)
+            del result
+            followed.mark("end")
+            if isinstance(step, RecordedStep) and step.refused is not None:
+                raise NotRecordedError(f"the step would not be recorded: {step.refused}")
+    for handle in handles:
+        handle.remove()
+    # A model that several processes share is validated by calls of the leader, which nobody follows here.
+    if work.validate is not None and not (isinstance(model, ModelParallel) and model.strategy.is_shared):
+        # Beside what the training keeps: its cache can be used again, a recording's memory cannot.
+        followed.mark("validate")
+        work.validate(model)
+
+
+def _refuse_early(step: RecordedStep, mark: str) -> None:
+    """Refuse a step that would not be recorded, once a forward pass has shown it."""
+    refused = step.foresee_refusal() if mark == "loss" else None
+    if refused is not None:
+        raise NotRecordedError(f"the step would not be recorded: {refused}")
+
+
+@contextmanager
+def _marked(model: nn.Module) -> Iterator[None]:
+    """Say where forward, loss and backward begin.
+
+    The hooks hold nothing: a recorded step watches what the network's hooks could read.
+    """
+    handles = [model.register_forward_pre_hook(_begin_forward), model.register_forward_hook(_end_forward)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _begin_forward(module: nn.Module, args: Any) -> None:  # noqa: ARG001 (a hook's signature)
+    note_mark("forward")
+
+
+def _end_forward(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (a hook's signature)
+    note_mark("loss")
+    is_over = False
+
+    def turn(gradient: Tensor) -> None:  # noqa: ARG001 (a hook's signature)
+        nonlocal is_over
+        if not is_over:
+            note_mark("backward")
+        is_over = True
+
+    for tensor in _list_tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(turn)
+
+
+def _list_tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, ShardedVolume):
+        return list(output.slabs)
+    if isinstance(output, Tensor):
+        return [output]
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return [tensor for value in values for tensor in _list_tensors(value)]

@@ -1,0 +1,144 @@
+"""The values of small tensors that a step makes of numbers: class weights and lists of dims, which losses look at.
+
+A step that is followed has no values, and one that looks at some cannot be followed. What somebody writes down as
+numbers has values all the same: ``FocalLoss`` asks in every call whether one of its class weights is negative, and
+most of MONAI's losses sum over ``torch.arange(2, 5).tolist()``. So what is made of numbers and of such tensors alone,
+by operators that ask, convert or choose, is computed beside, on the host.
+
+Torch does the like for single numbers (``FakeTensor.constant``), as long as they stay on the host.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from volseg.device.fake_internals import FakeTensor
+from volseg.device.torch_internals import get_schema, get_storage_key, without_dispatch
+from volseg.estimate.operator_work import list_tensors
+
+__all__ = ["ConstantValues"]
+
+aten = torch.ops.aten
+
+MOST = 256
+"""Elements of a tensor whose values are kept: as many as classes, or channels."""
+
+MADE = frozenset({aten.lift_fresh, aten.lift, aten.lift_fresh_copy})
+"""What makes a tensor of numbers."""
+
+COUNTED = frozenset({aten.arange, aten.full, aten.zeros, aten.ones, aten.linspace, aten.scalar_tensor, aten.eye})
+"""What makes a tensor by a rule."""
+
+ASKING = frozenset(
+    {
+        *(aten._to_copy, aten.clone),
+        *(aten.lt, aten.le, aten.gt, aten.ge, aten.eq, aten.ne, aten.isnan, aten.isinf, aten.isfinite),
+        *(aten.logical_not, aten.logical_and, aten.logical_or, aten.abs),
+        *(aten.any, aten.all, aten.min, aten.max, aten.sum),
+        *(aten.unbind, aten.select, aten.slice, aten.view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.expand),
+        *(aten.detach, aten.alias, aten.stack, aten.cat),
+    }
+)
+"""Operators by which code asks: with new results, or views of what they are given."""
+
+
+class ConstantValues:
+    """Which tensors of a step have values, and what they are."""
+
+    def __init__(self) -> None:
+        self._known: Any = WeakTensorKeyDictionary()
+        self._memory: set[int] = set()
+        """Of all tensors that were ever known, by its key: what is changed besides, which is most, changes none."""
+
+    def read(self, tensor: Tensor) -> Any:
+        """Return the value of a tensor of one element; None where it is not known."""
+        value = self._known.get(tensor)
+        if value is None:
+            return None
+        with without_dispatch():
+            return value.item()
+
+    def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Put down what an operator did: a tensor that was made of numbers, asked about, or changed."""
+        meaning = _meanings.get(id(function)) or _find_meaning(function)
+        if meaning is Meaning.OTHER:
+            return
+        if meaning is Meaning.MADE:
+            if not isinstance(args[0], FakeTensor):
+                self._keep(out, args[0])
+            return
+        if meaning is Meaning.COUNTED:
+            if isinstance(out, FakeTensor) and out.numel() <= MOST:
+                self._compute(function, args, kwargs, out)
+            return
+        if not self._known:
+            return
+        if meaning is Meaning.CHANGING:
+            self._forget(list_tensors((args, kwargs)))
+        elif self._are_known(list_tensors((args, kwargs))):
+            self._compute(function, args, kwargs, out)
+
+    def _are_known(self, tensors: Sequence[Tensor]) -> bool:
+        # Few are as small as what is known; to ask the table makes a reference of torch's, which takes as long as all
+        # else here.
+        return bool(tensors) and all(tensor.numel() <= MOST and tensor in self._known for tensor in tensors)
+
+    def _forget(self, tensors: Sequence[Tensor]) -> None:
+        """Know nothing any more of tensors that may have been changed, nor of what shares their memory."""
+        changed = {get_storage_key(tensor.untyped_storage()) for tensor in tensors if isinstance(tensor, FakeTensor)}
+        if changed.isdisjoint(self._memory):
+            return
+        for tensor in list(self._known):
+            if get_storage_key(tensor.untyped_storage()) in changed:
+                del self._known[tensor]
+
+    def _compute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        on_host = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        with without_dispatch():
+            computed = function(*self._fill(args), **self._fill(on_host))
+        for tensor, value in zip(list_tensors(out), list_tensors(computed), strict=True):
+            self._keep(tensor, value)
+
+    def _fill(self, values: Any) -> Any:
+        """Return an operator's arguments with the values of the tensors among them."""
+        if isinstance(values, Tensor):
+            return self._known[values]
+        if isinstance(values, dict):
+            return {name: self._fill(value) for name, value in values.items()}
+        return type(values)(map(self._fill, values)) if isinstance(values, list | tuple) else values
+
+    def _keep(self, tensor: Any, value: Any) -> None:
+        if isinstance(tensor, FakeTensor) and isinstance(value, Tensor) and value.numel() <= MOST:
+            self._known[tensor] = value
+            self._memory.add(get_storage_key(tensor.untyped_storage()))
+
+
+class Meaning(Enum):
+    """What an operator means to known values."""
+
+    MADE, COUNTED, CHANGING, ASKING, OTHER = range(5)
+
+
+_meanings: dict[int, Meaning] = {}
+"""By what ``id`` says of an operator: its hash is Python of torch's, and every operator of a step comes by here."""
+
+_operators: list[Any] = []
+"""Those operators, whose numbers no others get while they are here."""
+
+
+def _find_meaning(function: Any) -> Meaning:
+    packet = function.overloadpacket
+    if packet in MADE:
+        meaning = Meaning.MADE
+    elif packet in COUNTED:
+        meaning = Meaning.COUNTED
+    elif get_schema(function).is_mutable:
+        meaning = Meaning.CHANGING
+    else:
+        meaning = Meaning.ASKING if packet in ASKING else Meaning.OTHER
+    _operators.append(function)
+    return _meanings.setdefault(id(function), meaning)

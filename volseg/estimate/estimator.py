@@ -1,0 +1,306 @@
+"""What one way to run a step needs: it is followed, and its memory and its time are found."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from volseg.errors import NotRecordedError, OutOfMemoryError, VolsegError
+from volseg.estimate.allocator import AllocatorSettings, MemoryUse, find_memory_use
+from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate_list import Freedom
+from volseg.estimate.candidate_trace import trace_candidate
+from volseg.estimate.cuda_overhead import find_least_outside, find_outside
+from volseg.estimate.gpu_kinds import GpuKind
+from volseg.estimate.instances import Instance
+from volseg.estimate.largest_volume import Need, Sides
+from volseg.estimate.links import Links
+from volseg.estimate.pipeline_order import Pace
+from volseg.estimate.search import GIB, judge
+from volseg.estimate.step_time import OF_STAGES, find_host_seconds, find_times
+from volseg.estimate.trace import KernelRun, Sent, StepTrace
+from volseg.estimate.work import Work
+
+__all__ = ["Machine", "Planned", "Resize", "Sides", "forecast_work"]
+
+MOST_TIMES, SMALLEST = 64, 16 * 2**30
+"""How often the memory of a GPU, or of such a small one, is taken before a step is given up: no number of GPUs that is
+looked for where nothing fits could hold it. Losses and recomputation go through a volume piece by piece, so the larger
+it is the longer it is followed: a patch of 100,000 voxels along each axis for ever."""
+
+MARGINS = {"recorded": 1.02, "spatial": 1.04, "recomputed": 1.065}
+"""Factors of reserved memory, by how a step runs: on H200s and H100s estimates were up to 7, 8 and 11 % below what was
+measured without them, and are up to 5 % below it with them."""
+
+Resize = Callable[[Sides], tuple[Work, int]]
+"""Makes the work on volumes of other sides, and says how many bytes of a GPU something else takes then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """GPUs of one kind."""
+
+    gpu: GpuKind
+    num_gpus: int
+    links: Links
+    """What connects them."""
+    gpu_bytes: int
+    """Memory of one of them."""
+    instance: str | None = None
+    """What it is called by who lets it."""
+    price_per_hour: float | None = None
+    """In US dollars."""
+    price_source: str | None = None
+
+    @classmethod
+    def of_instance(cls, named: Instance, num_gpus: int) -> "Machine":
+        """Return so many GPUs of a machine that can be rented."""
+        return cls(
+            gpu=named.gpu,
+            num_gpus=num_gpus,
+            links=named.links,
+            gpu_bytes=named.gpu.memory,
+            instance=named.name,
+            price_per_hour=named.price_per_hour,
+            price_source=named.price_source,
+        )
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether times rest on measurements of this kind of GPU."""
+        return self.gpu.is_measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A step, and the GPUs that are to share it."""
+
+    work: Work
+    machine: Machine
+    free: Freedom
+    """What may be chosen."""
+    reserve: int = 0
+    """Bytes of each GPU that something else takes."""
+    times: float = 1.0
+    """Of the followed step's time, that of an optimizer step: where it gathers more batches than are followed."""
+    resize: Resize | None = None
+    """By which the largest volume is found."""
+    divisors: tuple[int, int, int] = (1, 1, 1)
+    """What the sides of a volume must be multiples of."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a GPU that a step may take."""
+        return self.machine.gpu_bytes - self.reserve
+
+    def forecast(self, candidate: Candidate) -> Forecast:
+        """Return the forecast of a way to run an optimizer step."""
+        return self._multiply(self._follow_best_kernels(candidate))
+
+    def forecast_if_fits(self, candidate: Candidate) -> Forecast:
+        """Return the same, but for what is known on the way not to fit: that is given up (``Forecast.more_than``).
+
+        One GPU's plain step is not: its time is a bound of all others'.
+        """
+        bounds_others = candidate.num_gpus == 1 and candidate.checkpoint is None
+        return self._multiply(self._follow_best_kernels(candidate, to_end=bounds_others))
+
+    def follow(self, candidate: Candidate, *, to_end: bool = True) -> Forecast:
+        """Return the forecast of what is traced, which may be a part of an optimizer step."""
+        free = self.free
+        return forecast_work(
+            self.work, candidate, self.machine, reserve=self.reserve, one_process=free.one_process, to_end=to_end
+        )
+
+    def need(self, candidate: Candidate, sides: Sides) -> Need | None:
+        """Return what a candidate needs of a GPU on volumes of other sides; None where it cannot run on them."""
+        assert self.resize is not None
+        work, reserve = self.resize(sides)
+        most = self.machine.gpu_bytes
+        forecast = replace(self, work=work, reserve=reserve).follow(candidate, to_end=False)
+        if forecast.more_than is not None or forecast.too_large:
+            return Need(total=most + 1, held=None)
+        if forecast.memory is None:
+            return None
+        beside = forecast.memory.outside + reserve
+        return Need(total=forecast.memory.reserved + beside, held=forecast.memory.used + beside)
+
+    def _follow_best_kernels(self, candidate: Candidate, *, to_end: bool = True) -> Forecast:
+        """Estimate a candidate; where the kernels that it should take have no form for the network, with the others."""
+        forecast = self.follow(candidate, to_end=to_end)
+        uncut = candidate.spatial == candidate.pipeline == 1 and candidate.checkpoint is None
+        is_refused = forecast.memory is None and forecast.more_than is None and not forecast.too_large
+        if is_refused and uncut:
+            for kernels in self.free.kernels[1:]:
+                return self.follow(replace(candidate, kernels=kernels), to_end=to_end)
+        return forecast
+
+    def _multiply(self, forecast: Forecast) -> Forecast:
+        """Return the forecast of an optimizer step, which gathers more batches than are traced."""
+        if forecast.seconds is None:
+            return forecast
+        names = ("seconds", "host_seconds", "host_forward_seconds")
+        return replace(forecast, **{name: self.times * getattr(forecast, name) for name in names})
+
+
+def forecast_work(
+    work: Work,
+    candidate: Candidate,
+    machine: Machine,
+    *,
+    reserve: int = 0,
+    one_process: bool = False,
+    to_end: bool = True,
+) -> Forecast:
+    """Trace a candidate, and return what it needs.
+
+    Parameters
+    ----------
+    work : Work
+        The step.
+    candidate : Candidate
+        Who computes what.
+    machine : Machine
+        On which GPUs.
+    reserve : int
+        Bytes of each GPU that something else takes.
+    one_process : bool
+        Whether one process has all GPUs.
+    to_end : bool
+        Whether to trace what cannot fit to its end, for its numbers. Otherwise it is given up once the tensors that
+        are alive together do not fit: torch's allocator can only take more.
+
+    Returns
+    -------
+    Forecast
+        Refused, with the reason, where it cannot run or does not fit. Where it would not be recorded, of the same step
+        without a recording.
+    """
+    capacity = machine.gpu_bytes - reserve
+    limit = MOST_TIMES * max(machine.gpu_bytes, SMALLEST)
+    processes = 1 if one_process else candidate.data * candidate.spatial
+    if math.prod(work.shape) > limit * candidate.num_gpus:  # torch cannot count the bytes of the largest ones
+        refused = (
+            f"a batch of {' x '.join(map(str, work.shape))} is larger than {MOST_TIMES} times the memory of all GPUs; "
+            "take smaller patches or volumes, or a smaller batch"
+        )
+        return Forecast(candidate=candidate, refused=refused, too_large=True)
+    try:
+        with _quietly():
+            traces = trace_candidate(
+                work,
+                candidate,
+                replace(machine.gpu, memory=capacity),  # by which a pipeline decides how many stages it needs
+                time_kernel=machine.gpu.seconds,
+                one_process=one_process,
+                pace=_find_pace(machine),
+                limit=limit,
+                fits=None if to_end else capacity - find_least_outside(processes),
+            )
+    except NotRecordedError:  # then a training goes on without
+        eager = replace(candidate, recorded=False)
+        return forecast_work(work, eager, machine, reserve=reserve, one_process=one_process, to_end=to_end)
+    except OutOfMemoryError as fault:
+        if not to_end:
+            there = max(0, capacity)  # cases and batches on their way may take all
+            refused = f"needs more than the {there / GIB:.1f} GiB that there are"
+            return Forecast(candidate=candidate, refused=refused, more_than=there)
+        return Forecast(candidate=candidate, refused=_tell(fault), too_large=True)
+    except VolsegError as fault:
+        return Forecast(candidate=candidate, refused=_tell(fault))
+    except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind
+        return Forecast(candidate=candidate, refused=f"{type(fault).__name__}: {_tell(fault)}")
+    return judge(_measure(traces, work, candidate, machine, capacity, processes), capacity)
+
+
+def _measure(
+    traces: tuple[StepTrace, ...], work: Work, candidate: Candidate, machine: Machine, capacity: int, processes: int
+) -> Forecast:
+    """Return memory and time of traces."""
+    margin = max([1.0, *(MARGINS[name] for name in MARGINS if _is_so(candidate, name))])
+    uses = [_find_memory_use(trace, capacity, find_outside(trace, processes), margin) for trace in traces]
+    own = -(-work.batch_size // candidate.data)
+    times = find_times(
+        traces,
+        machine.gpu,
+        machine.links,
+        recorded=candidate.recorded,
+        stages=candidate.pipeline > 1,
+        micro_batches=-(-own // (candidate.split_size or own)),
+    )
+    return Forecast(
+        candidate=candidate,
+        memory=max(uses, key=lambda use: use.total),
+        devices=_list_devices({trace.device: use for trace, use in zip(traces, uses, strict=True)}, candidate),
+        seconds=times.seconds,
+        host_seconds=times.host,
+        host_forward_seconds=times.host_forward,
+    )
+
+
+def _list_devices(followed: Mapping[int, MemoryUse], candidate: Candidate) -> tuple[MemoryUse, ...]:
+    """Return the memory of every GPU, of those that were not traced that of one that has as much to do, or more.
+
+    >>> use = lambda gib: MemoryUse(used=gib, reserved=gib, outside=0, peak_in="")
+    >>> [each.used for each in _list_devices({0: use(3), 1: use(4)}, Candidate(spatial=4))]
+    [3, 4, 4, 3]
+    """
+    if len(followed) == candidate.num_gpus:
+        return tuple(followed[number] for number in range(candidate.num_gpus))
+    if candidate.spatial == 1:  # each replica takes what the one does that was traced, stage by stage
+        return tuple(followed[number % candidate.pipeline] for number in range(candidate.num_gpus))
+    inner = followed.get(1, next(iter(followed.values())))
+    outer = followed.get(0, inner)  # an outermost slab has one neighbour less
+    shards = [outer, *[inner] * (candidate.spatial - 2), outer]
+    return tuple(shards * candidate.data)
+
+
+def _find_pace(machine: Machine) -> Pace:
+    """Return how fast a pipeline's GPUs, links and Python are."""
+    rates = machine.gpu.host_rates()
+
+    def find_host_seconds_of(event: KernelRun | Sent, part: str) -> float:
+        return find_host_seconds(event, part, rates, on_slabs=False) * (OF_STAGES if part == "forward" else 1.0)
+
+    return Pace(kernel=machine.gpu.seconds, message=machine.links.seconds, host=find_host_seconds_of)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Let the strategies log nothing about what is only traced."""
+    ours = logging.getLogger("volseg")
+    before = ours.level
+    ours.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
+
+
+def _tell(fault: Exception) -> str:
+    return str(fault).strip().partition("\n")[0]
+
+
+def _is_so(candidate: Candidate, name: str) -> bool:
+    values = {
+        "recorded": candidate.recorded,
+        "spatial": candidate.spatial > 1,
+        "recomputed": candidate.checkpoint is not None,
+    }
+    return values[name]
+
+
+def _find_memory_use(trace: StepTrace, capacity: int, outside: int, margin: float) -> MemoryUse:
+    """Return the peaks of a trace; near the end of the memory torch gives back what is cached, and may still fit."""
+    settings = AllocatorSettings.find()
+    free = find_memory_use(trace, settings, outside=outside)
+    safe = replace(free, reserved=int(margin * free.reserved))
+    # What tensors hold at a time fits into no less, whatever is given back.
+    if safe.total <= capacity or free.used + outside > capacity:
+        return safe
+    try:
+        squeezed = find_memory_use(trace, settings, capacity, outside=outside)
+    except OutOfMemoryError:
+        return safe
+    return replace(squeezed, reserved=min(safe.reserved, capacity - outside))

@@ -1,0 +1,173 @@
+"""``torch.autocast`` of a GPU on devices that stand for GPUs: the CPU's own casts other operators.
+
+torch keeps a list of operators per kind of device, in C++ [1]_. Which of them run in half precision is nearly the same
+on both kinds. A GPU then keeps half precision where the CPU goes back to float32 (max_pool3d, replication_pad3d), and
+goes back to float32 for what loses too much (exp, layer_norm, softmax, sums). Here the CPU's list is covered by the
+GPU's, operator by operator, in the running version of torch: an operator that this version's GPUs do not cast is not,
+and one that they cast, and that is in no list here, is refused.
+
+References
+----------
+.. [1] https://docs.pytorch.org/docs/stable/amp.html, "CUDA Op-Specific Behavior"; ``ATen/autocast_mode.h``
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.fake_gpu import on_gpu
+from volseg.device.torch_internals import (
+    find_autocast_operators,
+    get_schema,
+    log_softmax,
+    overriding_operators,
+    softmax,
+    tree_leaves,
+    tree_map,
+)
+from volseg.errors import FollowError
+
+__all__ = ["FLOAT32", "FLOAT32_RESULT", "HALF", "WIDEST", "casting_like_gpus"]
+
+
+def _split(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+HALF = _split("""
+    _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
+    bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell
+    rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution
+    cudnn_convolution_transpose
+""")
+"""Operators whose arguments become half precision."""
+
+FLOAT32 = _split("""
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+    nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss
+    soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
+    logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
+    upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
+    upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+""")
+"""Operators whose arguments become float32."""
+
+FLOAT32_RESULT = _split("""
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim
+""")
+"""Operators whose result is float32, unless another is asked for; they read their argument as it is."""
+
+WIDEST = _split("""
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+""")
+"""Operators whose arguments all become the widest type among them."""
+
+BANNED = {"binary_cross_entropy"}
+"""Refused by torch, with an advice of its own."""
+
+
+@contextmanager
+def casting_like_gpus() -> Iterator[None]:
+    """Cast as a GPU's autocast does, where ``torch.autocast("cpu", ...)`` is on."""
+    on_gpus, on_cpus = find_autocast_operators("AutocastCUDA"), find_autocast_operators("AutocastCPU")
+    kernels: dict[str, Callable[..., Any] | None] = dict.fromkeys(on_cpus - on_gpus)
+    for names, cast in ((HALF - on_cpus, _to_half), (FLOAT32, _to_float32), (WIDEST, _to_widest)):
+        kernels |= {name: _make_cast(name, cast) for name in names & on_gpus}
+    kernels |= {name: _make_float32_result(name) for name in FLOAT32_RESULT & on_gpus}
+    kernels |= {name: _make_refusal(name) for name in on_gpus.difference(HALF, FLOAT32, FLOAT32_RESULT, WIDEST, BANNED)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        with overriding_operators("AutocastCPU", kernels):
+            yield
+
+
+def _is_eligible(value: Any) -> bool:
+    is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    return is_float and on_gpu(value)
+
+
+def _cast_to(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda value: value.to(dtype) if _is_eligible(value) else value, values)
+
+
+def _to_half(values: Any) -> Any:
+    return _cast_to(values, torch.get_autocast_dtype("cpu"))
+
+
+def _to_float32(values: Any) -> Any:
+    return _cast_to(values, torch.float32)
+
+
+def _to_widest(values: Any) -> Any:
+    found: list[torch.dtype] = []
+    tree_map(lambda value: found.append(value.dtype) if _is_eligible(value) else None, values)
+    return _cast_to(values, torch.float32 if torch.float32 in found else torch.get_autocast_dtype("cpu"))
+
+
+def _find_operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _make_cast(name: str, cast: Callable[[Any], Any]) -> Callable[..., Any]:
+    operator = _find_operator(name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            args, kwargs = cast((args, kwargs))
+            return operator(*args, **kwargs)
+
+    return run
+
+
+def _make_refusal(name: str) -> Callable[..., Any]:
+    operator = _find_operator(name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if any(map(_is_eligible, tree_leaves((args, kwargs)))):
+            raise FollowError(
+                f"the step cannot be followed without a GPU: torch {torch.__version__} casts aten::{name} under "
+                "autocast there, and nobody has written down to which type; turn autocast off around it, or measure on "
+                "a GPU"
+            )
+        with torch.autocast("cpu", enabled=False):
+            return operator(*args, **kwargs)
+
+    return run
+
+
+def _make_float32_result(name: str) -> Callable[..., Any]:
+    operator = _find_operator(name)
+    names = [argument.name for argument in get_schema(operator).arguments]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            given = dict(zip(names, args, strict=False)) | kwargs
+            if not _is_eligible(args[0]) or given.get("dtype") is not None:
+                return operator(*args, **kwargs)
+            if name in SOFTMAX and args[0].dtype != torch.float32:  # a GPU widens inside of the kernel
+                return SOFTMAX[name](given["self"], given["dim"], True)
+            if name == "norm.Scalar":
+                return torch.ops.aten.norm.ScalarOpt_dtype(given["self"], given.get("p", 2), dtype=torch.float32)
+            if name == "norm.ScalarOpt_dim":
+                given.setdefault("keepdim", False)
+                values = (given[key] for key in ("self", "p", "dim", "keepdim"))
+                return torch.ops.aten.norm.ScalarOpt_dim_dtype(*values, dtype=torch.float32)
+            return operator(*args, **kwargs, dtype=torch.float32)
+
+    return run
+
+
+SOFTMAX = {
+    "softmax.int": softmax,
+    "log_softmax.int": log_softmax,
+}
+"""What reads half precision and writes float32, on a GPU alone."""

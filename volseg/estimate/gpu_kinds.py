@@ -1,0 +1,234 @@
+"""Kinds of GPUs: their memory and speed, measured here or published by their vendor.
+
+The H200 was measured, and has a table of its own. Another kind is estimated from its vendor's figures, as near to them
+as the H200 came to its own: its times are marked ``published``, and are estimates, until it is calibrated
+(`volseg.estimate.calibration`).
+"""
+
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from volseg.errors import ConfigError
+from volseg.estimate.kernel_class import FULL, KernelClass, classify, name_dtype
+from volseg.estimate.roofline import Peaks, RateTable
+from volseg.estimate.trace import KernelRun
+
+__all__ = ["KINDS", "GpuKind", "HostRates", "find_kind", "name_group", "name_kinds", "read_host_rates", "read_table"]
+
+GIB = 2**30
+
+BY_CUDA_CORES = 0.6
+"""Of the peak of float32 without matrix units, which convolutions come to: cuDNN's usual efficiency there, and no
+measurement of ours."""
+
+MOST_KNOWN = 50_000
+"""Kernels whose seconds a kind keeps: some megabytes."""
+
+OF_SLABS = 3.6
+"""Times what a kernel of our own takes Python, in an eager step on slabs. A DynUNet's, 185 kernels and convolutions,
+took 24 to 39 ms in four runs: 173 us each beside 48 (workflows/benchmarks/results/networks_h200_*.json)."""
+
+MESSAGE_S, EXCHANGE_S = 60e-6, 0.7e-3
+"""Of a sum of a few bytes, eager, and of an eager exchange of halos, in which one process waits for the other's Python:
+on two H200."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRates:
+    """What Python and the launch of kernels take, in seconds."""
+
+    forward: Mapping[str, float]
+    """Of an operator with autograd: of a ``convolution``, a ``norm``, and one that is ``pointwise``."""
+    backward: Mapping[str, float]
+    operator: float
+    """Of one without autograd."""
+    triton: float
+    """Of a kernel of our own."""
+    slab: float
+    """Of a convolution, or a kernel of our own, in a network that runs on slabs: what leads to it included."""
+    exchange: float
+    """Of an exchange of halos between processes that both start their kernels one by one."""
+    message: float
+    """Of another message of a process group's."""
+    replay: float
+    """Of a recording, whatever it holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuKind:
+    """One kind of GPU."""
+
+    name: str
+    """As CUDA calls it, or its vendor."""
+    memory: int
+    """Bytes that CUDA says there are, which is less than what is sold: the driver and error correction keep some."""
+    processors: int
+    """Multiprocessors."""
+    capability: tuple[int, int]
+    peaks: Peaks
+    source: str
+    """Of these figures, with a date."""
+    has_tf32: bool = True
+    """Whether matrix units take float32; else ``peaks.full`` is that of CUDA's cores."""
+    measured: bool = False
+    """Whether the table that comes with the package is its own."""
+    factors: Mapping[str, float] | None = None
+    """Of a calibrated GPU: by `name_group`, how many times as long its kernels take as those of its kind should."""
+    host: HostRates | None = None
+    _known: dict[KernelRun, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Seconds of kernels that were asked for: a plan asks for the same thousands many times over."""
+
+    @property
+    def memory_gib(self) -> float:
+        """In GiB."""
+        return self.memory / GIB
+
+    def takes_bfloat16(self) -> bool:
+        """Say whether its matrix units take bfloat16: see ``volseg.workflow.precision``."""
+        return self.capability >= (8, 0)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether times rest on measurements of this kind of GPU."""
+        return self.measured or self.factors is not None
+
+    def seconds(self, run: KernelRun) -> float:
+        """Return how long a kernel runs."""
+        if run not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            factor = (self.factors or {}).get(name_group(run), 1.0)
+            self._known[run] = factor * sum(self._time(kernel) for kernel in classify(run))
+        return self._known[run]
+
+    def _time(self, kernel: KernelClass) -> float:
+        table = read_table().rates
+        if kernel.on_cores and not table.knows(kernel):
+            by_bytes = self._time(kernel._replace(flops=0, on_cores=False))
+            return max(by_bytes, table.gap + kernel.flops / self.peaks.by_cores / BY_CUDA_CORES)
+        if self.measured:
+            return table.seconds(kernel)
+        seconds = table.seconds(kernel, self.peaks, self.processors)
+        if kernel.dtype == FULL and kernel.flops and not self.has_tf32:
+            return min(seconds, table.gap + self.peaks.bound(kernel) / BY_CUDA_CORES)
+        return seconds
+
+    def host_rates(self) -> HostRates:
+        """Return what the host takes: that of the H200's machine, unless this one was calibrated."""
+        return self.host or read_table().host
+
+
+def name_group(run: KernelRun) -> str:
+    """Return the group of kernels that one factor of a calibration is about."""
+    computes = any(kernel.flops for kernel in classify(run))
+    return f"{'products' if computes else 'passes'}, {name_dtype(run.dtype)}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was measured of the H200."""
+
+    rates: RateTable
+    host: HostRates
+    links: tuple[Mapping[str, Any], ...]
+
+
+def read_host_rates(host: Mapping[str, float]) -> HostRates:
+    """Return what ``calibration.measure_host`` measured."""
+    parts = "convolution", "norm", "pointwise"
+    return HostRates(
+        forward={name: host[f"{name} forward"] for name in parts},
+        backward={name: host[f"{name} backward"] for name in parts},
+        operator=host["operator"],
+        triton=host["triton"],
+        slab=host.get("slab", OF_SLABS * host["triton"]),
+        exchange=host.get("exchange", EXCHANGE_S),
+        message=host.get("message", MESSAGE_S),
+        replay=host["replay"],
+    )
+
+
+@cache
+def read_table() -> Table:
+    """Return the table that comes with the package (``workflows/benchmarks/kernel_rates.py``)."""
+    stored = json.loads(gzip.decompress(files("volseg.estimate").joinpath("tables", "h200.json.gz").read_bytes()))
+    machine, host = stored["machine"], stored["host"]
+    rates = RateTable.of_rows(stored["rows"], KINDS["h200"].peaks, machine["processors"], host["graph"])
+    return Table(rates, read_host_rates(host), tuple(stored["links"]))
+
+
+NVIDIA = "https://www.nvidia.com/en-us/data-center"
+VOLTA = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
+A10G = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
+
+
+def _kind(
+    name: str,
+    memory: int,
+    processors: int,
+    capability: tuple[int, int],
+    speeds: tuple[float, float, float, float],
+    source: str,
+    **rest: bool,
+) -> GpuKind:
+    """Return a kind; ``speeds`` are terabytes, and tera-operations in half precision, float32 and by CUDA's cores."""
+    bandwidth, half, full, cores = (1e12 * speed for speed in speeds)
+    peaks = Peaks(bandwidth=bandwidth, half=half, full=full, cores=cores)
+    more = {"name": name, "memory": memory, "processors": processors, "capability": capability}
+    return GpuKind(**more, peaks=peaks, source=source, **rest)  # type: ignore[arg-type]
+
+
+_OF_H200 = f"{NVIDIA}/h200/ (peaks, 2026-11); times measured, see workflows/benchmarks/kernel_rates.py"
+_H200, _H100 = (4.8, 989.0, 494.0, 67.0), (3.35, 989.0, 494.0, 67.0)
+_V100 = (0.9, 125.0, 15.7, 15.7)
+
+KINDS: Mapping[str, GpuKind] = {
+    "h200": _kind("NVIDIA H200", 150_109_880_320, 132, (9, 0), _H200, _OF_H200, measured=True),
+    "h100": _kind("NVIDIA H100 80GB HBM3", 85_028_765_696, 132, (9, 0), _H100, f"{NVIDIA}/h100/ (SXM, 2026-11)"),
+    "a100-80": _kind(
+        "NVIDIA A100-SXM4-80GB", 84_974_239_744, 108, (8, 0), (2.039, 312, 156, 19.5), f"{NVIDIA}/a100/ (2026-11)"
+    ),
+    "a100-40": _kind(
+        "NVIDIA A100-SXM4-40GB", 42_298_834_944, 108, (8, 0), (1.555, 312, 156, 19.5), f"{NVIDIA}/a100/ (2026-11)"
+    ),
+    "v100-16": _kind("Tesla V100-SXM2-16GB", 16_935_682_048, 80, (7, 0), _V100, VOLTA, has_tf32=False),
+    "v100-32": _kind("Tesla V100-SXM2-32GB", 34_079_637_504, 80, (7, 0), _V100, VOLTA, has_tf32=False),
+    "a10g": _kind("NVIDIA A10G", 23_609_475_072, 80, (8, 6), (0.6, 70, 35, 31.2), A10G),
+    "l4": _kind(
+        "NVIDIA L4", 23_580_639_232, 58, (8, 9), (0.3, 121, 60, 30.3), f"{NVIDIA}/l4/ (2026-11, without sparsity)"
+    ),
+    "t4": _kind(
+        "Tesla T4", 15_655_829_504, 40, (7, 5), (0.32, 65, 8.1, 8.1), f"{NVIDIA}/tesla-t4/ (2026-11)", has_tf32=False
+    ),
+}
+"""By the name that options take. Memory as CUDA tells it on these GPUs, from memory but for the H200's."""
+
+
+def name_kinds() -> list[str]:
+    """Return the names that ``find_kind`` takes."""
+    return list(KINDS)
+
+
+def find_kind(name: str) -> GpuKind:
+    """Return a kind by its short name, or by what CUDA calls it.
+
+    Raises
+    ------
+    ConfigError
+        For a name that is none.
+    """
+    wanted = name.strip().lower()
+    if wanted in KINDS:
+        return KINDS[wanted]
+    called = [kind for kind in KINDS.values() if kind.name.lower() == wanted]
+    if called:
+        return called[0]
+    near = [known for known in KINDS if known.startswith(wanted)] or get_close_matches(wanted, KINDS, n=2, cutoff=0.4)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ConfigError(f"the speed of a GPU called {name!r} is not known; known are {', '.join(KINDS)}{hint}")

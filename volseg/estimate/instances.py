@@ -1,0 +1,155 @@
+"""Machines that can be rented: their GPUs, what connects these, and a price with its date.
+
+Prices change, and differ by region and contract: they are there to compare candidates by, and are printed with their
+date. Where a family is no longer, or not everywhere, to be had, its figures still say what it would take.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from volseg.errors import ConfigError
+from volseg.estimate.gpu_kinds import KINDS, GpuKind, read_table
+from volseg.estimate.links import Links, read_links
+
+__all__ = ["INSTANCES", "Instance", "find_instance", "find_links"]
+
+GIGA = 1e9
+
+PRICES = (
+    "list price on demand, Linux, us-east-1, US dollars, as public price lists gave it between April and August 2026 "
+    "(https://github.com/dstackai/dstack/pull/4110 of 2026-08-06 for p5en; repositories' copies of AWS's list for the "
+    "others); p4d and p5 after the cut of June 2025; today's: https://aws.amazon.com/ec2/pricing/on-demand/"
+)
+
+OF_A_LINK = 0.87
+"""Of a link's rate that copies get: 390 of 450 GB/s between two H200. Taken for other links too."""
+
+COPY_S = 13e-6
+"""Of a copy between two GPUs that NVLink connects, however small: measured on H200, taken for others too."""
+
+_NO_LINK = Links(kind="one GPU", bandwidth=1.0, latency_s=0.0, source="there is no other GPU")
+
+_CUBE_MESH = Links(
+    kind="NVLink 2, hybrid cube mesh: one or two links of 25 GB/s between neighbours, some pairs of eight have none",
+    bandwidth=OF_A_LINK * 25 * GIGA,
+    latency_s=COPY_S,
+    source="https://images.nvidia.com/content/pdf/dgx1-v100-system-architecture-whitepaper.pdf: each V100 has six "
+    "links of 25 GB/s; counted with the single link that every pair of neighbours has",
+)
+_SWITCHED_A100 = Links(
+    kind="NVLink 3 through switches, 300 GB/s in each direction",
+    bandwidth=OF_A_LINK * 300 * GIGA,
+    latency_s=COPY_S,
+    source="https://www.nvidia.com/en-us/data-center/a100/",
+)
+_SWITCHED_H100 = Links(
+    kind="NVLink 4 through switches, 450 GB/s in each direction",
+    bandwidth=OF_A_LINK * 450 * GIGA,
+    latency_s=COPY_S,
+    source="copies between two H200: docs/measurements.md; https://www.nvidia.com/en-us/data-center/h100/",
+)
+_PCIE_4 = Links(
+    kind="PCIe 4 through the host",
+    bandwidth=8 * GIGA,
+    latency_s=30e-6,
+    source="an estimate: these GPUs do not write to each other's memory, so that each byte crosses PCIe twice",
+)
+_PCIE_3 = Links(
+    kind="PCIe 3 through the host",
+    bandwidth=5 * GIGA,
+    latency_s=30e-6,
+    source="an estimate, as for PCIe 4",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """A machine with GPUs."""
+
+    name: str
+    gpu: GpuKind
+    num_gpus: int
+    links: Links
+    price_per_hour: float | None
+    """US dollars; None where it is not sold by the hour to everybody."""
+    price_source: str = PRICES
+
+
+_FAMILIES: Mapping[str, tuple[str, Links, Mapping[str, tuple[int, float | None]]]] = {
+    "p3": ("v100-16", _CUBE_MESH, {"2xlarge": (1, 3.06), "8xlarge": (4, 12.24), "16xlarge": (8, 24.48)}),
+    "p3dn": ("v100-32", _CUBE_MESH, {"24xlarge": (8, 31.212)}),
+    "p4d": ("a100-40", _SWITCHED_A100, {"24xlarge": (8, 21.957642)}),
+    "p4de": ("a100-80", _SWITCHED_A100, {"24xlarge": (8, 27.44705)}),
+    "p5": ("h100", _SWITCHED_H100, {"48xlarge": (8, 55.04)}),
+    "p5e": ("h200", _SWITCHED_H100, {"48xlarge": (8, None)}),
+    "p5en": ("h200", _SWITCHED_H100, {"48xlarge": (8, 63.296)}),
+    "g4dn": ("t4", _PCIE_3, {"xlarge": (1, 0.526), "12xlarge": (4, 3.912)}),
+    "g5": (
+        "a10g",
+        _PCIE_4,
+        {"xlarge": (1, 1.006), "2xlarge": (1, 1.212), "4xlarge": (1, 1.624), "8xlarge": (1, 2.448)}
+        | {"16xlarge": (1, 4.096), "12xlarge": (4, 5.672), "24xlarge": (4, 8.144), "48xlarge": (8, 16.288)},
+    ),
+    "g6": (
+        "l4",
+        _PCIE_4,
+        {"xlarge": (1, 0.8048), "2xlarge": (1, 0.9776), "4xlarge": (1, 1.3232), "8xlarge": (1, 2.0144)}
+        | {"16xlarge": (1, 3.3968), "12xlarge": (4, 4.6016), "24xlarge": (4, 6.6752), "48xlarge": (8, 13.3504)},
+    ),
+}
+"""By family: the kind of GPU, its links, and of each size the GPUs and US dollars per hour.
+https://aws.amazon.com/ec2/instance-types/accelerated-computing/ (from memory, 2026-11)"""
+
+INSTANCES: Mapping[str, Instance] = {
+    f"{family}.{size}": Instance(
+        name=f"{family}.{size}",
+        gpu=KINDS[gpu],
+        num_gpus=num_gpus,
+        links=_NO_LINK if num_gpus == 1 else links,
+        price_per_hour=price,
+    )
+    for family, (gpu, links, sizes) in _FAMILIES.items()
+    for size, (num_gpus, price) in sizes.items()
+}
+"""By name."""
+
+
+def find_instance(name: str) -> Instance:
+    """Return a machine by its name, or by that of its family where that has one size only.
+
+    Raises
+    ------
+    ConfigError
+        For a family of several sizes, with all of them; for a name that is none, with the nearest ones.
+
+    Examples
+    --------
+    >>> find_instance("p4d").name
+    'p4d.24xlarge'
+    """
+    wanted = name.strip().lower()
+    if wanted in INSTANCES:
+        return INSTANCES[wanted]
+    family = [known for known in INSTANCES if known.split(".")[0] == wanted.split(".")[0]]
+    if family and "." not in wanted:
+        if len(family) == 1:
+            return INSTANCES[family[0]]
+        raise ConfigError(f"{name!r} is a family of {len(family)} machines: name one of {', '.join(family)}")
+    near = get_close_matches(wanted, INSTANCES, n=3, cutoff=0.5)
+    nearest = list(dict.fromkeys([*near, *family]))[:5] or list(INSTANCES)
+    raise ConfigError(
+        f"no machine is known by the name {name!r}; the nearest are {', '.join(nearest)}; for others give the "
+        "number of GPUs and the memory of one"
+    )
+
+
+def find_links(kind: GpuKind) -> Links:
+    """Return what connects GPUs of a kind where no machine is named: as measured, else as in the machines that have it.
+
+    GPUs of a kind that is never sold several at a time are taken to be connected by PCIe.
+    """
+    if kind.measured:
+        return read_links(read_table().links, _SWITCHED_H100)
+    of_several = [i.links for i in INSTANCES.values() if i.gpu.name == kind.name and i.num_gpus > 1]
+    return of_several[0] if of_several else _PCIE_4

@@ -1,0 +1,221 @@
+"""Which measured kernels a kernel is compared with: those of its family, the nearest in shape first.
+
+A family is a function in one layout and one type of numbers: forward convolutions without strides, of half precision
+with channels last. Within it, kernels of one shape (channels in and out, taps) lie on a curve over the size of the
+volume. A row of the table and a ``KernelRun`` of a trace are classified by the same function, from shapes alone.
+"""
+
+from collections.abc import Sequence
+from math import log2, prod
+from typing import NamedTuple
+
+import torch
+
+from volseg.estimate.trace import KernelRun
+
+__all__ = [
+    "FULL",
+    "HALF",
+    "LAID_OUT_ANEW",
+    "ON_CORES",
+    "STRIDED",
+    "TURNED_ROUND",
+    "KernelClass",
+    "classify",
+    "name_dtype",
+]
+
+HALF, FULL = "half", "float32"
+"""Types of numbers, as far as speed goes."""
+
+TURNED_ROUND = ", turned round"
+"""End of the name of a convolution that is asked for as the gradient of one with the flipped kernel."""
+
+LAID_OUT_ANEW = ", laid out anew"
+"""End of the name of a copy whose result has its channels elsewhere in memory."""
+
+STRIDED = ", strided"
+"""End of the name of a copy or an addition whose tensors do not lie in the same order, in the rows of the table."""
+
+CONVOLUTION, BACKWARD = "aten.convolution", "aten.convolution_backward"
+
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+
+GROUP_NORM = "aten.native_group_norm"
+
+BY_PROCESSOR = (
+    "aten.native_batch_norm",
+    "aten.native_batch_norm_backward",
+    GROUP_NORM,
+    "aten.native_group_norm_backward",
+)
+"""Norms of torch's that give each channel, or group, to one multiprocessor, where channels are not last: two channels
+take as long as a hundred."""
+
+PROCESSORS = 132
+"""Of the GPU whose table comes with the package."""
+
+FEW_TAPS = "few_taps"
+COUNTED_BY_TAPS = (FEW_TAPS, "many_taps", "few_in", "few_out")
+"""Kernels of our own whose speed is that of a matrix product, and not of memory."""
+
+ON_CORES = "depthwise"
+"""Kernels of our own that multiply voxel by voxel: no matrix unit can, so large ones take what CUDA's cores do."""
+
+
+ATTENTION = {"attention": 2, "attention_query": 3, "attention_key": 4, "attention_term": 2}
+"""Kernels of our own for attention, and how many products of matrices each has of all scores."""
+
+BESIDE_PRODUCTS = 150
+"""Multiplications and additions for the rest of a score: about 20 instructions in float32 (terms, exponential, sums,
+places in memory), in whose time the matrix units do 600. Products stand for these kernels where none was measured, and
+reach a quarter of that. Counted, not measured."""
+
+
+class KernelClass(NamedTuple):
+    """A family, a shape within it, and what is computed and moved."""
+
+    family: str
+    shape: tuple[float, ...]
+    """Logarithms to base 2, so that twice as many channels are as far away wherever one starts."""
+    flops: int
+    bytes_moved: int
+    dtype: str
+    least_bytes: int = 0
+    """Of a kernel that few multiprocessors work at: what is really moved. ``bytes_moved`` is then what the memory could
+    have moved meanwhile."""
+    on_cores: bool = False
+    """Whether CUDA's cores compute it, in float32, and not matrix units."""
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    """Return ``half`` or ``float32``: matrix units do the same in both 16-bit types, passes in all others by bytes."""
+    return HALF if dtype in (torch.float16, torch.bfloat16) else FULL
+
+
+def classify(run: KernelRun) -> list[KernelClass]:
+    """Return what a kernel, or each of several behind one operator, is compared with."""
+    dtype = name_dtype(run.dtype)
+    where = f"{dtype}, {'channels last' if run.channels_last else 'contiguous'}"
+    if run.name.startswith(CONVOLUTION) and len(run.shapes) >= 3:
+        return _classify_convolution(run, dtype, where)
+    if run.name in PRODUCTS and len(run.shapes) >= 3:
+        return [KernelClass(f"product, {dtype}", _describe_product(run.shapes), run.flops, run.bytes_moved, dtype)]
+    if any(part in run.name for part in COUNTED_BY_TAPS):
+        return [_classify_taps(run, dtype)]
+    if "attention_kernels." in run.name:
+        return [_classify_attention(run, dtype)]
+    if ON_CORES in run.name:
+        family, shape, moved = f"{run.name}, {where}", _describe_pass(run.shapes), run.bytes_moved
+        return [KernelClass(family, shape, _count_depthwise(run.shapes), moved, dtype, on_cores=True)]
+    name = "layout" if run.name.endswith(LAID_OUT_ANEW) else run.name.removesuffix(STRIDED)
+    family = f"{name}, {where}"
+    if run.name in BY_PROCESSOR and not run.channels_last:
+        moved = run.bytes_moved * PROCESSORS // _count_busy(run)
+        return [KernelClass(family, (), 0, moved, dtype, run.bytes_moved)]
+    return [KernelClass(family, _describe_pass(run.shapes), 0, run.bytes_moved, dtype)]
+
+
+def _count_busy(run: KernelRun) -> int:
+    """Return how many multiprocessors a norm has busy on average: one for each channel, or group of them, at a time."""
+    volume = next((shape for shape in run.shapes if len(shape) >= 3), (1, 1))
+    # A norm over instances is one over a batch of one, with a channel for each.
+    works = volume[1] if "batch" in run.name else volume[0] * volume[1]
+    if run.name == GROUP_NORM:
+        # Their means are among what it returns, (samples, groups); eight is what networks of this field take.
+        groups = next((shape for shape in run.shapes if len(shape) == 2), (volume[0], min(8, volume[1])))
+        works = prod(groups)
+    works = max(1, works)
+    waves = -(-works // PROCESSORS)
+    return max(1, works // waves)
+
+
+def _describe_pass(shapes: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Return the channels of what is read: norms and sums share their work by them."""
+    if not shapes or not shapes[0]:
+        return ()
+    first = shapes[0]
+    return (log2(max(1, first[1] if len(first) >= 3 else first[-1])),)
+
+
+def _classify_convolution(run: KernelRun, dtype: str, where: str) -> list[KernelClass]:
+    if not run.name.startswith(BACKWARD):
+        slab, weight, out = run.shapes[0], run.shapes[1], run.shapes[-1]
+        way = "turned round" if run.name != CONVOLUTION else _name_geometry(slab, out)
+        shape = _describe_convolution(slab, weight, out)
+        return [KernelClass(f"convolution forward {way}, {where}", shape, run.flops, run.bytes_moved, dtype)]
+    gradient, slab, weight, *found = run.shapes
+    way, shape = _name_geometry(slab, gradient), _describe_convolution(slab, weight, gradient)
+    parts = [name for name, wanted in (("input", slab), ("weight", weight)) if wanted in found]
+    parts = parts or ["input", "weight"]
+    # Either reads two tensors and writes the third.
+    moved = run.dtype.itemsize * (prod(gradient) + prod(slab) + prod(weight))
+    return [
+        KernelClass(f"convolution {part} gradient {way}, {where}", shape, run.flops // len(parts), moved, dtype)
+        for part in parts
+    ]
+
+
+def _name_geometry(slab: Sequence[int], out: Sequence[int]) -> str:
+    before, after = prod(slab[2:]), prod(out[2:])
+    # What a slab loses where it is not padded at a cut is no stride.
+    if before < 2 * after and after < 2 * before:
+        return "as wide"
+    return "to finer" if after > before else "to coarser"
+
+
+def _describe_convolution(slab: Sequence[int], weight: Sequence[int], out: Sequence[int]) -> tuple[float, ...]:
+    return log2(slab[1]), log2(out[1]), log2(max(1, prod(weight[2:])))
+
+
+def _describe_product(shapes: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Return inner and columns; a bias may come first."""
+    inner, out = shapes[-3][-1], shapes[-1]
+    return log2(max(1, inner)), log2(max(1, out[-1] if out else 1))
+
+
+def _classify_attention(run: KernelRun, dtype: str) -> KernelClass:
+    """Return the class of a kernel of ours that computes scores and keeps none: its first are queries and keys."""
+    (*outer, rows, features), (*_, columns, _) = run.shapes[:2]
+    products = ATTENTION[run.name.rpartition(".")[2].removesuffix("_kernel")]
+    flops = prod(outer) * rows * columns * (2 * features * products + BESIDE_PRODUCTS)
+    return KernelClass(f"{run.name}, {dtype}", (log2(features),), flops, run.bytes_moved, dtype)
+
+
+def _classify_taps(run: KernelRun, dtype: str) -> KernelClass:
+    """Return the class of a kernel of ours that multiplies channels, or taps of few channels, by channels."""
+    # Slab and output, or its gradient, have more voxels than a weight has taps.
+    volumes = sorted((shape for shape in run.shapes if len(shape) == 5), key=lambda shape: -prod(shape[2:]))[:2]
+    channels = sorted(max(1, shape[1]) for shape in volumes)
+    voxels = min(shape[0] * prod(shape[2:]) for shape in volumes)  # of the output: a stride leaves some out
+    taps = _count_taps([shape for shape in run.shapes if shape not in volumes], channels)
+    flops = 2 * voxels * channels[0] * channels[-1] * taps
+    shape: tuple[float, ...] = log2(channels[0]), log2(channels[-1]), log2(taps)
+    if FEW_TAPS in run.name:  # taps of all channels in are one row there: 32 channels of one tap are as one of 27
+        shape = log2(channels[0] * taps), log2(channels[-1])
+    return KernelClass(f"{run.name}, {dtype}", shape, flops, run.bytes_moved, dtype)
+
+
+def _count_depthwise(shapes: Sequence[Sequence[int]]) -> int:
+    """Return the operations of a depthwise convolution, or of a gradient of it: a voxel of the coarser volume has all.
+
+    >>> _count_depthwise([(1, 32, 8, 8, 8), (343, 32), (1, 32, 8, 8, 8)]) == 2 * 32 * 8**3 * 343
+    True
+    """
+    rows = [shape for shape in shapes if len(shape) == 2]  # taps, channels; else a gradient by parts comes last
+    taps, volumes = (rows[0][0], shapes) if rows else (prod(shapes[-1][1:4]), shapes[:-1])
+    return 2 * taps * min(prod(shape) for shape in volumes if len(shape) == 5)
+
+
+def _count_taps(shapes: Sequence[Sequence[int]], channels: Sequence[int]) -> int:
+    """Return the taps that the kernel's weight, or the parts of its gradient, have, with these channels in and out."""
+    weight = shapes[0]
+    if len(weight) == 4:  # in the order in which a kernel reads it
+        return max(1, prod(weight) // prod(channels))
+    if len(weight) == 6:  # parts, channels out, three sides, channels in; of voxels of a group, and of a run of taps
+        rows, depth, height, runs, wide = weight[1:]
+        grouped = rows > channels[-1]
+        return depth * height * (runs * wide // channels[0] - rows // channels[-1] + 1 if grouped else runs)
+    if len(weight) == 5:
+        return prod(weight[2:])
+    return max(1, weight[-1] // channels[0])  # of one row per channel: all taps of all channels in

@@ -1,0 +1,159 @@
+"""The largest volume that fits: a search that asks what sizes need, as few of them as it can.
+
+The bytes of tensors grow nearly in proportion to the voxels of a volume. So the next size is where the line through the
+two nearest known ones, of any aspect, reaches the bytes of tensors on a full GPU. A size between the largest known to
+fit and the smallest known not to is asked for until they are neighbours.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Largest", "Need", "Sides", "find_largest", "scale_sides"]
+
+Sides = tuple[int, int, int]
+
+MOST_STEPS = 4096
+"""Of the longest side, in multiples of what it must be divisible by."""
+
+MOSTLY_HELD, MOST_HELD = 0.85, 0.97
+"""Part of the memory that the tensors of the largest size hold, about: the rest is in pieces that nothing fits into.
+Only what is looked at first depends on it."""
+
+TOO_MUCH = 1.05
+"""Of the memory, from which on tensors do not fit, by a line through what two known sizes hold."""
+
+TRIES = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a size needs of the fullest GPU, in bytes."""
+
+    total: int
+    """All that the GPU must have."""
+    held: int | None
+    """Of it, what tensors hold, or what is taken whatever the size is. None where it was given up, as it does not
+    fit: ``total`` is then the least that it can be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """What fits."""
+
+    sides: Sides
+    """D, H, W."""
+    needed: int
+    """Bytes of the fullest GPU."""
+    limit: Sides | None = None
+    """The next larger size, which does not fit; None where no limit was found."""
+
+
+def scale_sides(step: int, aspect: Sequence[int], divisors: Sequence[int]) -> Sides:
+    """Return sides of about that aspect, the longest of which is ``step`` times its divisor.
+
+    Examples
+    --------
+    >>> scale_sides(3, (32, 48, 32), (16, 16, 16)), scale_sides(4, (1, 1, 1), (16, 16, 16))
+    ((32, 48, 32), (64, 64, 64))
+    """
+    longest = max(range(3), key=lambda axis: (aspect[axis], divisors[axis]))
+    scale = step * divisors[longest] / aspect[longest]
+    d, h, w = (max(1, round(side * scale / divisor)) * divisor for side, divisor in zip(aspect, divisors, strict=True))
+    return d, h, w
+
+
+def find_largest(
+    need: Callable[[Sides], Need | None],
+    capacity: int,
+    aspect: Sequence[int],
+    divisors: Sequence[int],
+    *,
+    first: int = 1,
+    known: dict[int, Need] | None = None,
+) -> Largest | None:
+    """Return the largest size that fits; None where the smallest does not.
+
+    Parameters
+    ----------
+    need : callable
+        Says what a size needs; None where it cannot be run, as if it were too small.
+    capacity : int
+        Bytes that there are.
+    aspect : sequence of int
+        Sides whose ratios are kept, as far as the divisors let.
+    divisors : sequence of int
+        What each side must be a multiple of.
+    first : int
+        Where to begin where nothing is known: multiples of its divisor that the longest side has.
+    known : dict, optional
+        What sizes need, also of other aspects, by their voxels; sizes that are looked at are added.
+    """
+    known = {} if known is None else known
+    low, high = 0, MOST_STEPS + 1
+    best: tuple[int, int] | None = None
+    step = _guess(known, low, high, capacity, aspect, divisors) if known else max(1, min(first, MOST_STEPS))
+    for tries in range(1, TRIES + 1):
+        sides = scale_sides(step, aspect, divisors)
+        if step == low + 1 and _hold_too_much(known, math.prod(sides), capacity):
+            high = step
+            break
+        found = need(sides)
+        if found is not None:
+            known[math.prod(sides)] = found
+        if found is not None and found.total > capacity:
+            high = step
+        else:
+            low, best = step, best if found is None else (step, found.total)
+        if high - low <= 1:
+            break
+        # Now and then by halves: a line may miss again and again.
+        step = _guess({} if tries % 4 == 3 and high <= MOST_STEPS else known, low, high, capacity, aspect, divisors)
+    if best is None:
+        return None
+    limit = scale_sides(high, aspect, divisors) if high <= MOST_STEPS else None
+    return Largest(sides=scale_sides(best[0], aspect, divisors), needed=best[1], limit=limit)
+
+
+def _guess(
+    known: dict[int, Need], low: int, high: int, capacity: int, aspect: Sequence[int], divisors: Sequence[int]
+) -> int:
+    """Return a step strictly between ``low`` and ``high``: by a line, by doubling or by halving."""
+    guess = (low + high) // 2 if high <= MOST_STEPS else max(1, low) * 2
+    held = {voxels: each.held for voxels, each in known.items() if each.held is not None}
+    near = [each.held / each.total for each in known.values() if each.held is not None and each.total >= capacity / 2]
+    target = min(max([MOSTLY_HELD, *near[-1:]]), MOST_HELD) * capacity
+    nearest = sorted(held, key=lambda voxels: abs(held[voxels] - target))[:2]
+    if nearest:
+        one, other = (*nearest, 0)[:2]
+        slope = (held[one] - held.get(other, 0)) / (one - other)
+        if slope > 0:
+            line = _find_step(int(one + (target - held[one]) / slope), aspect, divisors)
+            # A line that misses what was given up misses it again one size below.
+            guess = guess if line >= high and len(held) < len(known) else line
+    fits = max((voxels for voxels, each in known.items() if each.total <= capacity), default=0)
+    fails = min((voxels for voxels, each in known.items() if each.total > capacity), default=None)
+    if fails is not None:
+        guess = min(guess, _find_step(fails - 1, aspect, divisors))
+    return min(max(guess, _find_step(fits, aspect, divisors), low + 1), high - 1)
+
+
+def _hold_too_much(known: dict[int, Need], voxels: int, capacity: int) -> bool:
+    """Say whether tensors of a size do not fit by themselves, by the two largest sizes below it that are known."""
+    below = sorted((size, each.held) for size, each in known.items() if size < voxels and each.held is not None)
+    if len(below) < 2:
+        return False
+    (other, less), (size, most) = below[-2:]
+    return most > less and most + (most - less) / (size - other) * (voxels - size) > TOO_MUCH * capacity
+
+
+def _find_step(voxels: int, aspect: Sequence[int], divisors: Sequence[int]) -> int:
+    """Return the largest step with no more voxels, 0 where there is none."""
+    per_cube = math.prod(scale_sides(1000, aspect, divisors)) / 1000**3
+    step = int((max(0, voxels) / per_cube) ** (1 / 3))
+    # Sides are rounded to multiples, so voxels do not quite grow with the cube.
+    while step > 0 and math.prod(scale_sides(step, aspect, divisors)) > voxels:
+        step -= 1
+    while math.prod(scale_sides(step + 1, aspect, divisors)) <= voxels:
+        step += 1
+    return step

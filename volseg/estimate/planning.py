@@ -1,0 +1,305 @@
+"""What fits on a machine, and what is fastest there: every candidate estimated, and one chosen."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from volseg.errors import ParallelError
+from volseg.estimate.allocator import AllocatorSettings
+from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate_list import list_candidates, name_candidate, relieve
+from volseg.estimate.estimator import Machine, Planned
+from volseg.estimate.largest_volume import Largest, Sides, find_largest
+from volseg.estimate.report import PlanReport, build_row, build_skipped_row, format_table
+from volseg.estimate.search import GIB, Found, choose, guess_least, judge, search
+from volseg.parallel.forking import ForkedWorkers
+
+__all__ = ["StepPlan", "list_largest", "plan_work"]
+
+MOST_GPUS = 64
+"""To which more GPUs are looked for where nothing fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What was forecast for a machine."""
+
+    name: str
+    """Of the network."""
+    shape: tuple[int, ...]
+    """Of a step's images, (B, C, D, H, W)."""
+    precision: str
+    machine: Machine
+    reserve: int
+    """Bytes of each GPU that the step may not take."""
+    found: Found
+    remedies: tuple[str, ...] = ()
+    """Where nothing fits, what would."""
+    notes: tuple[str, ...] = ()
+    steps_per_epoch: int | None = None
+
+    @property
+    def forecasts(self) -> tuple[Forecast, ...]:
+        """Of all candidates that were followed."""
+        return self.found.forecasts
+
+    @property
+    def chosen(self) -> Forecast | None:
+        """The fastest that fits; None where nothing does."""
+        return self.found.chosen
+
+    @property
+    def why(self) -> str:
+        """One sentence about the choice."""
+        return self.found.why
+
+    @property
+    def report(self) -> PlanReport:
+        """All of it, with a schema: ``PlanReport.model_json_schema()``."""
+        machine = self.machine
+        rows = [
+            build_row(
+                each,
+                chosen=each is self.chosen,
+                steps_per_epoch=self.steps_per_epoch,
+                price_per_hour=machine.price_per_hour,
+            )
+            for each in self.forecasts
+        ]
+        return PlanReport(
+            network=self.name,
+            shape=self.shape,
+            precision=self.precision,
+            gpu=machine.gpu.name,
+            num_gpus=machine.num_gpus,
+            gpu_bytes=machine.gpu_bytes,
+            reserve_bytes=self.reserve,
+            rates="measured" if machine.is_measured else "published",
+            instance=machine.instance,
+            price_per_hour=machine.price_per_hour,
+            price_source=machine.price_source,
+            steps_per_epoch=self.steps_per_epoch,
+            candidates=(*rows, *map(build_skipped_row, self.found.skipped)),
+            fits=self.chosen is not None,
+            why=self.why,
+            remedies=self.remedies,
+            notes=self.notes,
+        )
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return self.report.model_dump_json(indent=2)
+
+    def table(self) -> str:
+        """Return the report for people: plain text of 80 columns."""
+        return format_table(self.report.candidates)
+
+
+def plan_work(
+    planned: Planned,
+    *,
+    notes: Sequence[str] = (),
+    steps_per_epoch: int | None = None,
+    only: Callable[[Candidate], bool] | None = None,
+    thorough: bool = False,
+    numbers: bool = True,
+    forks: bool = False,
+) -> StepPlan:
+    """Estimate what could win on a machine, and choose.
+
+    Parameters
+    ----------
+    planned : Planned
+        The step and the machine.
+    notes : sequence of str
+        What the reader must know besides.
+    steps_per_epoch : int, optional
+        Optimizer steps.
+    only : callable, optional
+        Which candidates may be taken.
+    thorough : bool
+        Whether to estimate those too that cannot win.
+    numbers : bool
+        Whether a candidate that does not fit is traced to its end, so that it is known how much it needs. Otherwise
+        that is known of one GPU, and where nothing fits of one candidate that needs little.
+    forks : bool
+        Whether to estimate several at a time; see `ForkedWorkers`.
+
+    Raises
+    ------
+    ParallelError
+        If nothing can be traced at all: the first reason.
+    ConfigError
+        If torch's allocator is told to divide memory in a way that is not modelled.
+    """
+    AllocatorSettings.find()  # here, before anything is traced
+    work, machine, free = planned.work, planned.machine, planned.free
+    listed = list_candidates(machine.num_gpus, work.batch_size, work.sides, free)
+    candidates = [candidate for candidate in listed if only is None or only(candidate)]
+    if not candidates:
+        raise ParallelError(
+            f"{machine.num_gpus} GPU(s) cannot be shared as asked (data: {free.data}, spatial: {free.spatial}, "
+            f"pipeline: {free.pipeline}) on a batch of {work.batch_size}; leave one of these open, or name more GPUs"
+        )
+    with ForkedWorkers(planned, forks=forks) as workers:
+        follow = Planned.forecast if numbers or thorough else Planned.forecast_if_fits
+
+        def begin(several: Sequence[Candidate]) -> None:
+            for candidate in several:
+                workers.begin(follow, candidate)
+
+        found = search(
+            candidates,
+            lambda candidate: workers.ask(follow, candidate),
+            planned.capacity,
+            work.batch_size,
+            lambda each: relieve(each, free),
+            thorough=thorough,
+            begin=begin,
+        )
+        least = guess_least(found.forecasts) if found.chosen is None else None
+        if least is not None:
+            found = _put_in(found, judge(planned.forecast(least), planned.capacity), planned.capacity)
+        if all(each.memory is None for each in found.forecasts):
+            first = found.forecasts[0]
+            raise ParallelError(f"{work.name} cannot be followed on {work.shape}: {first.refused}")
+        remedies = tuple(_list_remedies(planned, found, workers)) if found.chosen is None else ()
+    return StepPlan(
+        name=work.name,
+        shape=work.shape,
+        precision=str(work.precision).removeprefix("torch."),
+        machine=machine,
+        reserve=planned.reserve,
+        found=found,
+        remedies=remedies,
+        notes=tuple(notes),
+        steps_per_epoch=steps_per_epoch,
+    )
+
+
+def _put_in(found: Found, whole: Forecast, capacity: int) -> Found:
+    """Return what was found with the forecast of a candidate that was traced to its end."""
+
+    def plain(candidate: Candidate) -> Candidate:
+        return replace(candidate, recorded=False, kernels="torch")
+
+    forecasts = tuple(
+        whole if each.more_than is not None and plain(each.candidate) == plain(whole.candidate) else each
+        for each in found.forecasts
+    )
+    chosen, why = choose(forecasts, capacity)
+    return replace(found, forecasts=forecasts, chosen=chosen, why=why)
+
+
+def _list_remedies(planned: Planned, found: Found, workers: ForkedWorkers[Planned]) -> Iterator[str]:
+    """Say what would fit, with numbers."""
+    work = planned.work
+    least = min((each for each in found.forecasts if each.memory is not None), key=_total)
+    d, h, w = work.sides
+    workers.begin(_find_number)
+    if planned.resize is not None:
+        workers.begin(_find_volumes, least.candidate, ((d, h, w),))
+    yield f"GPUs of {(_total(least) + planned.reserve) / GIB:.1f} GiB: {name_candidate(least.candidate)}"
+    enough = workers.ask(_find_number)
+    if enough is not None:
+        name, gib = name_candidate(enough.candidate), _total(enough) / GIB
+        yield f"{enough.candidate.num_gpus} such GPUs: {name} ({gib:.1f} GiB of each)"
+    if planned.resize is not None:
+        (one,) = workers.ask(_find_volumes, least.candidate, ((d, h, w),))
+        if one is not None:
+            sides = " x ".join(map(str, one.sides))
+            yield f"volumes of {sides}: {name_candidate(least.candidate)} ({one.needed / GIB:.1f} GiB)"
+        elif work.batch_size > 1:
+            yield "a smaller batch: with this one the smallest volume does not fit"
+
+
+def _total(forecast: Forecast) -> int:
+    assert forecast.memory is not None
+    return forecast.memory.total
+
+
+def _find_number(planned: Planned) -> Forecast | None:
+    """Return the forecast of twice, four times ... as many GPUs, for the first number of slabs that fit."""
+    free, count = planned.free, planned.machine.num_gpus * 2
+    slabs = Candidate(spatial=2, checkpoint=free.checkpoint)
+    most = (relieve(slabs, free) or [slabs])[-1].checkpoint
+    while not free.whole and count <= min(MOST_GPUS, max(planned.work.sides)):
+        forecast = planned.follow(Candidate(spatial=count, checkpoint=most), to_end=False)
+        if forecast.memory is None and forecast.more_than is None:
+            return None  # its operators have no form on slabs
+        if forecast.runs:
+            return forecast
+        count *= 2
+    return None
+
+
+def list_largest(planned: Planned, *, forks: bool = False) -> list[tuple[Candidate, Sides, Largest | None]]:
+    """Return the largest volume that each way of sharing the machine can train on, as a cube and with its own aspect.
+
+    Parameters
+    ----------
+    planned : Planned
+        The step, the machine, and how the step is made on other volumes.
+    forks : bool
+        Whether to look at several ways at a time; see `ForkedWorkers`.
+
+    Returns
+    -------
+    list of tuple
+        Candidate, the aspect that was kept, and the largest volume; None where none fits or runs.
+    """
+    work, free = planned.work, planned.free
+    listed = list_candidates(planned.machine.num_gpus, work.batch_size, work.sides, free)
+    # Replicas of a pipeline hold what a pipeline of as many stages does, and one of more stages holds less.
+    alike = [each for each in listed if each.pipeline == 1 or each.data == 1 or free.pipeline is not None]
+    chosen = [each for each in alike if each.split_size in (None, 1, free.split_size)]
+    candidates = [way for each in chosen for way in (each, *relieve(each, free)[-1:])]
+    d, h, w = work.sides
+    aspects: tuple[Sides, ...] = ((1, 1, 1), (d, h, w)) if len({d, h, w}) > 1 else ((d, h, w),)
+    found: dict[Candidate, list[Largest | None]] = {}
+    with ForkedWorkers(planned, forks=forks) as workers:
+        # One GPU is traced fastest, and says about how much several hold.
+        for several in ([each for each in candidates if (each.num_gpus == 1) is alone] for alone in (True, False)):
+            hints = {each: _guess_voxels(each, found) for each in several}
+            for each in sorted(several, key=lambda each: (-each.pipeline, -each.spatial)):  # longest first
+                workers.begin(_find_volumes, each, aspects, hints[each])
+            found |= {each: workers.ask(_find_volumes, each, aspects, hints[each]) for each in several}
+    return [
+        (each, aspect, largest) for each in candidates for aspect, largest in zip(aspects, found[each], strict=True)
+    ]
+
+
+def _guess_voxels(candidate: Candidate, found: Mapping[Candidate, Sequence[Largest | None]]) -> int | None:
+    """Return the voxels that as many GPUs hold as are known to be held by one that recomputes as much, or as little."""
+    known = {
+        each: max(math.prod(one.sides) for one in largest if one) for each, largest in found.items() if any(largest)
+    }
+    alike = [voxels for each, voxels in known.items() if each.checkpoint == candidate.checkpoint] or list(
+        known.values()
+    )
+    return max(alike) * candidate.num_gpus if alike else None
+
+
+def _find_volumes(
+    planned: Planned, candidate: Candidate, aspects: Sequence[Sides], voxels: int | None = None
+) -> list[Largest | None]:
+    """Return the largest volume of each aspect that a candidate can train on; it begins at so many voxels."""
+    divisors = planned.divisors
+    longest = max(range(3), key=lambda axis: (aspects[0][axis], divisors[axis]))
+    # So many voxels, by default those of the step's own volume, in the shape of the first aspect.
+    count = math.prod(planned.work.sides) if voxels is None else voxels
+    side = (count * max(aspects[0]) ** 3 / math.prod(aspects[0])) ** (1 / 3)
+    first = max(1, round(side / divisors[longest]))
+    known: dict[int, Any] = {}
+    return [
+        find_largest(
+            lambda sides: planned.need(candidate, sides),
+            planned.machine.gpu_bytes,
+            aspect,
+            divisors,
+            first=first,
+            known=known,
+        )
+        for aspect in aspects
+    ]

@@ -1,0 +1,294 @@
+"""A plan as it is handed on: JSON with a schema, and a table for people."""
+
+from collections.abc import Sequence
+from io import StringIO
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate_list import name_candidate
+from volseg.estimate.search import Skipped, describe_seconds
+
+__all__ = [
+    "CandidateRow",
+    "DeviceRow",
+    "LargestRow",
+    "PlanReport",
+    "VolumesReport",
+    "build_row",
+    "build_skipped_row",
+    "format_table",
+    "format_volumes",
+    "list_columns",
+]
+
+GIB = 2**30
+WIDTH = 80
+"""Columns of a terminal that nobody has made wider."""
+
+MARKS = {"chosen": ">", "runs": " ", "slower": " ", "refused": "x"}
+"""Before each candidate of the table."""
+
+Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DeviceRow(_Row):
+    """What one GPU needs."""
+
+    used_bytes: Bytes
+    reserved_bytes: Bytes
+    step_reserved_bytes: Bytes
+    outside_bytes: Bytes
+
+
+class CandidateRow(_Row):
+    """One way to run the training, and what it needs."""
+
+    name: str
+    """In the words of a config."""
+    data: int
+    spatial: int
+    pipeline: int
+    split_size: int | None
+    checkpoint: Literal["all", "tiled"] | int | None
+    kernels: Literal["fast", "torch"]
+    recorded: bool
+    num_gpus: int
+    state: Literal["chosen", "runs", "refused", "slower"]
+    """``slower``: not followed, as it cannot be faster than the chosen one."""
+    refused: str | None = None
+    """Why it does not run."""
+    more_than_bytes: Bytes | None = None
+    """Of one that was given up, as it does not fit: it needs more of a GPU than this, and nothing else is known of its
+    bytes and times."""
+    used_bytes: Bytes | None = None
+    """Peak of the fullest GPU in blocks that somebody holds (``torch.cuda.max_memory_allocated``)."""
+    reserved_bytes: Bytes | None = None
+    """Peak that torch takes from that GPU (``torch.cuda.max_memory_reserved``)."""
+    step_reserved_bytes: Bytes | None = None
+    """That of the training steps, without the validation between epochs."""
+    outside_bytes: Bytes | None = None
+    """Taken there beside torch's allocator: context, libraries."""
+    peak_in: str | None = None
+    """The part of the step in which it is fullest."""
+    devices: tuple[DeviceRow, ...] = ()
+    """The same of every GPU: process after process, stage after stage."""
+    step_seconds: Seconds | None = None
+    least_step_seconds: Seconds | None = None
+    """Of one that was not followed: it takes this or more."""
+    epoch_seconds: Seconds | None = None
+    """Of the training's steps, without validation."""
+    epoch_price: Seconds | None = None
+    """In US dollars."""
+
+    @property
+    def candidate(self) -> Candidate:
+        """The candidate again."""
+        return Candidate(
+            data=self.data,
+            spatial=self.spatial,
+            pipeline=self.pipeline,
+            split_size=self.split_size,
+            checkpoint=self.checkpoint,
+            kernels=self.kernels,
+            recorded=self.recorded,
+        )
+
+
+class PlanReport(_Row):
+    """What ``volseg plan --json`` prints."""
+
+    version: Literal[1] = 1
+    """Of this form."""
+    network: str
+    shape: tuple[int, ...]
+    """Of a step's images, (B, C, D, H, W)."""
+    precision: str
+    gpu: str
+    num_gpus: int
+    gpu_bytes: Bytes
+    """Memory of one."""
+    reserve_bytes: Bytes
+    """Of it, what is left free or held by something else than the step; ``notes`` say what for."""
+    rates: Literal["measured", "published"]
+    """Where the speed of this kind of GPU comes from."""
+    instance: str | None = None
+    price_per_hour: float | None = None
+    price_source: str | None = None
+    steps_per_epoch: int | None = None
+    candidates: tuple[CandidateRow, ...]
+    fits: bool
+    why: str
+    remedies: tuple[str, ...] = ()
+    """Where nothing fits, what would."""
+    notes: tuple[str, ...] = ()
+
+
+class LargestRow(_Row):
+    """The largest patch of an aspect, in one way of sharing a machine."""
+
+    name: str
+    """The candidate, in the words of a config."""
+    aspect: tuple[int, int, int]
+    """Which is kept, as far as the network's divisors let."""
+    sides: tuple[int, int, int] | None
+    """D, H, W of the largest that fits; null where none does."""
+    next_sides: tuple[int, int, int] | None
+    """The next larger one, which does not fit; null where no limit was found."""
+    total_bytes: Bytes | None
+    """What the largest takes of the fullest GPU."""
+
+
+class VolumesReport(_Row):
+    """What ``volseg plan --max-volume --json`` prints."""
+
+    version: Literal[1] = 1
+    """Of this form."""
+    network: str
+    batch_size: int
+    precision: str
+    gpu: str
+    num_gpus: int
+    gpu_bytes: Bytes
+    reserve_bytes: Bytes
+    rows: tuple[LargestRow, ...]
+
+
+def build_row(
+    forecast: Forecast, *, chosen: bool, steps_per_epoch: int | None, price_per_hour: float | None
+) -> CandidateRow:
+    """Return the row of a candidate that was followed."""
+    memory, seconds = forecast.memory, forecast.seconds
+    epoch = None if seconds is None or steps_per_epoch is None else seconds * steps_per_epoch
+    return CandidateRow(
+        **_describe(forecast.candidate),
+        state="chosen" if chosen else "runs" if forecast.runs else "refused",
+        refused=forecast.refused,
+        more_than_bytes=forecast.more_than,
+        used_bytes=None if memory is None else memory.used,
+        reserved_bytes=None if memory is None else memory.reserved,
+        step_reserved_bytes=None if memory is None else memory.of_steps().reserved,
+        outside_bytes=None if memory is None else memory.outside,
+        peak_in=None if memory is None else memory.peak_in,
+        devices=tuple(
+            DeviceRow(
+                used_bytes=use.used,
+                reserved_bytes=use.reserved,
+                step_reserved_bytes=use.of_steps().reserved,
+                outside_bytes=use.outside,
+            )
+            for use in forecast.devices
+        ),
+        step_seconds=seconds,
+        epoch_seconds=epoch,
+        epoch_price=None if epoch is None or price_per_hour is None else epoch / 3600 * price_per_hour,
+    )
+
+
+def build_skipped_row(skipped: Skipped) -> CandidateRow:
+    """Return the row of a candidate that was not followed."""
+    return CandidateRow(**_describe(skipped.candidate), state="slower", least_step_seconds=skipped.least_seconds)
+
+
+def _describe(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "name": name_candidate(candidate),
+        "data": candidate.data,
+        "spatial": candidate.spatial,
+        "pipeline": candidate.pipeline,
+        "split_size": candidate.split_size,
+        "checkpoint": candidate.checkpoint,
+        "kernels": candidate.kernels,
+        "recorded": candidate.recorded,
+        "num_gpus": candidate.num_gpus,
+    }
+
+
+def list_columns(rows: Sequence[CandidateRow]) -> list[tuple[str, list[str]]]:
+    """Return titles and cells of the table: GiB of the fullest GPU, times, and prices where there are any."""
+    titles = [_title(row) for row in rows]
+    columns: list[tuple[str, list[str]]] = [
+        (
+            "parallel",
+            [
+                f"{MARKS[row.state]} {title}" + (f" ({row.kernels})" if titles.count(title) > 1 else "")
+                for title, row in zip(titles, rows, strict=True)
+            ],
+        ),
+        ("used", [_gib(row.used_bytes) for row in rows]),
+        ("reserved", [_reserved(row) for row in rows]),
+        ("step", [_step(row) for row in rows]),
+        ("epoch", ["" if row.epoch_seconds is None else describe_seconds(row.epoch_seconds) for row in rows]),
+        ("$/epoch", ["" if row.epoch_price is None else f"{row.epoch_price:.3g}" for row in rows]),
+    ]
+    return [(title, cells) for title, cells in columns if any(cells)]
+
+
+def _title(row: CandidateRow) -> str:
+    """Return a candidate in few words, for a table of 80 columns."""
+    meshes = (("data", row.data), ("spatial", row.spatial), ("pipeline", row.pipeline))
+    title = " x ".join(f"{name} {count}" for name, count in meshes if count > 1) or "one GPU"
+    if row.split_size is not None:
+        title += f" by {row.split_size}"
+    return title if row.checkpoint is None else f"{title}, recompute {row.checkpoint}"
+
+
+def _step(row: CandidateRow) -> str:
+    if row.state == "slower":
+        return f">= {describe_seconds(row.least_step_seconds or 0.0)}"
+    if row.step_seconds is None:
+        return "" if row.more_than_bytes is not None else "refused"
+    return describe_seconds(row.step_seconds)
+
+
+def _reserved(row: CandidateRow) -> str:
+    if row.more_than_bytes is not None:
+        return f"> {_gib(row.more_than_bytes)}"
+    return "" if row.reserved_bytes is None else _gib(row.reserved_bytes + (row.outside_bytes or 0))
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / GIB:.2f}"
+
+
+def format_table(rows: Sequence[CandidateRow]) -> str:
+    """Return the table of candidates as plain text of `WIDTH` columns at most."""
+    return _format(list_columns(rows))
+
+
+def format_volumes(rows: Sequence[LargestRow]) -> str:
+    """Return the table of largest patches as plain text of `WIDTH` columns at most."""
+    return _format(
+        [
+            ("parallel", [row.name for row in rows]),
+            ("shape", ["cube" if len(set(row.aspect)) == 1 else "patch" for row in rows]),
+            ("largest", [_sides(row.sides) or "none" for row in rows]),
+            ("GiB", [_gib(row.total_bytes) for row in rows]),
+            ("too large", [_sides(row.next_sides) for row in rows]),
+        ]
+    )
+
+
+def _sides(sides: tuple[int, int, int] | None) -> str:
+    return "" if sides is None else "x".join(map(str, sides))
+
+
+def _format(columns: Sequence[tuple[str, list[str]]]) -> str:
+    # ASCII: a pipe or a log may have no other encoding.
+    table = Table(box=box.MARKDOWN, padding=(0, 1))
+    for title, _ in columns:
+        table.add_column(title, justify="left" if title in ("parallel", "shape") else "right", overflow="fold")
+    for cells in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*cells)
+    written = StringIO()
+    Console(file=written, width=WIDTH, color_system=None, force_terminal=False, highlight=False).print(table)
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()).strip("\n")

@@ -1,0 +1,210 @@
+"""From kernels to seconds: a roofline per class of kernels, calibrated by a table of measured ones.
+
+For each kernel a lower bound is known, its roofline [1]_: what the matrix units need at their best, or the memory. The
+table says how many times as long measured kernels of its family took. Of a kernel that is not in the table, that factor
+is a mean over the nearest ones by shape and by work, on logarithms, weighted by distance.
+
+References
+----------
+.. [1] Williams, Waterman, Patterson: Roofline. Communications of the ACM 52, 2009, doi:10.1145/1498765.1498785.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import dist, exp, log
+from typing import Any
+
+import torch
+
+from volseg.errors import ConfigError
+from volseg.estimate.kernel_class import FULL, HALF, ON_CORES, KernelClass, classify
+from volseg.estimate.trace import KernelRun
+
+__all__ = ["Family", "Peaks", "RateTable", "read_run"]
+
+Measured = Mapping[tuple[float, ...], Sequence[tuple[int, int, float]]]
+"""By shape: flops, bytes and seconds."""
+
+NOTHING = 1e-12
+"""The bound of a kernel that neither computes nor moves anything, in seconds."""
+
+NEAREST = 4
+"""Measured kernels that count."""
+
+BY_SHAPE, BY_CHANNELS, FAR = 3.0, 0.5, 8.0
+"""What a doubling of channels or taps counts as distance beside one of work: of kernels that compute; and of passes
+over memory, which are alike whatever their channels. And the distance between shapes of other kinds."""
+
+MORE, LESS = 0.95, 0.8
+"""Powers of the work by which seconds grow from a measured kernel to a larger one, and fall to a smaller one. These
+constants are those of several tried by which the steps of an H200 were estimated best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """What a GPU can do at best."""
+
+    bandwidth: float
+    """Bytes of its memory per second."""
+    half: float
+    """Multiplications and additions per second in 16 bits, by matrix units."""
+    full: float
+    """The same in float32: by matrix units in TF32, where it has these."""
+    cores: float | None = None
+    """The same in float32 by CUDA's cores; where that is not known an eighth of ``full``, as Ampere has it."""
+
+    @property
+    def by_cores(self) -> float:
+        """Operations per second without matrix units."""
+        return self.full / 8 if self.cores is None else self.cores
+
+    def bound(self, kernel: KernelClass) -> float:
+        """Return the roofline's seconds."""
+        matrices = self.half if kernel.dtype == HALF else self.full
+        return max(kernel.flops / (self.by_cores if kernel.on_cores else matrices), kernel.bytes_moved / self.bandwidth)
+
+
+class Family:
+    """Measured kernels of one function, in one layout and one type of numbers.
+
+    Parameters
+    ----------
+    measured
+        By shape: the roofline's seconds, and those that were measured.
+    """
+
+    def __init__(self, measured: Mapping[tuple[float, ...], Sequence[tuple[float, float]]]) -> None:
+        self._points = [
+            (shape, log(bound), log(seconds)) for shape, points in measured.items() for bound, seconds in points
+        ]
+
+    def seconds(self, shape: tuple[float, ...], bound: float) -> float:
+        """Return the seconds of a kernel of a shape, whose roofline is ``bound``."""
+        work = log(bound)
+        of_shape = BY_SHAPE if len(shape) > 1 else BY_CHANNELS
+        near = sorted(
+            (of_shape * (dist(known, shape) if len(known) == len(shape) else FAR) + abs(at - work) / log(2), at, took)
+            for known, at, took in self._points
+        )[:NEAREST]
+        if near[0][0] == 0:
+            return exp(near[0][2])
+        weights = [1 / distance**2 for distance, *_ in near]
+        found = (took + (work - at) * (MORE if work > at else LESS) for _, at, took in near)
+        return exp(sum(weight * each for weight, each in zip(weights, found, strict=True)) / sum(weights))
+
+
+class RateTable:
+    """Measured kernels of one GPU.
+
+    Parameters
+    ----------
+    families
+        By name and shape: lists of flops, bytes and seconds.
+    peaks
+        Of the GPU that was measured.
+    processors
+        Its multiprocessors.
+    gap
+        Seconds of a kernel that does nothing, in a recording.
+    """
+
+    def __init__(self, families: Mapping[str, Measured], peaks: Peaks, processors: int, gap: float) -> None:
+        self.peaks, self.processors, self.gap = peaks, processors, gap
+        self._families = {
+            name: Family(
+                {
+                    shape: [(max(self._bound(name, *point[:2]), NOTHING), point[2]) for point in points]
+                    for shape, points in at.items()
+                }
+            )
+            for name, at in families.items()
+        }
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Mapping[str, Any]], peaks: Peaks, processors: int, gap: float) -> "RateTable":
+        """Return the table of rows as ``calibration.kernels`` measures them."""
+        found: dict[str, dict[tuple[float, ...], list[tuple[int, int, float]]]] = {}
+        for row in rows:
+            run = read_run(row)
+            kinds = classify(run)
+            if len(kinds) == 1:  # of an operator that does several things it is not known what each took
+                (kind,) = kinds
+                point = kind.flops, kind.bytes_moved, float(row["seconds"])
+                for name in (kind.family, *(name_pools(kind) if joins_pool(run, kind) else ())):
+                    shape = kind.shape if name == kind.family else ()
+                    found.setdefault(name, {}).setdefault(shape, []).append(point)
+        return cls(found, peaks, processors, gap)
+
+    def _bound(self, family: str, flops: int, moved: int) -> float:
+        dtype = HALF if HALF in family else FULL
+        return self.peaks.bound(KernelClass(family, (), flops, moved, dtype, on_cores=ON_CORES in family))
+
+    def knows(self, kernel: KernelClass) -> bool:
+        """Say whether kernels of this family were measured."""
+        return kernel.family in self._families
+
+    def seconds(self, kernel: KernelClass, peaks: Peaks | None = None, processors: int | None = None) -> float:
+        """Return the seconds of a kernel.
+
+        Parameters
+        ----------
+        kernel
+            What runs. One that was never measured takes as long as others that move as much, or compute as much.
+        peaks, processors
+            Of another GPU than the measured one: it comes as near to its own bound as the measured one did with as much
+            work for each multiprocessor.
+        """
+        family = self._find(kernel)
+        bound = max(self.peaks.bound(kernel), NOTHING)
+        if peaks is None or processors is None:
+            return max(self.gap, family.seconds(kernel.shape, bound))
+        if kernel.least_bytes:
+            # A multiprocessor of another GPU is about as fast where it is alone: none has the memory to itself.
+            own = kernel.least_bytes / peaks.bandwidth
+            return max(self.gap + own, family.seconds(kernel.shape, bound))
+        alike = bound * self.processors / processors
+        beyond = max(0.0, family.seconds(kernel.shape, alike) - self.gap)
+        return self.gap + beyond * peaks.bound(kernel) / alike
+
+    def _find(self, kernel: KernelClass) -> Family:
+        for name in (kernel.family, *name_relatives(kernel.family), *name_pools(kernel)):
+            if name in self._families:
+                return self._families[name]
+        raise ConfigError(
+            f"no rate is known for {kernel.family}, nor for anything like it: the table holds {len(self._families)} "
+            "families; measure this machine anew with volseg plan --calibrate"
+        )
+
+
+def name_relatives(family: str) -> Iterable[str]:
+    """Return the same function in the other layout, and in the other type."""
+    swaps = (("channels last", "contiguous"), ("contiguous", "channels last"))
+    others = [family.replace(*swap) for swap in swaps if swap[0] in family] or [family]
+    types = (HALF, FULL) if HALF in family else (FULL, HALF)
+    return [name.replace(*types) if changed else name for changed in (False, True) for name in (*others, family)]
+
+
+PLAIN = ("add", "add_", "mul", "clone", "copy_", "relu", "leaky_relu", "leaky_relu_backward", "threshold_backward")
+"""Passes that stand for those that were never measured: each thread reads and writes its own numbers."""
+
+
+def name_pools(kernel: KernelClass) -> tuple[str, ...]:
+    """Return what stands for a kernel that was never measured: all that compute, or plain passes over memory."""
+    return (f"any product, {kernel.dtype}",) if kernel.flops else (f"any pass, {kernel.dtype}",)
+
+
+def joins_pool(run: KernelRun, kernel: KernelClass) -> bool:
+    """Say whether a measured kernel stands for others."""
+    return bool(kernel.flops and not kernel.on_cores) or run.name.removeprefix("aten.") in PLAIN
+
+
+def read_run(row: Mapping[str, Any]) -> KernelRun:
+    """Return what a row of a table speaks of."""
+    return KernelRun(
+        row["name"],
+        getattr(torch, row["dtype"]),
+        row["flops"],
+        row["bytes_moved"],
+        tuple(tuple(shape) for shape in row["shapes"]),
+        row["channels_last"],
+    )

@@ -1,0 +1,295 @@
+"""The fastest candidate that fits, and why: pure but for what follows a candidate, which is given.
+
+To follow a candidate takes about a second, so what cannot win is not followed. That it cannot is known by bounds that
+hold for every network, as large kernels are at least as efficient as small ones:
+
+- A recomputed step runs the kernels of the plain one, and more.
+- Of the kernels of one GPU each of N runs a share, in no less than an N-th of their time.
+- A pipeline of N stages and m micro-batches is full for m rounds and fills or empties for N - 1 more. So smaller
+  micro-batches save what of a step it is not full, and nothing else.
+- Where nothing is replayed, Python starts each kernel: of a pipeline those of the forward pass m times, the others once
+  or more, and more of them for smaller micro-batches.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate_list import name_candidate
+from volseg.estimate.step_time import OF_STAGES
+
+__all__ = [
+    "SURE",
+    "Found",
+    "Skipped",
+    "choose",
+    "describe_seconds",
+    "find_bound",
+    "guess_least",
+    "judge",
+    "search",
+    "sort_candidates",
+]
+
+GIB = 2**30
+
+SURE = 0.95
+"""Part of a GPU's memory up to which an estimate is believed: with margins it was up to 5 % too small."""
+
+Follow = Callable[[Candidate], Forecast]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A candidate that was not followed, as it cannot win."""
+
+    candidate: Candidate
+    least_seconds: float
+    """No step of it is faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What became of all candidates."""
+
+    forecasts: tuple[Forecast, ...]
+    skipped: tuple[Skipped, ...] = ()
+    chosen: Forecast | None = None
+    """The fastest of those that surely fit, otherwise of those that run; None where none does."""
+    why: str = ""
+    """One sentence."""
+
+
+def judge(forecast: Forecast, capacity: int) -> Forecast:
+    """Return the forecast with a refusal where it needs more than the ``capacity`` bytes of a GPU."""
+    if forecast.refused is not None or forecast.memory is None or forecast.memory.total <= capacity:
+        return forecast
+    needed = forecast.memory.total
+    return replace(forecast, refused=f"needs {needed / GIB:.1f} GiB, and there are {max(capacity, 0) / GIB:.1f} GiB")
+
+
+def search(
+    candidates: Sequence[Candidate],
+    follow: Follow,
+    capacity: int,
+    batch_size: int,
+    relieve: Callable[[Candidate], Sequence[Candidate]] = lambda _: (),
+    *,
+    thorough: bool = False,
+    begin: Callable[[Sequence[Candidate]], None] = lambda _: None,
+) -> Found:
+    """Follow candidates until none that is left can be faster, and choose.
+
+    Parameters
+    ----------
+    candidates : sequence of Candidate
+        Those without recomputation, or with what was asked for.
+    follow : callable
+        Returns the forecast of one.
+    capacity : int
+        Bytes of a GPU that a step may take.
+    batch_size : int
+        Samples of a step.
+    relieve : callable
+        Returns what to take for one that does not fit, least recomputation first.
+    thorough : bool
+        Whether to follow those too that cannot win.
+    begin : callable
+        Gets the candidates that will be asked for soon, so that others can begin with them.
+
+    Returns
+    -------
+    Found
+        Forecasts in the order of the candidates, each before what relieves it.
+    """
+    groups: dict[Candidate, list[Forecast]] = {candidate: [] for candidate in candidates}
+    skipped: list[Skipped] = []
+
+    def look(candidate: Candidate, least: float, group: list[Forecast]) -> Forecast | None:
+        best = _find_fastest(each for each in chain.from_iterable(groups.values()) if _is_sure(each, capacity))
+        if not thorough and best is not None and best.seconds is not None and least >= best.seconds:
+            skipped.append(Skipped(candidate=candidate, least_seconds=least))
+            return None
+        group.append(judge(follow(candidate), capacity))
+        return group[-1]
+
+    begin(sort_candidates(candidates))
+    plain_ones: list[tuple[list[Forecast], Forecast, Sequence[Candidate]]] = []
+    for first in sort_candidates(candidates):
+        group = groups[first]
+        plain = look(first, find_bound(first, chain.from_iterable(groups.values()), batch_size), group)
+        is_refused = plain is None or (plain.memory is None and plain.more_than is None)
+        if plain is not None and not is_refused and (thorough or not _is_sure(plain, capacity)):
+            plain_ones.append((group, plain, relieve(first)))
+    # All plain ones come first: the faster the best one is, the fewer of these can win.
+    for group, plain, relieving in plain_ones:
+        if not relieving:
+            continue
+        *less, most = relieving
+        # Of other kernels the plain step says nothing.
+        least = plain.seconds or 0.0 if plain.candidate.kernels == most.kernels else 0.0
+        # What recomputes most first: where that does not fit, nothing does.
+        last = look(most, least, group)
+        if last is None or not last.runs:
+            continue
+        # Where recomputing most is not sure to fit, less of it is not, and may run all the same.
+        limit = capacity if _is_sure(last, capacity) else None
+        for candidate in () if _is_sure(plain, limit) else less:
+            relieved = look(candidate, least, group)
+            if relieved is None or _is_sure(relieved, limit):
+                break
+    forecasts = tuple(chain.from_iterable(groups.values()))
+    chosen, why = choose(forecasts, capacity)
+    return Found(forecasts=forecasts, skipped=tuple(skipped), chosen=chosen, why=why)
+
+
+def sort_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return candidates in the order in which to follow them: what bounds others first, then what promises most."""
+
+    def rank(each: Candidate) -> tuple[bool, int, int, int, int]:
+        # One GPU bounds all others. Replicas send least, and large micro-batches have few kernels.
+        return (each.num_gpus > 1, each.pipeline, each.spatial, -each.data, -(each.split_size or 0))
+
+    return sorted(candidates, key=rank)
+
+
+def find_bound(candidate: Candidate, known: Iterable[Forecast], batch_size: int) -> float:
+    """Return seconds that no step of the candidate is below, by forecasts of others with the same kernels."""
+    rounds = _count_rounds(candidate, batch_size)
+    bounds = [0.0]
+    for forecast in known:
+        one = forecast.candidate
+        alike = (one.kernels, one.recorded) == (candidate.kernels, candidate.recorded) and one.checkpoint is None
+        if not alike or forecast.seconds is None or candidate == one:
+            continue
+        if one.num_gpus == 1:
+            # A pipeline is full for so many rounds, and fills and empties for the others.
+            share = forecast.seconds / candidate.num_gpus
+            bounds.append(share * (rounds + candidate.pipeline - 1) / rounds)
+        if _is_of_larger_pieces(one, candidate):
+            before = _count_rounds(one, batch_size)
+            filled = (rounds + candidate.pipeline - 1) / rounds * before / (before + candidate.pipeline - 1)
+            bounds.append(forecast.seconds * min(filled, 1.0))
+        bounds.append(_find_host_bound(candidate, forecast, rounds))
+    return max(bounds)
+
+
+def _count_rounds(candidate: Candidate, batch_size: int) -> int:
+    """Return the micro-batches of a step, 1 where there are no stages."""
+    if candidate.pipeline == 1 or candidate.split_size is None:
+        return 1
+    return -(-batch_size // (candidate.data * candidate.split_size))
+
+
+def _is_of_larger_pieces(one: Candidate, candidate: Candidate) -> bool:
+    """Say whether one is the same pipeline with larger micro-batches than the candidate's."""
+    is_larger = candidate.pipeline > 1 and (one.split_size or 0) > (candidate.split_size or 0)
+    return is_larger and (one.data, one.pipeline) == (candidate.data, candidate.pipeline)
+
+
+def _find_host_bound(candidate: Candidate, known: Forecast, rounds: int) -> float:
+    """Return seconds that Python takes at least over a pipeline's step, by those of one GPU or of larger pieces."""
+    one = known.candidate
+    if candidate.pipeline == 1 or candidate.recorded or known.host_seconds is None:
+        return 0.0
+    if one.num_gpus == 1 and candidate.data == 1:
+        forward = known.host_forward_seconds or 0.0
+        return known.host_seconds + (rounds * OF_STAGES - 1) * forward
+    return known.host_seconds if _is_of_larger_pieces(one, candidate) else 0.0
+
+
+def choose(forecasts: Sequence[Forecast], capacity: int | None = None) -> tuple[Forecast | None, str]:
+    """Return the fastest that runs, and why in one sentence; of equally fast ones that with fewest GPUs.
+
+    Parameters
+    ----------
+    forecasts : sequence of Forecast
+        Judged ones.
+    capacity : int, optional
+        Bytes of a GPU that a step may take. What takes more than the `SURE` part of them by its forecast is chosen only
+        where nothing else runs: it may be out of memory.
+    """
+    best = _find_fastest(each for each in forecasts if _is_sure(each, capacity)) or _find_fastest(forecasts)
+    if best is None:
+        return None, _explain_refusals(forecasts)
+    assert best.seconds is not None
+    name, needs = name_candidate(best.candidate), _describe_need(best)
+    if not _is_sure(best, capacity):
+        needs += ", so near to all of it that it may not fit"
+    others = [each for each in forecasts if each.runs and each is not best and each.seconds is not None]
+    if not others:
+        return best, f"{name} is the only one that runs ({needs})"
+    next_best = min(others, key=_rank)
+    alone = min((each for each in others if each.candidate.num_gpus == 1), key=_rank, default=None)
+    assert next_best.seconds is not None
+    is_beaten = next_best.seconds < best.seconds
+    text = f"{name} is the fastest that {'surely ' if is_beaten else ''}fits: {describe_seconds(best.seconds)} per step"
+    if alone is not None and alone.seconds is not None and best.candidate.num_gpus > 1:
+        text += f", {alone.seconds / best.seconds:.1f} times one GPU"
+    if is_beaten or next_best is not alone or best.candidate.num_gpus == 1:
+        is_other_kernels = name_candidate(next_best.candidate) == name
+        other = name_candidate(next_best.candidate, kernels=is_other_kernels)
+        text += f"; {other} takes {describe_seconds(next_best.seconds)}"
+        if is_beaten:
+            text += f" and {_describe_need(next_best)}, so near to all of it that it may not fit"
+    return best, f"{text} ({needs})"
+
+
+def _is_sure(forecast: Forecast, capacity: int | None) -> bool:
+    """Say whether one runs even if its forecast is too small; without a capacity whether it is forecast to run."""
+    if not forecast.runs or capacity is None or forecast.memory is None:
+        return forecast.runs
+    return forecast.memory.total <= SURE * capacity
+
+
+def _rank(forecast: Forecast) -> tuple[float, int, int, int]:
+    """Order by time; of equally fast ones first those of fewer GPUs, of fewer stages, of fewer slabs."""
+    candidate = forecast.candidate
+    assert forecast.seconds is not None
+    return (forecast.seconds, candidate.num_gpus, candidate.pipeline, candidate.spatial)
+
+
+def _find_fastest(forecasts: Iterable[Forecast]) -> Forecast | None:
+    return min((each for each in forecasts if each.runs and each.seconds is not None), key=_rank, default=None)
+
+
+def _describe_need(forecast: Forecast) -> str:
+    return "" if forecast.memory is None else f"{forecast.memory.total / GIB:.1f} GiB of each GPU"
+
+
+def guess_least(forecasts: Iterable[Forecast]) -> Candidate | None:
+    """Return which of those that were given up may need least: of most GPUs and recomputation, least cut.
+
+    None where none was given up. Only which of them is followed to its end depends on it.
+    """
+    levels = [None, 1, 2, 3, "all", "tiled"]
+
+    def rank(each: Candidate) -> tuple[int, int, int, int, int]:
+        return each.num_gpus, levels.index(each.checkpoint), -each.spatial, each.pipeline, -(each.split_size or 0)
+
+    return max((each.candidate for each in forecasts if each.more_than is not None), key=rank, default=None)
+
+
+def _explain_refusals(forecasts: Sequence[Forecast]) -> str:
+    measured = [each for each in forecasts if each.memory is not None]
+    if measured:
+        least = min(measured, key=lambda each: each.memory.total if each.memory else 0)
+        if any(each.more_than is not None for each in forecasts):
+            return f"nothing fits: {name_candidate(least.candidate)} {least.refused}"
+        return f"nothing fits; the least is {name_candidate(least.candidate)}, which {least.refused}"
+    first = next((each for each in forecasts if each.refused), None)
+    return "nothing runs" + ("" if first is None else f": {name_candidate(first.candidate)}: {first.refused}")
+
+
+def describe_seconds(seconds: float) -> str:
+    """Return a time with three digits.
+
+    >>> describe_seconds(0.01234), describe_seconds(2.5), describe_seconds(90), describe_seconds(7300)
+    ('12.3 ms', '2.50 s', '1.5 min', '2.0 h')
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s" if seconds >= 10 else f"{seconds:.2f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

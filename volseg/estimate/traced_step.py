@@ -1,0 +1,303 @@
+"""What is put down of a step that is followed: blocks of memory, kernels and messages of each GPU, in order."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.fake_copies import copy_without_values
+from volseg.device.fake_gpu import (
+    NotedKernel,
+    Observer,
+    fake_device,
+    fake_recording,
+    find_capability,
+    find_device,
+    find_recording,
+    is_gpu,
+)
+from volseg.device.fake_internals import FakeTensorMode
+from volseg.device.streams import find_current_stream
+from volseg.device.torch_internals import find_backward_pass, get_storage_key
+from volseg.errors import OutOfMemoryError
+from volseg.estimate.inplace_gradients import InPlace
+from volseg.estimate.operator_cache import Known
+from volseg.estimate.operator_work import describe_kernel, describe_noted, list_tensors
+from volseg.estimate.trace import (
+    Allocate,
+    Event,
+    Free,
+    Issued,
+    KernelRun,
+    Mark,
+    Ordered,
+    Outside,
+    Sent,
+    StepTrace,
+    Used,
+)
+
+__all__ = ["TracedStep", "find_gpu"]
+
+HOPPER = 9, 0
+OF_PRODUCTS = {False: 8_519_680, True: 32 * 2**20}
+"""Bytes of cuBLAS' scratch memory (``aten/src/ATen/cuda/CublasHandlePool.cpp``), by whether a GPU is that new. Every
+stream has its own in each thread, and a backward pass runs in a thread of autograd's."""
+
+
+class TracedStep(Observer):
+    """What is asked of GPUs that are not there.
+
+    Attributes
+    ----------
+    devices
+        They, to be given to a strategy or to ``to``. A tensor of the host lies on ``torch.device("cpu")``.
+    """
+
+    def __init__(
+        self,
+        num_gpus: int = 1,
+        time_kernel: Callable[[KernelRun], float] | None = None,
+        limit: int | None = None,
+        fits: int | None = None,
+    ) -> None:
+        self._time_kernel = time_kernel
+        self._limit, self._fits = limit, fits
+        self._is_recorded = False
+        self._listener: Callable[[str], None] | None = None
+        self.fault: OutOfMemoryError | None = None
+        """By which it was given up; whoever catches it on the way cannot make the step whole again."""
+        self._sizes = [0] * num_gpus
+        self._seconds = [0.0] * num_gpus
+        self.devices = [fake_device(index) for index in range(num_gpus)]
+        self.mode = FakeTensorMode(allow_fallback_kernels=False)
+        self.in_place = InPlace()
+        self._issued: list[Issued] = []
+        self._events: list[list[Event]] = [[] for _ in self.devices]
+        self._held: dict[int, tuple[int, int, int]] = {}
+        """By the memory's key: its device, its size and its block."""
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._blocks = 0
+        self._checked: set[int] = set()
+        self._of_changes: set[int] = set()
+        self._multiplied: set[tuple[torch.device, int, bool]] = set()
+
+    def traces(self) -> tuple[StepTrace, ...]:
+        """Return what each device was asked for so far."""
+        return tuple(StepTrace(tuple(events), index) for index, events in enumerate(self._events))
+
+    def list_issued(self) -> list[Issued]:
+        """Return what all devices of several were asked for, in the order of a single thread."""
+        return self._issued
+
+    def mark(self, name: str) -> None:
+        """Say on all devices that a part begins; see ``Mark``."""
+        # A step that is not recorded after all is followed anew without, and may need less.
+        self._is_recorded = self._is_recorded or name == "record"
+        for number in range(len(self._events)):
+            self._put(number, Mark(name))
+        if self._listener is not None:
+            self._listener(name)
+
+    def on_mark(self, name: str) -> None:
+        """Say that a part begins: the strategies' own marks."""
+        self.mark(name)
+
+    def listen(self, listener: Callable[[str], None] | None) -> None:
+        """Tell a function of each mark from now on, or nobody: what it raises ends the step there."""
+        self._listener = listener
+
+    @contextmanager
+    def recording(self, pool: str) -> Iterator[None]:
+        """Take memory from a recording's own pool."""
+        with fake_recording(pool):
+            yield
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy without values, of a network or anything that holds tensors; it lies on the host."""
+        return copy_without_values(value, self.mode)
+
+    @contextmanager
+    def without_cache(self) -> Iterator[None]:
+        """Remember nothing of the operators in here."""
+        before, self.mode.cache_enabled = self.mode.cache_enabled, False
+        try:
+            yield
+        finally:
+            self.mode.cache_enabled = before
+
+    def empty(self, *size: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor without values, by default on the first device."""
+        return torch.empty(size, device=self.devices[0] if device is None else device, dtype=dtype)
+
+    def count_held_bytes(self, device: int = 0) -> int:
+        """Return the bytes that are held now: ``torch.cuda.memory_allocated`` before its rounding."""
+        return self._sizes[device]
+
+    def on_sent(self, device: torch.device, kind: str, size: int, devices: int) -> None:
+        """Put down data that leave a device."""
+        self._put(self._number(device), Sent(kind, size, devices, find_current_stream(device).number))
+
+    def on_shared_memory(self, device: torch.device, size: int) -> None:
+        """Put down memory beside torch's allocator."""
+        self._put(self._number(device), Outside(size))
+
+    def read_clock(self, device: torch.device) -> float:
+        """Return the seconds that the kernels of a device should have taken so far."""
+        if self._time_kernel is None:
+            return super().read_clock(device)
+        return self._seconds[self._number(device)]
+
+    def on_used(self, tensor: Tensor, stream: int) -> None:
+        """Put down that a stream works on a tensor that is another one's."""
+        key = get_storage_key(tensor.untyped_storage())
+        if key in self._held:
+            number, _, block = self._held[key]
+            self._order(number, Used(block, stream))
+
+    def on_ordered(self, device: torch.device, stream: int, event: int, waits: bool) -> None:
+        """Put down that a stream records an event, or waits for one."""
+        self._order(self._number(device), Ordered(event, stream, waits))
+
+    def _put(self, number: int, event: Event) -> None:
+        self._events[number].append(event)
+        self._order(number, event)
+
+    def _order(self, number: int, event: Event | Used | Ordered) -> None:
+        if len(self.devices) > 1:
+            self._issued.append(Issued(number, event, find_backward_pass() != -1))
+
+    def _note_run(self, number: int, run: KernelRun) -> None:
+        self._put(number, run)
+        if self._time_kernel is not None:
+            self._seconds[number] += self._time_kernel(run)
+
+    def note_storage(self, tensor: Tensor) -> None:
+        """Put down the memory of a tensor, if it is new and on a GPU."""
+        device = find_device(tensor)
+        if not is_gpu(device):
+            return
+        storage = tensor.untyped_storage()
+        key = get_storage_key(storage)
+        if key in self._held:
+            return
+        self._take(key, self._number(device), storage.nbytes(), device)
+        # As `weakref.finalize`, which takes as long again: it would be asked for some thousand times in a step.
+        self._watched[key] = weakref.ref(storage, lambda _: self._let_go(key))
+
+    def on_resized(self, tensor: Tensor) -> None:
+        """Put down that a tensor's memory was given back, or taken again."""
+        storage = tensor.untyped_storage()
+        key = get_storage_key(storage)
+        if key in self._held:
+            number = self._give_back(key)
+            self._take(key, number, storage.nbytes(), tensor.device)
+
+    def note_scattered(self, gradient: Tensor) -> None:
+        """Put down that a gradient was written to memory of its own, unless a change in place has made it."""
+        key = get_storage_key(gradient.untyped_storage())
+        if key in self._held and key not in self._of_changes:
+            number, size, block = self._held[key]
+            self._sizes[number] -= size
+            self._take(key, number, size, gradient.device)
+            self._put(number, Free(block))
+
+    def note_of_change(self, gradient: Tensor) -> None:
+        """Remember a gradient that a change in place makes: the change before it gets it as it is."""
+        self._of_changes.add(get_storage_key(gradient.untyped_storage()))
+
+    def _take(self, key: int, number: int, size: int, device: torch.device) -> None:
+        self._blocks += 1
+        self._held[key] = number, size, self._blocks
+        self._sizes[number] += size
+        if self._limit is not None and self._sizes[number] > self._limit:
+            self._give_up(f"alone would be more than {self._limit / 2**30:,.0f}")
+        if self._fits is not None and self._sizes[number] > self._fits and self._is_in_order():
+            self._give_up(f"alone would be more than {self._fits / 2**30:,.1f}")
+        if size:
+            stream = find_current_stream(device).number
+            self._put(number, Allocate(self._blocks, size, stream, find_recording()))
+
+    def _is_in_order(self) -> bool:
+        """Say whether tensors that are alive together would be so on GPUs: each device has a thread in backward."""
+        return not self._is_recorded and (len(self.devices) == 1 or find_backward_pass() == -1)
+
+    def _give_up(self, why: str) -> None:
+        self.fault = OutOfMemoryError(
+            f"the tensors of one GPU {why} GiB; take smaller patches or volumes, or a smaller batch"
+        )
+        raise self.fault
+
+    def _let_go(self, key: int) -> None:
+        del self._watched[key]
+        self._give_back(key)
+
+    def _give_back(self, key: int) -> int:
+        self._checked.discard(key)
+        self._of_changes.discard(key)
+        number, size, block = self._held.pop(key)
+        self._sizes[number] -= size
+        if size:
+            self._put(number, Free(block))
+        return number
+
+    def note_operator(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, known: Known | None = None
+    ) -> None:
+        """Put down an operator of torch, on the device of its result; what is remembered of it is not found again."""
+        if known is None or known.work is None:
+            work = self._find_work(function, args, kwargs, out)
+            if known is not None:
+                known.work = work
+        else:
+            work = known.work
+        home, run = work
+        if home is not None and run is not None:
+            stream = find_current_stream(home).number
+            self._note_run(self._number(home), run if run.stream == stream else replace(run, stream=stream))
+
+    def _find_work(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> tuple[torch.device | None, KernelRun | None]:
+        """Return where an operator runs and its kernel, which follow from what tells its result from others."""
+        tensors = list_tensors((args, kwargs))
+        home = find_gpu(list_tensors(out)) or find_gpu(tensors)
+        return home, None if home is None else describe_kernel(function, args, kwargs, tensors, out, 0)
+
+    def note_product(self, device: torch.device) -> None:
+        """Put down the memory that the first products of a thread and a stream take for good."""
+        if not is_gpu(device):
+            return
+        stream, in_backward = find_current_stream(device).number, find_backward_pass() != -1
+        if (device, stream, in_backward) not in self._multiplied:
+            self._multiplied.add((device, stream, in_backward))
+            self._blocks += 1
+            size = OF_PRODUCTS[find_capability(device) >= HOPPER]
+            self._put(self._number(device), Allocate(self._blocks, size, stream, find_recording()))
+
+    def note_checked(self, found: Tensor) -> None:
+        """Put down that a tensor says whether gradients are finite, which the loss's scaling asks for."""
+        self._checked.add(get_storage_key(found.untyped_storage()))
+
+    def is_checked(self, tensor: Tensor) -> bool:
+        """Say whether a tensor says that; a step that is followed has finite gradients."""
+        return get_storage_key(tensor.untyped_storage()) in self._checked
+
+    def on_kernel(self, kernel: NotedKernel) -> None:
+        """Put down a kernel of ours."""
+        home = kernel.tensors[0].device
+        stream = find_current_stream(home).number
+        self._note_run(self._number(home), describe_noted(kernel, stream))
+
+    def _number(self, device: torch.device) -> int:
+        assert device.index is not None
+        return device.index
+
+
+def find_gpu(tensors: Iterable[Tensor]) -> torch.device | None:
+    """Return the first GPU among the devices of tensors."""
+    return next((device for device in map(find_device, tensors) if is_gpu(device)), None)

@@ -1,0 +1,250 @@
+"""Run a real training step without a GPU, and write down what each GPU would be asked for.
+
+Tensors have a shape, a dtype, a layout and a device here, and no values (torch's ``FakeTensorMode``). The step runs as
+it is: the network's own Python, autograd, the optimizer. Every operator and every block of memory comes by::
+
+    with tracing(gpu) as followed:
+        net = followed.copy(net).to(followed.devices[0])
+        followed.mark("step")
+        ...
+    (trace,) = followed.traces()
+
+A step that looks at a value (``.item()``, a branch on a tensor, NumPy) cannot be followed and is refused, by name.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volseg.device.fake_gpu import (
+    GpuLike,
+    faking,
+    find_device,
+    is_gpu,
+)
+from volseg.device.fake_internals import FakeTensor, quiet_fake_tensors, taking_lists
+from volseg.device.module_internals import swapping_by
+from volseg.device.torch_internals import TorchDispatchMode, check_gradients, read_value
+from volseg.estimate.constant_values import ConstantValues
+from volseg.estimate.gpu_autocast import casting_like_gpus
+from volseg.estimate.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
+from volseg.estimate.inplace_gradients import IN_PLACE, NEW_STRIDED
+from volseg.estimate.isolated_state import isolated_state
+from volseg.estimate.operator_cache import OperatorCache
+from volseg.estimate.operator_work import list_tensors
+from volseg.estimate.refusals import explaining_refusals
+from volseg.estimate.trace import (
+    KernelRun,
+    StepTrace,
+)
+from volseg.estimate.traced_step import TracedStep, find_gpu
+
+__all__ = ["TracedStep", "follow", "tracing"]
+
+OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
+"""Operators that are given memory itself, which a cache of operators would hold for good."""
+
+aten = torch.ops.aten
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default})
+
+HANDLERS = {id(operator): handler for operator, handler in GPU_OPERATORS.items()}
+OF_AUTOGRAD = frozenset(map(id, (*IN_PLACE, NEW_STRIDED)))
+SET_STORAGES, MULTIPLYING = frozenset(map(id, OF_STORAGES)), frozenset(map(id, PRODUCTS))
+"""The same by what ``id`` says of an operator. All of these are constants of modules, which stay."""
+
+FIND_DEVICE = torch.ops.prim.device.default
+
+
+def follow(step: Callable[["TracedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
+    """Run ``step`` once on GPUs that are not there; return what each is asked for.
+
+    Parameters
+    ----------
+    step
+        Builds what it needs (``copy`` and ``to``), runs, and says where parts begin (``mark``).
+    gpu
+        The kind of GPU.
+    num_gpus
+        How many there are: ``TracedStep.devices``.
+    """
+    with tracing(gpu, num_gpus) as followed:
+        step(followed)
+    return followed.traces()
+
+
+@contextmanager
+def tracing(
+    gpu: GpuLike,
+    num_gpus: int = 1,
+    time_kernel: Callable[[KernelRun], float] | None = None,
+    limit: int | None = None,
+    fits: int | None = None,
+) -> Iterator["TracedStep"]:
+    """Let tensors be without values, and write down what the GPUs are asked for.
+
+    Parameters
+    ----------
+    gpu, num_gpus
+        See ``follow``.
+    time_kernel
+        Says how many seconds a kernel takes, for what would time the network's parts; without it, nothing is timed.
+    limit
+        Bytes of tensors on a GPU, above which it is not followed any further; by default there is no end.
+    fits
+        The same, of what a GPU can hold: looked at where the order of requests is settled, which it is not in a
+        backward pass over several devices, and until a step is recorded, which another one may do without.
+
+    Raises
+    ------
+    OutOfMemoryError
+        From within, where a GPU would hold more than the limit, or than fits; at the end, whatever became of it within.
+    """
+    followed = TracedStep(num_gpus, time_kernel, limit, fits)
+    with ExitStack() as stack:
+        stack.enter_context(isolated_state())
+        stack.enter_context(explaining_refusals())
+        stack.enter_context(quiet_fake_tensors())
+        stack.enter_context(_without_collector())
+        stack.enter_context(faking(gpu, followed))
+        stack.enter_context(casting_like_gpus())
+        stack.enter_context(composing_like_gpus())
+        stack.enter_context(swapping_by(_take_over))
+        stack.enter_context(taking_lists())
+        stack.enter_context(followed.mode)
+        stack.enter_context(_Noting(followed))
+        stack.enter_context(_making_on_devices())
+        followed.in_place.learn()
+        try:
+            yield followed
+        except Exception as told:  # by whoever was given up, in words of his own
+            if followed.fault is None or told is followed.fault:
+                raise
+            raise followed.fault from told
+    if followed.fault is not None:
+        raise followed.fault
+
+
+class _Noting(TorchDispatchMode):
+    """Tell a ``TracedStep`` of each operator and its results."""
+
+    def __init__(self, followed: TracedStep) -> None:
+        super().__init__()
+        self.followed = followed
+        self.known = OperatorCache(followed.mode)
+        self.values = ConstantValues()
+
+    def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        if func is FIND_DEVICE:  # asked more often than all else together
+            return find_device(args[0])
+        kwargs = kwargs or {}
+        number = id(func)  # an operator's hash is Python of torch's
+        handler = HANDLERS.get(number)
+        if handler is not None and find_gpu(list_tensors(args)) is not None:
+            return self._run_like_gpu(handler, func, args, kwargs)
+        if func is read_value:
+            value = 0.0 if self.followed.is_checked(args[0]) else self.values.read(args[0])
+            if value is not None:
+                return value
+        is_scattered = False
+        if number in OF_AUTOGRAD:
+            func = self.followed.in_place.replace(func, args)
+            is_scattered = self.followed.in_place.is_scattered(func)
+        if is_scattered:
+            self.followed.note_scattered(args[0])
+        known = None
+        if number in SET_STORAGES:
+            with self.followed.without_cache():
+                out = func(*args, **kwargs)
+        else:
+            out, known = self.known.find(func, args, kwargs)
+        self.values.note(func, args, kwargs, out)
+        if type(out) is FakeTensor or isinstance(out, Tensor):
+            _correct_device(out, kwargs.get("device"))
+            self.followed.note_storage(out)
+            if is_scattered:
+                self.followed.note_of_change(out)
+            if number in MULTIPLYING:
+                self.followed.note_product(out.device)
+        elif isinstance(out, list | tuple):
+            for tensor in list_tensors(out):
+                self.followed.note_storage(tensor)
+        elif func is check_gradients:
+            self.followed.note_checked(args[1])
+        elif out is not None:
+            return out  # a number or the like
+        self.followed.note_operator(func, args, kwargs, out, known)
+        return out
+
+    def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain = None if func in WITHOUT_RESULT else self.known.run(func, args, kwargs)
+        with self:  # what the handler calls is noted too
+            return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
+
+
+# Torch wraps the method of a class that is defined with one, to keep the compiler out of it, which costs as much as all
+# that is done for most operators; nothing is compiled where operators are only followed.
+_Noting.__torch_dispatch__ = _Noting._dispatch  # type: ignore[assignment,method-assign]
+
+
+def _correct_device(out: Tensor, device: torch.device | None) -> None:
+    """Let a tensor lie where it was asked for: a mode computes what has known values on the host."""
+    if device is not None and isinstance(out, FakeTensor) and is_gpu(device) and out.fake_device != device:
+        out.fake_device, out.constant = device, None
+
+
+@contextmanager
+def _making_on_devices() -> Iterator[None]:
+    """Let ``torch.tensor`` and ``torch.as_tensor`` make tensors of a device: they leave a CPU's number away.
+
+    They are replaced by name. A ``TorchFunctionMode`` would be off within functions that have come by it, such as a
+    loss with a form for slabs, and takes its time at every function.
+    """
+    names = ("tensor", "as_tensor")
+    plain = {name: getattr(torch, name) for name in names}
+    for name, make in plain.items():
+        setattr(torch, name, partial(_make_on_device, make))
+    try:
+        yield
+    finally:
+        for name, make in plain.items():
+            setattr(torch, name, make)
+
+
+def _make_on_device(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    device = kwargs.get("device")
+    if device is not None and is_gpu(torch.device(device)):
+        return make(*args, **{**kwargs, "device": None}).to(device)
+    return make(*args, **kwargs)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Let memory be given back where its last name goes, not when Python happens to look for circles.
+
+    A strategy that looks for them itself (before it records) finds those of the step: what was there before, a million
+    objects of torch's modules, holds nothing of it, and is left out.
+    """
+    was_enabled, is_first = gc.isenabled(), gc.get_freeze_count() == 0
+    gc.disable()
+    if is_first:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_first:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _take_over(old: Tensor, new: Tensor) -> None:
+    """Give a parameter the memory and the device of another; ``torch.utils.swap_tensors`` refuses what is watched."""
+    old.data = new.data
+    if isinstance(old, FakeTensor):  # not so where a network is built, with values
+        assert isinstance(new, FakeTensor)
+        old.fake_device = new.fake_device

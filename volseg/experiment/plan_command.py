@@ -1,0 +1,269 @@
+"""What of a machine a config's training takes, and how it is best shared: the verb ``volseg plan`` as functions."""
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from volseg.config.schema import ExperimentConfig
+from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate_list import name_candidate
+from volseg.estimate.estimator import Machine, Planned
+from volseg.estimate.planning import StepPlan, list_largest, plan_work
+from volseg.estimate.report import LargestRow, VolumesReport, format_volumes
+from volseg.estimate.search import GIB, describe_seconds
+from volseg.estimate.work import Work
+from volseg.experiment.building import check_components
+from volseg.experiment.data_facts import DataFacts, find_facts
+from volseg.experiment.training_work import Described, at_size, describe_training, find_freedom, find_reserve
+from volseg.parallel.fast_kernels import CAPABILITY
+from volseg.workflow.precision import choose_dtype
+
+__all__ = ["PlannedVolumes", "list_settings", "plan_training", "plan_volumes", "plan_words"]
+
+
+def plan_training(
+    config: ExperimentConfig,
+    machine: Machine,
+    *,
+    channels: int | None = None,
+    classes: int | None = None,
+    facts: DataFacts | None = None,
+    only: Callable[[Candidate], bool] | None = None,
+    thorough: bool = False,
+    numbers: bool = True,
+    forks: bool = False,
+) -> StepPlan:
+    """Forecast a config's training on a machine.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Of the training.
+    machine : Machine
+        Where it is to run.
+    channels, classes : int, optional
+        See `find_facts`.
+    facts : DataFacts, optional
+        Of its data set, where they are known already.
+    only : callable, optional
+        Which candidates may be taken; by default all that the config leaves open.
+    thorough : bool
+        Whether to follow candidates too that cannot win.
+    numbers : bool
+        Whether what does not fit is followed to its end; see `plan_work`.
+    forks : bool
+        Whether to follow several at a time, in forked copies of this process.
+
+    Raises
+    ------
+    ConfigError, DataError
+        If the config cannot be run, or channels and classes are not known.
+    ParallelError
+        If the training cannot be followed.
+    """
+    planned, notes = _describe(config, machine, channels, classes, facts)
+    steps = math.ceil(config.training.iterations / config.training.accumulate)
+    plan = plan_work(
+        planned,
+        notes=notes,
+        steps_per_epoch=steps,
+        only=only,
+        thorough=thorough,
+        numbers=numbers,
+        forks=forks,
+    )
+    if not config.patch.growth or plan.chosen is None:
+        return plan
+    return replace(plan, notes=(*plan.notes, _describe_growth(config, planned, plan.chosen, steps)))
+
+
+def _describe_growth(config: ExperimentConfig, planned: Planned, chosen: Forecast, steps: int) -> str:
+    """Return how long the epochs of each size of the patches take, and all of them."""
+    epochs = config.training.epochs
+    counts = Counter(config.patch.size_in(epoch, epochs) for epoch in range(epochs))
+    assert planned.resize is not None
+    parts: list[str] = []
+    seconds: list[float] = []
+    for size, count in counts.items():
+        work, reserve = planned.resize(size)
+        is_last = size == config.patch.size
+        found = chosen if is_last else replace(planned, work=work, reserve=reserve).forecast(chosen.candidate)
+        if found.seconds is None:
+            parts.append(f"{count} of {' x '.join(map(str, size))} cannot be forecast ({found.refused})")
+            continue
+        seconds.append(count * steps * found.seconds)
+        parts.append(f"{count} of {' x '.join(map(str, size))} take {describe_seconds(steps * found.seconds)} each")
+    whole = f"; {describe_seconds(sum(seconds))} of steps in all" if len(seconds) == len(parts) else ""
+    return f"patches grow, and the table is of the last size: of {epochs} epochs {', '.join(parts)}{whole}"
+
+
+def _describe(
+    config: ExperimentConfig,
+    machine: Machine,
+    channels: int | None,
+    classes: int | None,
+    facts: DataFacts | None = None,
+) -> tuple[Planned, list[str]]:
+    """Return what is followed, and what the reader must know."""
+    check_components(config)
+    gpu = machine.gpu
+    dtype = choose_dtype(config.training.precision, gpu.capability)
+    facts = find_facts(config, channels, classes) if facts is None else facts
+    described = describe_training(config, dtype, facts)
+    reserve, notes = find_reserve(described, machine.gpu_bytes)
+    d, h, w = described.rule.divisors
+    planned = Planned(
+        work=described.work,
+        machine=machine,
+        free=find_freedom(config, dtype, has_fast_kernels=gpu.capability >= CAPABILITY),
+        reserve=reserve,
+        times=config.training.accumulate / described.batches,
+        resize=partial(_resize, described, machine),
+        divisors=(d, h, w),
+    )
+    return planned, [f"channels and classes by {facts.source}", *notes]
+
+
+def _resize(described: Described, machine: Machine, sides: tuple[int, int, int]) -> tuple[Work, int]:
+    """Return the step on patches of other sides, and what of a GPU is taken besides then."""
+    resized = at_size(described, sides)
+    return resized.work, find_reserve(resized, machine.gpu_bytes)[0]
+
+
+def plan_words(
+    plan: StepPlan, config: str | Path, overrides: Sequence[str] = (), components: Sequence[str | Path] = ()
+) -> str:
+    """Return a plan for people: the table, the choice and how to take it.
+
+    Parameters
+    ----------
+    plan : StepPlan
+        As `plan_training` made it.
+    config : path
+        File that was planned for.
+    overrides, components : sequence
+        Values of the config and files of components with which it was: the command to train has them too.
+    """
+    machine = plan.machine
+    where = f"{machine.num_gpus} x {machine.gpu.name} of {machine.gpu_bytes / GIB:.1f} GiB"
+    if machine.instance is not None:
+        price = "" if machine.price_per_hour is None else f", {machine.price_per_hour:.2f} $ an hour"
+        where += f" ({machine.instance}{price})"
+    lines = [
+        f"{plan.name}, {' x '.join(map(str, plan.shape))}, {plan.precision}, on {where}",
+        "",
+        plan.table(),
+        "",
+        f"{plan.why}.",
+    ]
+    if plan.chosen is not None:
+        lines += [f"  {shlex.join(_list_command(plan.chosen.candidate, config, overrides, components))}"]
+    lines += [f"It would fit: {remedy}." for remedy in plan.remedies]
+    refused: dict[str, list[str]] = {}
+    for each in plan.forecasts:
+        if each.memory is None and each.more_than is None:
+            refused.setdefault(str(each.refused), []).append(name_candidate(each.candidate))
+    lines += [f"Refused: {'; '.join(names)}: {reason}." for reason, names in refused.items()]
+    lines += [
+        "",
+        "GiB of the fullest GPU: `used` by tensors; `reserved` with what torch and its libraries hold besides.",
+    ]
+    if not machine.is_measured:
+        lines.append(f"Times follow from published rates of {machine.gpu.name}: nobody has measured ours there.")
+    if machine.price_source is not None:
+        lines.append(f"Prices: {machine.price_source}; of the steps alone, without validation.")
+    lines += [f"Note: {note}." for note in plan.notes]
+    return "\n".join(lines)
+
+
+def _list_command(
+    candidate: Candidate, config: str | Path, overrides: Sequence[str], components: Sequence[str | Path]
+) -> list[str]:
+    """Return the command that trains what was planned in the way of a candidate."""
+    gpus = ["--gpus", str(candidate.num_gpus)] if candidate.num_gpus > 1 else []
+    settings = [part for each in (*overrides, *list_settings(candidate)) for part in ("--set", each)]
+    files = [part for file in components for part in ("--components", str(file))]
+    return ["volseg", "train", str(config), *gpus, *settings, *files]
+
+
+def list_settings(candidate: Candidate) -> list[str]:
+    """Return the overrides of a config by which a candidate is taken."""
+    mesh = {"data": candidate.data, "spatial": candidate.spatial, "pipeline": candidate.pipeline}
+    settings = [f"parallel.{name}={count}" for name, count in mesh.items() if count > 1]
+    if candidate.split_size is not None:
+        settings.append(f"parallel.split_size={candidate.split_size}")
+    if candidate.checkpoint is not None:
+        # Recomputation belongs to the strategy that cuts, where nothing is cut too.
+        settings += ["parallel.strategy=spatial"] if candidate.spatial == 1 else []
+        whole = "parallel.devices=1" if candidate.num_gpus == 1 else "parallel.spatial=1"
+        settings += [whole] if candidate.spatial == 1 else []
+        settings.append(f"parallel.checkpoint={candidate.checkpoint}")
+    return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedVolumes:
+    """The largest patches of a training on a machine."""
+
+    report: VolumesReport
+
+    @property
+    def fits(self) -> bool:
+        """Whether any does."""
+        return any(row.sides is not None for row in self.report.rows)
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return self.report.model_dump_json(indent=2)
+
+    def words(self) -> str:
+        """Return the report for people."""
+        report = self.report
+        return "\n".join(
+            [
+                f"{report.network}, largest patches in batches of {report.batch_size}, {report.precision}, on "
+                f"{report.num_gpus} x {report.gpu} of {report.gpu_bytes / GIB:.1f} GiB",
+                "",
+                format_volumes(report.rows),
+            ]
+        )
+
+
+def plan_volumes(
+    config: ExperimentConfig,
+    machine: Machine,
+    *,
+    channels: int | None = None,
+    classes: int | None = None,
+    forks: bool = False,
+) -> PlannedVolumes:
+    """Return the largest patches that each way of sharing a machine can train on; see `plan_training`."""
+    planned, _ = _describe(config, machine, channels, classes)
+    work = planned.work
+    found = list_largest(planned, forks=forks)
+    rows = tuple(
+        LargestRow(
+            name=name_candidate(candidate),
+            aspect=aspect,
+            sides=None if largest is None else largest.sides,
+            next_sides=None if largest is None else largest.limit,
+            total_bytes=None if largest is None else largest.needed,
+        )
+        for candidate, aspect, largest in found
+    )
+    return PlannedVolumes(
+        report=VolumesReport(
+            network=work.name,
+            batch_size=work.batch_size,
+            precision=str(work.precision).removeprefix("torch."),
+            gpu=machine.gpu.name,
+            num_gpus=machine.num_gpus,
+            gpu_bytes=machine.gpu_bytes,
+            reserve_bytes=planned.reserve,
+            rows=rows,
+        )
+    )

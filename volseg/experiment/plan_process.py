@@ -1,0 +1,174 @@
+"""``volseg plan`` in a process of its own, asked by a training that waits for the answer.
+
+A process that traces a step takes fake GPUs for its own, and the training's process has real ones. The plan's process
+sees no GPU, has one thread for its arithmetic, and ends with the process that asked.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from volseg.commands import run_module
+from volseg.config.loading import dump_config
+from volseg.config.schema import ExperimentConfig
+from volseg.errors import ConfigError
+from volseg.estimate.allocator import MemoryUse
+from volseg.estimate.candidate import Candidate, Forecast
+from volseg.experiment.own_components import components_arguments
+from volseg.launched import OF_JOB, OWN_LAUNCHER
+from volseg.parallel.processes.progress import report_progress
+
+__all__ = ["LONGEST_SECONDS", "Answer", "Gpus", "read_plan", "run_plan"]
+
+NOTHING_FITS = 3
+"""Exit status of ``volseg plan`` where it has an answer all the same."""
+
+LONGEST_SECONDS = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpus:
+    """GPUs of one kind, which are planned for."""
+
+    name: str
+    """As torch calls them."""
+    memory: int
+    """Bytes that this process can take of one."""
+    count: int = 1
+
+    @property
+    def told_memory(self) -> str:
+        """Its memory as an option of ``volseg plan``."""
+        return f"{self.memory / 2**30:.3f}GiB"
+
+    @classmethod
+    def find(cls, device: torch.device, count: int) -> "Gpus | None":
+        """Return what a device is; None where it is no GPU."""
+        if device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+        own = torch.cuda.memory_reserved(device)
+        return cls(name=torch.cuda.get_device_name(device), memory=min(int(allowed), free + own), count=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came back."""
+
+    forecasts: tuple[Forecast, ...] = ()
+    reserve: int = 0
+    """Bytes of a GPU that something else holds: cases, and batches on their way."""
+    problem: str = ""
+    """Why there are none."""
+    remedies: tuple[str, ...] = ()
+    """Where nothing fits, what would: larger GPUs, more of them, a smaller patch, with numbers."""
+
+
+def run_plan(
+    config: ExperimentConfig, gpus: Gpus, *, thorough: bool = False, seconds: float = LONGEST_SECONDS
+) -> Answer:
+    """Return what a config's training needs of some GPUs, or that the plan took too long.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Of the training; what it leaves open is tried in every way.
+    gpus : Gpus
+        What is planned for.
+    thorough : bool
+        Whether those ways are looked at too that cannot be the fastest.
+    seconds : float
+        For the answer.
+    """
+    with tempfile.TemporaryDirectory(prefix="volseg_plan_") as name:
+        folder = Path(name)
+        try:
+            file = dump_config(config.located(), folder / "config.yaml")
+            command = run_module("volseg", "plan", str(file), "--json", "--gpu", gpus.name)
+            command += ["--all"] if thorough else ["--numbers"]  # what runs here may be estimated not to fit
+            command += ["--gpus", str(gpus.count), "--gpu-memory", gpus.told_memory, *components_arguments()]
+            with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+                process = subprocess.Popen(  # noqa: S603
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=_make_environment()
+                )
+        except (ConfigError, OSError) as fault:  # components of this process only, or no process to be had
+            return Answer(problem=_first_line(str(fault)))
+        try:
+            if not _wait(process, seconds):
+                return Answer(problem=f"it was not there after {seconds:.0f} s")
+        finally:
+            process.kill()
+            process.wait()
+        return _read(process.returncode, folder)
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Say whether a process has ended within so many seconds."""
+    end = time.monotonic() + seconds
+    while process.poll() is None:
+        if time.monotonic() > end:
+            return False
+        report_progress("forecast")  # others may wait for this process meanwhile
+        time.sleep(0.05)
+    return True
+
+
+def _read(status: int, folder: Path) -> Answer:
+    said, faults = ((folder / name).read_text(encoding="utf-8") for name in ("out", "err"))
+    if status not in (0, NOTHING_FITS):
+        lines = [line for line in faults.splitlines() if line.strip()]
+        return Answer(problem=lines[-1].removeprefix("volseg: ") if lines else f"it ended with status {status}")
+    try:
+        return read_plan(said)
+    except (KeyError, TypeError, ValueError) as fault:
+        return Answer(problem=f"what volseg plan printed is no plan ({_first_line(str(fault))})")
+
+
+def read_plan(said: str) -> Answer:
+    """Return the answer that a plan as JSON is."""
+    report = json.loads(said)
+    forecasts = tuple(_read_forecast(row) for row in report["candidates"])
+    remedies = tuple(map(str, report["remedies"]))
+    return Answer(forecasts=forecasts, reserve=report["reserve_bytes"], remedies=remedies)
+
+
+def _read_forecast(row: Mapping[str, Any]) -> Forecast:
+    """Return the forecast that a row of the plan is."""
+    names = ("data", "spatial", "pipeline", "split_size", "checkpoint", "kernels", "recorded")
+    memory = None if row["used_bytes"] is None else _read_use(row, row["peak_in"] or "")
+    devices = tuple(_read_use(device, "") for device in row["devices"])
+    candidate = Candidate(**{name: row[name] for name in names})
+    return Forecast(
+        candidate=candidate, memory=memory, devices=devices, seconds=row["step_seconds"], refused=row["refused"]
+    )
+
+
+def _read_use(row: Mapping[str, Any], peak_in: str) -> MemoryUse:
+    return MemoryUse(
+        used=row["used_bytes"],
+        reserved=row["reserved_bytes"],
+        outside=row["outside_bytes"],
+        peak_in=peak_in,
+        reserved_by_steps=row["step_reserved_bytes"],
+    )
+
+
+def _make_environment() -> dict[str, str]:
+    """Return the environment of a process that is none of the job, and computes on the CPU."""
+    kept = {name: value for name, value in os.environ.items() if name not in OF_JOB}
+    # The environment may name any encoding; what is read here is UTF-8.
+    own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"}
+    return {**kept, **own, OWN_LAUNCHER: str(os.getpid())}
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]

@@ -1,0 +1,294 @@
+"""From a config to what is forecast: the training step as it would run, what may be chosen, what a GPU holds besides.
+
+Nothing here needs a GPU, and no volume is read. The step is that of the training itself (`TrainingStep`): its network
+by the spacing of the data, its losses, clipping, optimizer and average of the weights.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from volseg.config.schema import ExperimentConfig, NetworkConfig
+from volseg.data.residency import choose_budget
+from volseg.estimate.candidate_list import Freedom
+from volseg.estimate.work import Batch, Step, Work
+from volseg.experiment.building import build_objective
+from volseg.experiment.data_facts import DataFacts
+from volseg.experiment.kernels import explain_slowness
+from volseg.experiment.placed_network import build_plain_network
+from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network, require_window
+from volseg.inference.predictor import evaluating
+from volseg.inference.window_step import WindowStep
+from volseg.models import GridRule
+from volseg.models.networks import complete_spec
+from volseg.workflow.averaging import WeightAverage
+from volseg.workflow.components import build_optimizer, is_fused_on_gpu
+from volseg.workflow.named import Named
+from volseg.workflow.parts import find_frozen_norms, freeze_parts
+from volseg.workflow.precision import Precision
+from volseg.workflow.step import TrainingStep
+
+__all__ = ["Described", "at_size", "describe_training", "find_freedom", "find_reserve", "find_validated"]
+
+FLOAT_BYTES, LABEL_BYTES = 4, 1
+
+BATCHES_AHEAD = 2
+"""Batches on a GPU beside that of the step: one that waits, and one that is being cut and augmented."""
+
+AUGMENTATION = 48 * 2**20
+"""Bytes of the stream on which batches of a size are cut and augmented: cuBLAS's scratch memory, 32 MiB on an H200, and
+segments that torch keeps for it. Task04's U-Net with patches of two sizes took 92 MiB more than its step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """A training that can be forecast."""
+
+    config: ExperimentConfig
+    """With the network as it is planned for the spacing."""
+    facts: DataFacts
+    work: Work
+    batches: int
+    """Batches that the followed step takes; of an optimizer step of more, each further one costs as much."""
+    rule: GridRule
+    """Which sides the network takes."""
+
+
+def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataFacts) -> Described:
+    """Return what is followed of a config's training.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Of the training.
+    dtype : torch.dtype
+        In which the kind of GPU computes it; see `choose_dtype`.
+    facts : DataFacts
+        Of its data set.
+
+    Raises
+    ------
+    ConfigError
+        If the network does not run on the patch, or a loss not on what it gives.
+    """
+    spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=facts.spacing)
+    config = config.model_copy(update={"network": NetworkConfig(**spec, outputs=config.network.outputs)})
+    with torch.random.fork_rng([]):
+        network = build_plain_network(config, facts.task)
+        require_window(network, config)
+        made = rehearse_network(network, config, facts.task)
+    rehearse_losses(build_objective(config, facts.task), made, facts.task)
+    freeze_parts(network, config.training.frozen)
+    network.hold_in_evaluation(find_frozen_norms(network))
+    if config.training.memory_format == "channels_last":
+        network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    batches = min(config.training.accumulate, 2)
+    work = Work(
+        build=network.train,
+        shape=(config.patch.batch, facts.task.num_channels, *config.patch.size),
+        make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
+        build_optimizer=lambda model: _build_optimizer(config, model),
+        build_step=lambda model, optimizer: _build_step(config, facts, dtype, batches, model, optimizer),
+        precision=dtype,
+        validate=None if find_validated(config, facts) is None else partial(_validate, config, facts, dtype),
+        name=config.network.name,
+    )
+    return Described(config=config, facts=facts, work=work, batches=batches, rule=network.rule)
+
+
+def _make_batch(config: ExperimentConfig, facts: DataFacts, rows: int, device: torch.device) -> Batch:
+    size = config.patch.size
+    return {
+        "image": torch.zeros(rows, facts.task.num_channels, *size, device=device),
+        "label": torch.zeros(rows, 1, *size, dtype=torch.uint8, device=device),
+    }
+
+
+def _build_optimizer(config: ExperimentConfig, model: nn.Module) -> Optimizer:
+    return build_optimizer(config.optimizer.spec(), model, on_gpu=True, parts=config.optimizer.parts)
+
+
+def _build_step(
+    config: ExperimentConfig,
+    facts: DataFacts,
+    dtype: torch.dtype,
+    batches: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+) -> Step:
+    settings, objective = config.training, build_objective(config, facts.task)
+    device = next(model.parameters()).device
+    objective.to(device)
+    step = TrainingStep(
+        Named(model, inputs=["image"], outputs=config.network.outputs),
+        objective,
+        optimizer,
+        Precision(device.type, dtype),
+        clip=settings.clip,
+        record=False,  # who follows it knows what a recording holds
+        batch_size=config.patch.batch,
+        look=_look_at_nothing,
+    )
+    average = WeightAverage(model, settings.ema) if settings.ema else None
+
+    def run(batch: Batch) -> Any:
+        losses: Mapping[str, Tensor] = {}
+        for number in range(batches):
+            losses = step(batch, gathered=settings.accumulate, completes=number == batches - 1)
+        if average is not None:
+            average.update()
+        return losses
+
+    return run
+
+
+def find_validated(config: ExperimentConfig, facts: DataFacts) -> tuple[int, ...] | None:
+    """Return the shape of what goes through the network at a time between epochs, None where that is not known.
+
+    That is a window, or as many as the config says; without windows whole volumes, of which the largest counts.
+    """
+    settings = config.inference
+    if config.split.validation == "none":
+        return None
+    if settings.window is not None:
+        return (settings.windows or 1, facts.task.num_channels, *settings.window)
+    return None if facts.largest is None else (settings.batch, facts.task.num_channels, *facts.largest)
+
+
+def _validate(config: ExperimentConfig, facts: DataFacts, dtype: torch.dtype, model: nn.Module) -> None:
+    """Run what `build_predictor` makes of a model in training, on one batch of windows."""
+    outputs, task = config.network.outputs, facts.task
+    called = OneOutput(model, outputs.index("logits")) if len(outputs) > 1 else model
+    step = WindowStep(
+        models=(called,),
+        num_classes=task.num_outputs,
+        regions=bool(task.regions),
+        autocast=None if dtype is torch.float32 else dtype,
+    )
+    shape = find_validated(config, facts)
+    assert shape is not None
+    with torch.no_grad(), evaluating((model,)):
+        step(torch.zeros(shape, device=next(model.parameters()).device))
+
+
+def _look_at_nothing(losses: Mapping[str, Tensor]) -> None:
+    """Take losses that have no values."""
+    del losses
+
+
+def find_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kernels: bool) -> Freedom:
+    """Return what a config leaves open, and what its training would take on a kind of GPU.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Of the training.
+    dtype : torch.dtype
+        In which it computes there.
+    has_fast_kernels : bool
+        Whether that kind of GPU has them.
+    """
+    parallel, settings = config.parallel, config.training
+    # Half precision scales its loss, and looks at the gradients' values in each step.
+    records = (
+        settings.record
+        and settings.accumulate == 1
+        and is_fused_on_gpu(config.optimizer.spec())
+        and dtype is not torch.float16
+    )
+    data, spatial, pipeline = parallel.data, parallel.spatial, parallel.pipeline
+    if parallel.model_strategy == "spatial":
+        data, pipeline = data or (None if spatial else 1), 1
+    elif parallel.model_strategy == "pipeline":
+        data, spatial = data or 1, 1
+    return Freedom(
+        data=data,
+        spatial=spatial,
+        pipeline=pipeline,
+        split_size=parallel.split_size if isinstance(parallel.split_size, int) else None,
+        checkpoint=parallel.checkpoint,
+        kernels=_list_kernels(config, dtype, has_fast_kernels),
+        records=records,
+        whole=bool(config.patch.growth),  # who computes what is settled for one size
+    )
+
+
+def _list_kernels(
+    config: ExperimentConfig, dtype: torch.dtype, has_fast_kernels: bool
+) -> tuple[Literal["fast", "torch"], ...]:
+    """Return the kernels on one GPU by `with_fast_kernels`'s rule, those first that are taken where they can be.
+
+    Compiled ones cannot be followed: torch's stand for them, and `find_reserve` says so.
+    """
+    match config.training.kernels:
+        case "torch" | "compiled":
+            return ("torch",)
+        case "fast":
+            return ("fast",)
+    pays = has_fast_kernels and explain_slowness(config, dtype) is None
+    return ("fast", "torch") if pays else ("torch",)
+
+
+def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
+    """Return the bytes of a GPU that hold something else than the step, and what, in sentences.
+
+    Parameters
+    ----------
+    described : Described
+        The training.
+    gpu_bytes : int
+        Of the GPU.
+    """
+    config, facts = described.config, described.facts
+    task = facts.task
+    per_voxel = FLOAT_BYTES * task.num_channels + LABEL_BYTES
+    ahead = BATCHES_AHEAD * config.patch.batch * math.prod(config.patch.size) * per_voxel
+    notes = list(_list_not_followed(config))
+    bank = 0
+    if config.data.keep != "memory":
+        limit = None if config.data.device_limit is None else int(config.data.device_limit * 2**30)
+        share = gpu_bytes if config.data.keep == "device" else choose_budget(gpu_bytes, limit)
+        bank = share if facts.case_bytes is None else min(share, facts.case_bytes)
+        if facts.case_bytes is None and config.data.keep == "device":
+            bank = 0
+            notes.append("the cases that data.keep: device puts on the GPU are not counted: their sizes are not known")
+        elif bank:
+            notes.append(f"{bank / 2**30:.2f} GiB of each GPU are for prepared cases (data.device_limit)")
+    if config.split.validation != "none" and find_validated(config, facts) is None:
+        notes.append("a validation of whole volumes is not counted: their sizes are not known (inference.window)")
+    return ahead + AUGMENTATION * len(set(config.patch.sizes)) + bank, notes
+
+
+def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
+    """Yield what of a config no forecast is about."""
+    if config.augmentation.enabled and config.augmentation.own:
+        names = ", ".join(each.name for each in config.augmentation.own)
+        yield f"what augmentations of your own ({names}) take of a GPU beside the step is not counted"
+    if not config.training.can_be_followed:
+        yield (
+            "memory and times are those of torch's kernels: what torch.compile makes of a network "
+            "(training.kernels: compiled) cannot be followed, and takes other memory and time"
+        )
+    elif config.training.kernels == "measured":
+        yield (
+            "memory and times are those of the fast kernels, or torch's: where training.kernels: measured comes to "
+            "compiled ones, which cannot be followed, they are others"
+        )
+
+
+def at_size(described: Described, size: tuple[int, int, int]) -> Described:
+    """Return the training on patches of another size; the network stays as it was planned."""
+    facts, work, config = described.facts, described.work, described.config
+    config = config.model_copy(update={"patch": config.patch.model_copy(update={"size": size})})
+    resized = replace(
+        work,
+        shape=(config.patch.batch, facts.task.num_channels, *size),
+        make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
+    )
+    return replace(described, config=config, work=resized)

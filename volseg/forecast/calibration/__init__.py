@@ -1,1 +1,0 @@
-"""How fast this machine is: what is timed, how, and where it is kept."""

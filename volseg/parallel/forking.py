@@ -1,0 +1,170 @@
+"""Work in forked copies of this process, which have its network and all its imports; they send plain results.
+
+Copies are made only of a process that has not begun to use CUDA and is not one of several: CUDA does not survive a
+fork, and threads of collectives would be copied in the middle of what they do. Such a process does the work itself.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+import torch
+
+from volseg.device.gpus import uses_gpus
+from volseg.device.torch_internals import is_in_bad_fork
+from volseg.errors import ParallelError
+from volseg.lifetime import bind_copy
+from volseg.parallel.devices import has_process_group, is_launched
+from volseg.signals import ENDING
+
+__all__ = ["ForkedWorkers", "ask_copy", "holding_signals_back"]
+
+Shared = TypeVar("Shared")
+Asked = ParamSpec("Asked")
+Answer = TypeVar("Answer")
+
+_shared: Any = None
+"""The object that the copies work on; a network is in it, which they get by being copies and not by pickling."""
+
+_CANNOT = "this copy has a broken CUDA"
+"""The answer of a copy instead of a result, where this process had begun to use CUDA without torch's knowing."""
+
+
+class ForkedWorkers(Generic[Shared]):
+    """A process per core, each of which calls functions of ``shared`` and some arguments.
+
+    Parameters
+    ----------
+    shared
+        First argument of every function.
+    forks
+        Whether there are any, where they can be made: else this process calls the function when it is asked.
+    """
+
+    def __init__(self, shared: Shared, *, forks: bool) -> None:
+        cores = os.cpu_count() or 1
+        self._shared = shared
+        self._begun: dict[Any, Future[Any]] = {}
+        self._pool = _make_pool(cores, hides_gpus=True) if forks and cores > 1 and _can_copy() else None
+        self._others = set(multiprocessing.active_children())
+
+    def __enter__(self) -> Self:
+        global _shared
+        _shared = self._shared
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        global _shared
+        _shared = None
+        if self._pool is not None:
+            for copy in set(multiprocessing.active_children()) - self._others:
+                copy.kill()  # it holds nothing, and may be in the middle of a step
+            self._pool.shutdown(cancel_futures=True)
+
+    def begin(
+        self, function: Callable[Concatenate[Shared, Asked], Answer], *args: Asked.args, **kwargs: Asked.kwargs
+    ) -> None:
+        """Let a copy begin with it as soon as one is free; results that are never asked for are given up."""
+        key = function, repr(args)
+        if self._pool is not None and key not in self._begun:
+            self._begun[key] = _submit(self._pool, _run, function, args, kwargs)
+
+    def ask(
+        self, function: Callable[Concatenate[Shared, Asked], Answer], *args: Asked.args, **kwargs: Asked.kwargs
+    ) -> Answer:
+        """Return what it returns.
+
+        Raises
+        ------
+        ParallelError
+            If the copy was killed.
+        """
+        self.begin(function, *args, **kwargs)
+        future = self._begun.get((function, repr(args)))
+        if future is None:
+            return function(self._shared, *args, **kwargs)
+        try:
+            found: Answer = future.result()
+        except BrokenProcessPool as fault:
+            raise ParallelError(
+                f"a worker process died during {args[0]}: it was killed, perhaps for want of main memory, or the "
+                "network ends its process; plan for one GPU to see which"
+            ) from fault
+        return function(self._shared, *args, **kwargs) if found == _CANNOT else found
+
+
+def ask_copy(function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
+    """Return what a function returns that asks CUDA, without this process beginning to use CUDA.
+
+    Afterwards it can still be copied, and holds no memory of a GPU. Where it cannot be copied it is asked itself.
+    """
+    if not _can_copy():
+        return function(*args, **kwargs)
+    with _make_pool(1, hides_gpus=False) as pool:
+        found: Any = _submit(pool, _run_unbroken, function, args, kwargs).result()
+    return function(*args, **kwargs) if found == _CANNOT else found
+
+
+def _can_copy() -> bool:
+    """Tell whether a copy of this process would work."""
+    is_alone = not (uses_gpus() or has_process_group() or is_launched())
+    return is_alone and "fork" in multiprocessing.get_all_start_methods()
+
+
+def _submit(
+    pool: ProcessPoolExecutor, function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs
+) -> Future[Answer]:
+    with holding_signals_back(), warnings.catch_warnings():
+        # Python warns of threads, which copies lack; those are torch's, and a copy that uses one thread needs none.
+        warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
+        return pool.submit(function, *args, **kwargs)
+
+
+@contextmanager
+def holding_signals_back() -> Iterator[None]:
+    """Let what signals raise be raised behind this block, in which processes are forked.
+
+    Python calls its own functions around a fork, and passes over what they raise: Ctrl-C was lost there, and this
+    process went on.
+    """
+    if threading.current_thread() is not threading.main_thread():  # the only one that they raise in
+        yield
+        return
+    heard: list[int] = []
+    raising = [number for number in ENDING if callable(signal.getsignal(number))]
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in raising}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for caught in heard:
+        signal.raise_signal(caught)
+
+
+def _make_pool(cores: int, *, hides_gpus: bool) -> ProcessPoolExecutor:
+    fork = multiprocessing.get_context("fork")
+    return ProcessPoolExecutor(cores, fork, _begin_copy, (os.getpid(), hides_gpus))
+
+
+def _begin_copy(parent: int, hides_gpus: bool) -> None:
+    # A copy has no threads but its own; torch's workers of data loaders do the same.
+    torch.set_num_threads(1)
+    bind_copy(parent)
+    if hides_gpus:  # autograd would begin a thread for each that is visible
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _run_unbroken(function, (_shared, *args), kwargs)
+
+
+def _run_unbroken(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _CANNOT if is_in_bad_fork() else function(*args, **kwargs)

@@ -1,0 +1,221 @@
+"""Operators that read and write volumes: pointwise ones, norms, pooling, resizing; torch's and ours."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from rate_cases import LAYOUTS, Layout, Prepared, RateCase, bind, count_run, draw, name_layout
+from torch import Tensor
+
+from volseg.device.norm import passes, statistics
+from volseg.device.norm.activation import Activation
+from volseg.device.torch_internals import (
+    norm_batch,
+    norm_batch_backward,
+    softmax,
+    softmax_backward,
+)
+
+__all__ = ["list_passes", "prepare_passes"]
+
+VOLUMES = ((32, 128), (32, 64), (128, 32), (256, 16), (256, 8), (2, 128))
+"""Channels and side of what norms and passes over memory are timed on."""
+
+
+BATCHES, SAMPLES = ((16, 64), (64, 32), (256, 8)), 16
+"""Channels and side of norms over several samples, which a norm over batches does not share out further."""
+
+
+class _Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+Build = Callable[[_Pair], tuple[Sequence[Tensor], Callable[[], object]]]
+"""From two tensors of one shape to all that is read and written once, and the call."""
+
+aten = torch.ops.aten
+
+
+PASSES: dict[str, Build] = {
+    "aten.clone": lambda v: ((v.x, v.y), lambda: aten.clone(v.x)),
+    "aten.copy_": lambda v: ((v.x, v.y), lambda: v.y.copy_(v.x)),
+    "aten.fill_": lambda v: ((v.x,), lambda: v.x.fill_(0.5)),
+    "aten.zero_": lambda v: ((v.x,), lambda: v.x.zero_()),
+    "aten.add": lambda v: ((v.x, v.y, v.x), lambda: aten.add(v.x, v.y)),
+    "aten.add_": lambda v: ((v.x, v.y), lambda: aten.add_(v.x, v.y)),
+    "aten.mul": lambda v: ((v.x, v.y, v.x), lambda: aten.mul(v.x, v.y)),
+    "aten._to_copy": lambda v: (
+        (v.x, v.x.to(other := torch.float32 if v.x.dtype is torch.bfloat16 else torch.bfloat16)),
+        lambda: v.x.to(other),
+    ),
+    "aten.leaky_relu": lambda v: ((v.x, v.y), lambda: aten.leaky_relu(v.x, 0.01)),
+    "aten.leaky_relu_backward": lambda v: ((v.x, v.y, v.x), lambda: aten.leaky_relu_backward(v.x, v.y, 0.01, False)),
+    "aten.relu": lambda v: ((v.x, v.y), lambda: aten.relu(v.x)),
+    "aten.threshold_backward": lambda v: ((v.x, v.y, v.x), lambda: aten.threshold_backward(v.x, v.y, 0)),
+    "aten.elu": lambda v: ((v.x, v.y), lambda: aten.elu(v.x)),
+    "aten.elu_backward": lambda v: ((v.x, v.y, v.x), lambda: aten.elu_backward(v.x, 1.0, 1.0, 1.0, False, v.y)),
+    "aten.gelu": lambda v: ((v.x, v.y), lambda: aten.gelu(v.x)),
+    "aten.gelu_backward": lambda v: ((v.x, v.y, v.x), lambda: aten.gelu_backward(v.x, v.y)),
+    "aten._prelu_kernel": lambda v: (
+        (v.x, v.y),
+        lambda: aten._prelu_kernel(v.x, v.x.new_ones(1, v.x.shape[1], 1, 1, 1)),
+    ),
+    "aten._prelu_kernel_backward": lambda v: (
+        (v.x, v.y, v.x, v.y),
+        lambda: aten._prelu_kernel_backward(v.x, v.y, v.x.new_ones(1, v.x.shape[1], 1, 1, 1)),
+    ),
+    "aten.native_dropout": lambda v: ((v.x, v.y), lambda: aten.native_dropout(v.x, 0.5, True)),
+    "aten.cat": lambda v: ((v.x, v.y, v.x, v.y), lambda: torch.cat((v.x, v.y), 1)),
+    "aten.sum": lambda v: ((v.x,), lambda: v.x.sum((0, 2, 3, 4))),
+    "aten.mean": lambda v: ((v.x,), lambda: v.x.mean()),
+    "aten._softmax": lambda v: ((v.x, v.y), lambda: softmax(v.x, 1, False)),
+    "aten._softmax_backward_data": lambda v: (
+        (v.x, v.y, v.x),
+        lambda: softmax_backward(v.x, v.y, 1, v.x.dtype),
+    ),
+    "aten._log_softmax": lambda v: ((v.x, v.y), lambda: aten._log_softmax(v.x, 1, False)),
+    "aten._log_softmax_backward_data": lambda v: (
+        (v.x, v.y, v.x),
+        lambda: aten._log_softmax_backward_data(v.x, v.y, 1, v.x.dtype),
+    ),
+    "layout": lambda v: ((v.x, v.y), lambda: _turn(v.x)),
+    "aten.avg_pool3d": lambda v: ((v.x, _coarse(v.x)), lambda: aten.avg_pool3d(v.x, [2] * 3, [2] * 3)),
+    "aten.avg_pool3d_backward": lambda v: (
+        (v.x, g := _coarse(v.x)),
+        lambda: aten.avg_pool3d_backward(g, v.x, [2] * 3, [2] * 3, [0] * 3, False, True, None),
+    ),
+    "aten.max_pool3d_with_indices": lambda v: (
+        (v.x, _coarse(v.x)),
+        lambda: aten.max_pool3d_with_indices(v.x, [2] * 3, [2] * 3),
+    ),
+    "aten.max_pool3d_with_indices_backward": lambda v: _pool_backward(v.x),
+    "aten.upsample_nearest3d": lambda v: (
+        (c := _coarse(v.x), v.x),
+        lambda: aten.upsample_nearest3d(c, list(v.x.shape[2:])),
+    ),
+    "aten.upsample_nearest3d_backward": lambda v: (
+        (v.x, c := _coarse(v.x)),
+        lambda: aten.upsample_nearest3d_backward(v.x, list(v.x.shape[2:]), list(c.shape)),
+    ),
+    "aten.upsample_trilinear3d": lambda v: (
+        (c := _coarse(v.x), v.x),
+        lambda: aten.upsample_trilinear3d(c, list(v.x.shape[2:]), False),
+    ),
+    "aten.upsample_trilinear3d_backward": lambda v: (
+        (v.x, c := _coarse(v.x)),
+        lambda: aten.upsample_trilinear3d_backward(v.x, list(v.x.shape[2:]), list(c.shape), False),
+    ),
+    "aten.native_batch_norm": lambda v: ((v.x, v.y), lambda: _batch_norm(v.x)),
+    "aten.native_batch_norm_backward": lambda v: ((v.x, v.y, v.x), _batch_norm_backward(v.x, v.y)),
+    "aten.native_group_norm": lambda v: ((v.x, v.y), lambda: _group_norm(v.x)),
+    "aten.native_group_norm_backward": lambda v: ((v.x, v.y, v.x), _group_norm_backward(v.x, v.y)),
+}
+"""Operators that read and write volumes, by torch's names; ``layout`` turns channels to the other layout."""
+
+
+def _turn(x: Tensor) -> Tensor:
+    last = x.is_contiguous(memory_format=torch.channels_last_3d)
+    return x.contiguous(memory_format=torch.contiguous_format if last else torch.channels_last_3d)
+
+
+def _coarse(x: Tensor) -> Tensor:
+    last = x.is_contiguous(memory_format=torch.channels_last_3d)
+    layout = torch.channels_last_3d if last else torch.contiguous_format
+    return x[:, :, ::2, ::2, ::2].contiguous(memory_format=layout)
+
+
+def _pool_backward(x: Tensor) -> tuple[Sequence[Tensor], Callable[[], object]]:
+    out, indices = aten.max_pool3d_with_indices(x, [2] * 3, [2] * 3)
+    twos, zeros, ones = [2] * 3, [0] * 3, [1] * 3
+    call = aten.max_pool3d_with_indices_backward
+    return (out, indices, x), lambda: call(out, x, twos, twos, zeros, ones, False, indices)
+
+
+def _batch_norm(x: Tensor) -> Any:
+    """Return the norm by whom torch chooses, cuDNN or itself, and what backward needs."""
+    weight = torch.ones(x.shape[1], device=x.device)
+    return norm_batch(x, weight, weight, None, None, True, 0.1, 1e-5, True)
+
+
+def _batch_norm_backward(x: Tensor, y: Tensor) -> Callable[[], object]:
+    weight = torch.ones(x.shape[1], device=x.device)
+    _, mean, rstd, reserved, number = _batch_norm(x)
+    return lambda: norm_batch_backward(number, x, y, weight, None, None, mean, rstd, True, 1e-5, [True] * 3, reserved)
+
+
+def _group_norm(x: Tensor) -> Any:
+    groups = min(8, x.shape[1])
+    return aten.native_group_norm(x, None, None, len(x), x.shape[1], x[0, 0].numel(), groups, 1e-5)
+
+
+def _group_norm_backward(x: Tensor, y: Tensor) -> Callable[[], object]:
+    groups = min(8, x.shape[1])
+    _, mean, rstd = _group_norm(x)
+    call, voxels = aten.native_group_norm_backward, x[0, 0].numel()
+    weight = torch.ones(x.shape[1], device=x.device, dtype=x.dtype)
+    return lambda: call(y, x, mean, rstd, weight, len(x), x.shape[1], voxels, groups, [True] * 3)
+
+
+def _our_passes(x: Tensor, y: Tensor) -> dict[str, tuple[Sequence[Tensor], Callable[[], object]]]:
+    """Return our norms' kernels, each with what it reads and writes."""
+    scale, shift, mean = (torch.rand(1, x.shape[1], device=x.device) for _ in range(3))
+    leaky = Activation("leaky", 0.01)
+    return {
+        "norm.statistics._moments_kernel": ((x,), lambda: statistics.moments(x)),
+        "norm.passes._affine_kernel": ((x, y), lambda: passes.affine(x, scale, shift, leaky)),
+        "norm.passes._sums_kernel": ((x, y), lambda: passes.gradient_sums(y, x, mean, scale, shift, leaky)),
+        "norm.passes._input_kernel": ((x, y, x), lambda: passes.gradient_input(y, x, scale, shift, mean, shift, leaky)),
+    }
+
+
+def prepare_passes(
+    names: Sequence[str],
+    channels: int,
+    side: int,
+    layout: Layout,
+    ours: bool,
+    device: torch.device,
+    samples: int = 1,
+) -> list[Prepared]:
+    """Return passes by their names, or ours, over volumes of so many channels and so wide."""
+    dtype, last = layout
+    x, y = (draw(device, (samples, channels, *[side] * 3), dtype, last) for _ in range(2))
+    prepared: list[Prepared] = []
+    if ours:
+        for name, (tensors, call) in _our_passes(x, y).items():
+            prepared.append((count_run(name, dtype, tensors, last), call))
+        return prepared
+    for name in names:
+        tensors, call = PASSES[name](_Pair(x, y))
+        prepared.append((count_run(name, dtype, tensors, last), call))
+    return prepared
+
+
+def _prepare_norms(channels: int, side: int, layout: Layout, device: torch.device) -> list[Prepared]:
+    names = ["aten.native_batch_norm", "aten.native_batch_norm_backward"]
+    if not layout[1]:
+        names += ["aten.native_group_norm", "aten.native_group_norm_backward"]
+    return prepare_passes(names, channels, side, layout, False, device, SAMPLES)
+
+
+def list_passes() -> Iterator[RateCase]:
+    """List all of them."""
+    for channels, side in VOLUMES:
+        for dtype, last in LAYOUTS[:4]:
+            size = channels * side**3 * dtype.itemsize
+            for name in PASSES:
+                if last and "group_norm" in name:
+                    continue  # its backward takes contiguous volumes only
+                told = f"{name} of {channels} x {side}^3, {name_layout((dtype, last))}"
+                yield RateCase(told, 4 * size, bind(prepare_passes, (name,), channels, side, (dtype, last), False))
+    for channels, side in BATCHES:
+        for dtype, last in LAYOUTS[:4]:
+            size = SAMPLES * channels * side**3 * dtype.itemsize
+            told = f"norms of {SAMPLES} x {channels} x {side}^3, {name_layout((dtype, last))}"
+            yield RateCase(told, 4 * size, partial(_prepare_norms, channels, side, (dtype, last)))
+    for channels, side in ((32, 128), (32, 64), (128, 32), (256, 16), (256, 8), (16, 128), (16, 64)):
+        size = channels * side**3
+        told = f"norm of ours, {channels} x {side}^3"
+        yield RateCase(told, 8 * size, bind(prepare_passes, (), channels, side, LAYOUTS[0], True))
