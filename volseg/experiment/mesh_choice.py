@@ -2,29 +2,23 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from volseg.config.schema import ExperimentConfig
-from volseg.errors import VolsegError
 from volseg.estimate.allocator import MemoryUse
 from volseg.estimate.candidate import Candidate, Forecast
 from volseg.estimate.search import SURE, choose
 from volseg.experiment.alternatives import find_forecast, take_candidate
-from volseg.experiment.machines import find_machine
-from volseg.experiment.plan_command import plan_training
-from volseg.experiment.plan_process import Answer, Gpus, read_plan, run_plan
+from volseg.experiment.plan_process import Answer, Gpus, run_plan
 from volseg.parallel.devices import count_processes, is_main_process
 from volseg.parallel.processes.group import gather_over_processes
 
-__all__ = ["Ask", "ask_here", "choose_by_forecast", "choose_mesh", "is_mesh_open", "leave_out_stages", "take_fastest"]
+__all__ = ["choose_by_forecast", "choose_mesh", "is_mesh_open", "leave_out_stages", "take_fastest"]
 
 logger = logging.getLogger(__name__)
-
-Ask = Callable[[ExperimentConfig, Gpus], Answer | None]
-"""Returns the forecast of a config on some GPUs that was begun beside, if there is one."""
 
 
 def is_mesh_open(config: ExperimentConfig, num_processes: int) -> bool:
@@ -34,7 +28,7 @@ def is_mesh_open(config: ExperimentConfig, num_processes: int) -> bool:
 
 
 def choose_by_forecast(
-    config: ExperimentConfig, device: torch.device, beside: Ask = lambda *_: None
+    config: ExperimentConfig, device: torch.device
 ) -> tuple[ExperimentConfig, str, MemoryUse | None] | None:
     """Return the config with the mesh that is forecast to be fastest on this job's processes, and why.
 
@@ -48,8 +42,6 @@ def choose_by_forecast(
         With the network as it is planned.
     device : torch.device
         Of this process.
-    beside : callable, optional
-        Asked by the leader, before it has a forecast made.
     """
     gpus = Gpus.find(device, count_processes())
     if gpus is None:  # in all processes of a job, or in none
@@ -57,8 +49,7 @@ def choose_by_forecast(
     found: list[str] = []
     forecasts: tuple[Forecast, ...] = ()
     if is_main_process():
-        asked = leave_out_stages(config)
-        answer = beside(asked, gpus) or run_plan(asked, gpus)
+        answer = run_plan(leave_out_stages(config), gpus)
         forecasts = answer.forecasts
         if answer.problem:
             logger.info("no forecast of a training step (%s): it is tried", answer.problem)
@@ -74,15 +65,6 @@ def choose_by_forecast(
 def leave_out_stages(config: ExperimentConfig) -> ExperimentConfig:
     """Return the config that asks for no pipeline: none could be taken, and its micro-batches take long to follow."""
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"pipeline": 1})})
-
-
-def ask_here(config: ExperimentConfig, gpus: Gpus) -> Answer:
-    """Return what `run_plan` would answer, by copies of this process, which must not have begun to use CUDA."""
-    try:
-        machine = find_machine(num_gpus=gpus.count, kind=gpus.name, gpu_memory=gpus.told_memory)
-        return read_plan(plan_training(config, machine, forks=True).to_json())
-    except VolsegError as fault:
-        return Answer(problem=str(fault).partition("\n")[0])
 
 
 def take_fastest(answer: Answer, gpus: Gpus) -> Mapping[str, Any] | None:
