@@ -19,7 +19,7 @@ class Gpu:
     capability: tuple[int, int] = (9, 0)
 
 
-class Noting(fake_gpu.Observer):
+class Noting(fake_gpu.GpuObserver):
     """Keeps the kernels."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ A step that is only traced (``volseg.estimate``) runs on fake tensors of the CPU
 aborts on fake tensors of CUDA. While a thread fakes GPUs, ``torch.device("cpu", i)`` stands for GPU i, and
 ``torch.device("cpu")``, without a number, is the host. So these questions are asked here, and not with ``is_cuda`` and
 ``torch.cuda``; streams are asked for in `streams`. What a trace must know and no operator of torch says goes to one
-`Observer`.
+`GpuObserver`.
 
 Outside of ``faking`` all questions have torch's answers, and so they have in other threads, which may copy cases to
 real GPUs meanwhile.
@@ -26,8 +26,8 @@ from volseg.errors import ParallelError
 
 __all__ = [
     "GpuLike",
+    "GpuObserver",
     "NotedKernel",
-    "Observer",
     "count_free_bytes",
     "count_processors",
     "empty_cache",
@@ -94,7 +94,7 @@ class NotedKernel:
     """Arguments by name: what it is compiled for, ``num_warps``."""
 
 
-class Observer:
+class GpuObserver:
     """Gets what happens on fake GPUs beside operators of torch; by default it ignores all of it."""
 
     def on_kernel(self, kernel: NotedKernel) -> None:
@@ -126,7 +126,7 @@ class Observer:
 @dataclass(eq=False)
 class _Fake:
     gpu: GpuLike
-    observer: Observer
+    observer: GpuObserver
     recording: str = ""
     kept: dict[Any, Any] = field(default_factory=dict)
     thread: int = field(default_factory=get_ident)
@@ -141,7 +141,7 @@ def _find_fake() -> _Fake | None:
 
 
 @contextmanager
-def faking(gpu: GpuLike, observer: Observer | None = None) -> Iterator[None]:
+def faking(gpu: GpuLike, observer: GpuObserver | None = None) -> Iterator[None]:
     """Take ``fake_device(i)`` for GPU i of a kind.
 
     Parameters
@@ -159,7 +159,7 @@ def faking(gpu: GpuLike, observer: Observer | None = None) -> Iterator[None]:
     global _fake
     if _fake is not None:
         raise ParallelError(f"this process already fakes GPUs ({_fake.gpu.name}); end that first")
-    _fake = _Fake(gpu, observer or Observer())
+    _fake = _Fake(gpu, observer or GpuObserver())
     try:
         yield
     finally:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from volseg.device.fake_copies import copy_without_values
 from volseg.device.fake_gpu import (
+    GpuObserver,
     NotedKernel,
-    Observer,
     fake_device,
     fake_recording,
     find_capability,
@@ -49,7 +49,7 @@ OF_PRODUCTS = {False: 8_519_680, True: 32 * 2**20}
 stream has its own in each thread, and a backward pass runs in a thread of autograd's."""
 
 
-class TracedStep(Observer):
+class TracedStep(GpuObserver):
     """What is asked of GPUs that are not there.
 
     Attributes

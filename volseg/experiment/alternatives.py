@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 CLEARLY_LESS = 0.97
-"""Of the memory of what has failed: forecasts that are closer are about the same."""
+"""Of the bytes of tensors of what has failed: forecasts that are closer are about the same."""
 
 
 def find_candidate(config: ExperimentConfig, plan: MeshPlan, num_devices: int) -> Candidate:
@@ -142,14 +142,15 @@ def _list_cuts(tried: Candidate) -> Iterator[Candidate]:
 def rank_smaller(tried: Candidate, forecasts: Sequence[Forecast]) -> list[Forecast]:
     """Return the forecasts that run and need clearly less than what was tried, fastest first."""
     failed = find_forecast(tried, forecasts)
-    most = None if failed is None or failed.memory is None else CLEARLY_LESS * failed.memory.total
+    # Torch has given back what it had cached before it failed: tensors say what needs less.
+    most = None if failed is None or failed.memory is None else CLEARLY_LESS * failed.memory.used
     fitting = [
         each
         for each in forecasts
         if each.runs
         and each.memory is not None
         and not _is_same(each.candidate, tried)
-        and (most is None or each.memory.total <= most)
+        and (most is None or each.memory.used <= most)
     ]
     return sorted(fitting, key=lambda each: (each.candidate.num_gpus != tried.num_gpus, each.seconds or 0.0))
 
