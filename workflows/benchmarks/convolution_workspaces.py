@@ -6,7 +6,7 @@ Torch hands cuDNN a block of its own allocator for the time of each call: the mo
 less what was asked for after it, is its size. Forward, the gradient of the input and that of the weight are measured of
 each shape. Shapes are drawn at random, so that those of half the time are a fair half; every GPU has a share of them.
 
-With ``--table volseg/forecast/tables/convolutions_h200.json.gz`` an earlier result is added to the table of the
+With ``--table volseg/estimate/tables/convolutions_h200.json.gz`` an earlier result is added to the table of the
 forecast, in place of what that had for the same shapes.
 """
 

@@ -4,7 +4,7 @@ A profiler tells how long all launches of a kernel took in a recorded step (``pl
 the step that is followed tells which tensors each was given. What a name took is shared out among the launches that are
 followed by their rooflines, the gap between kernels first::
 
-    python workflows/benchmarks/kernel_rates_of_steps.py accuracy.json volseg/forecast/tables/h200.json.gz
+    python workflows/benchmarks/kernel_rates_of_steps.py accuracy.json volseg/estimate/tables/h200.json.gz
 
 replaces what the table had from steps, and what it had of kernels of ours that are other code since it was measured.
 What was timed by itself is better known, and stays: of such shapes steps add nothing.

@@ -42,7 +42,7 @@ from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 
 CLASSES = 3
 BESIDE = (
-    *("volseg/forecast/", "volseg/device/pretended", "volseg/device/torch_internals", "volseg/device/fake_internals"),
+    *("volseg/estimate/", "volseg/device/fake_gpu", "volseg/device/torch_internals", "volseg/device/fake_internals"),
     *("peak_memory", "/torch/"),
 )
 """Code that is on every call's way to a block of memory."""
