@@ -6,12 +6,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from volseg.checkpointing.file import LATEST, load_checkpoint
 from volseg.cli import app
 from volseg.data.cache_folder import list_entries
 from volseg.errors import ConfigError
 from volseg.experiment import train
 from volseg.experiment.cross_validation import cross_validate
-from volseg.workflow.checkpoints import LATEST, load_checkpoint
 
 NUM_CASES = 6
 ROOM_FOR_SOME = 0.00025  # GiB, of the 0.0004 that the cases of a fold take

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from volseg.checkpointing.lock import LOCK
 from volseg.cli import app, main
 from volseg.cli.options import SETTINGS
 from volseg.config.shipped import find_shipped
 from volseg.errors import ConfigError, DataError, VolsegError
 from volseg.experiment import load_config, quickstart, train
-from volseg.experiment.folder_lock import LOCK
 from volseg.models import NETWORKS
 
 pytestmark = pytest.mark.usefixtures("ready_python")

@@ -9,6 +9,7 @@ import yaml
 from in_group import in_group
 from traced_graphs import trace_only
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.config.schema import KERNELS_OF
 from volseg.data.layouts import load_task
 from volseg.device import compiler_internals
@@ -24,7 +25,6 @@ from volseg.experiment.measured_kernels import (
 )
 from volseg.experiment.placed_network import build_model
 from volseg.experiment.profiling import profile_training
-from volseg.experiment.roles import Member
 from volseg.experiment.settling import settle_mesh
 from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, DataParallel, Replicas
@@ -220,7 +220,7 @@ def measure_together(config_file):
 
     measured_kernels.time_steps = tell
     try:
-        settled, found = settle_kernels(Member(config), config, mesh, task, CPU, resume=False)
+        settled, found = settle_kernels(RunFolder(config.folder), config, mesh, task, CPU, resume=False)
     finally:
         measured_kernels.time_steps = time_steps
     return alone > 0, settled.training.kernels, found.as_json(), asked

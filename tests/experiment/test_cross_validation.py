@@ -136,13 +136,13 @@ def test_a_fold_that_was_begun_goes_on_only_when_asked(quick, planned, tmp_path)
 
 def test_a_fold_without_a_checkpoint_begins_anew(planned, quick, task):
     fold = planned()[0]
-    fold.folder.begin(fold.config, load_task(task), fold.split, {})
+    fold.folder.begin(fold.config, load_task(task), fold.split, {"environment.json": {}})
     assert [f.number for f in cross_validate(quick(), folds=[0], resume=True).folds] == [0]
 
 
 def test_the_same_data_by_another_path_are_the_same(planned, quick, task, monkeypatch):
     fold = planned()[0]
-    fold.folder.begin(fold.config, load_task(task), fold.split, {})
+    fold.folder.begin(fold.config, load_task(task), fold.split, {"environment.json": {}})
     monkeypatch.chdir(task.parent)
     plan_folds(quick(f"data.root={task.name}"), load_task(task))[0].require_same()
 
@@ -157,7 +157,7 @@ def test_the_same_data_by_another_path_are_the_same(planned, quick, task, monkey
 )
 def test_folds_of_another_config_are_refused(override, message, planned, quick, task):
     fold = planned()[0]
-    fold.folder.begin(fold.config, load_task(task), fold.split, {})
+    fold.folder.begin(fold.config, load_task(task), fold.split, {"environment.json": {}})
     with pytest.raises(ConfigError, match=message):
         cross_validate(quick(override), folds=[1], resume=True)
     assert not planned()[1].folder.path.exists()
@@ -165,7 +165,7 @@ def test_folds_of_another_config_are_refused(override, message, planned, quick, 
 
 def test_folds_of_other_cases_are_refused(planned, quick, task, tmp_path):
     fold = planned()[0]
-    fold.folder.begin(fold.config, load_task(task), planned()[1].split, {})
+    fold.folder.begin(fold.config, load_task(task), planned()[1].split, {"environment.json": {}})
     with pytest.raises(DataError, match=r"the cases are no longer those of .*fold_0/split\.json"):
         cross_validate(quick())
 
@@ -286,7 +286,7 @@ def test_published_results_stand_beside_ones_own(quick, task, tmp_path):
 
 def test_processes_train_what_they_can_and_tell_what_failed(config_file, planned, task, tmp_path):
     broken = planned()[1]
-    broken.folder.begin(broken.config, load_task(task), broken.split, {})
+    broken.folder.begin(broken.config, load_task(task), broken.split, {"environment.json": {}})
     broken.folder.checkpoints.mkdir()
     (broken.folder.checkpoints / "latest.pt").write_bytes(b"")
     arguments = [part for value in SHORT for part in ("--set", value)]

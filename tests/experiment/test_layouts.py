@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.cli import app
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, DataError
@@ -17,7 +18,6 @@ from volseg.experiment.building import preprocessing_of
 from volseg.experiment.cases import choose_cases, prepare_chosen
 from volseg.experiment.folds import plan_folds
 from volseg.experiment.images import find_images
-from volseg.experiment.run_folder import RunFolder
 
 LABELS = ["background", "Anterior", "Posterior"]
 
@@ -142,7 +142,7 @@ def test_a_run_remembers_regions_and_what_is_ignored(configured, tmp_path):
     config = configured(f"data.root={tmp_path / 'data'}")
     chosen = choose_cases(config)
     run = RunFolder(tmp_path / "run")
-    run.begin(config, chosen.task, chosen.split, {})
+    run.begin(config, chosen.task, chosen.split, {"environment.json": {}})
     kept = run.task()
     assert (kept.labels, kept.regions, kept.ignore) == (chosen.task.labels, chosen.task.regions, 7)
     assert kept.regions == {"organ": (1, 4), "lesion": (4,)}

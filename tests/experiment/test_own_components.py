@@ -12,12 +12,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import volseg
+from volseg.checkpointing.file import load_checkpoint
 from volseg.cli import app
 from volseg.errors import ConfigError, GridError
 from volseg.experiment import REGISTRIES, RunFolder, load_config, own_components, train
 from volseg.experiment.own_components import components_arguments
 from volseg.workflow import Hook
-from volseg.workflow.checkpoints import load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from monai.networks.nets import UNet
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.errors import ConfigError, UnsupportedOperatorError
 from volseg.experiment import load_config, predict, train, train_on, validate, verify
-from volseg.experiment.run_folder import RunFolder
 from volseg.workflow import load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("ready_python")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.cli import app
 from volseg.data import load_task
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import apply_postprocessing, determine_postprocessing, train
-from volseg.experiment.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class TooMuch(Hook):
             take_all_memory()
 
     def on_batch_end(self, training, fields):
-        next(hook for hook in training.hooks if isinstance(hook, Checkpoints))._finish()  # the next one can be taken
+        next(hook for hook in training.hooks if isinstance(hook, Checkpoints)).finish()  # the next one can be taken
 
     on_epoch_end = on_batch_end  # and after the best one has been written
 

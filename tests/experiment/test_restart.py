@@ -13,13 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from volseg import Checkpoints, Hook
+from volseg.checkpointing.compatible import find_finished_report
+from volseg.checkpointing.lock import LOCK
 from volseg.cli import app
 from volseg.config.loading import format_config, load_config
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment import RunFolder, predict, train, validate
-from volseg.experiment.folder_lock import LOCK
 from volseg.experiment.launching import _choose_settings, count_workers
-from volseg.experiment.same_run import find_finished_report
 from volseg.monitoring.spot_notices import ENDPOINT_VARIABLE
 from volseg.workflow import load_checkpoint
 
@@ -31,7 +31,7 @@ class Fails(Hook):
         self.at = (epoch, position)
 
     def on_batch_end(self, training, fields):
-        next(hook for hook in training.hooks if isinstance(hook, Checkpoints))._finish()  # the next one can be taken
+        next(hook for hook in training.hooks if isinstance(hook, Checkpoints)).finish()  # the next one can be taken
         if (training.epoch, training.position) == self.at:
             raise InterruptedError
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from volseg.checkpointing.file import load_checkpoint
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment import load_config, train
 from volseg.workflow import Hook
-from volseg.workflow.checkpoints import load_checkpoint
 
 
 class StopAfter(Hook):

@@ -188,7 +188,7 @@ def test_a_summary_made_on_the_way_is_never_taken_for_that_of_the_end(configured
         def on_epoch_end(self, training, record):
             if record.epoch == 0:
                 # Its thread may not have written it yet.
-                next(hook for hook in training.hooks if isinstance(hook, Checkpoints))._finish()
+                next(hook for hook in training.hooks if isinstance(hook, Checkpoints)).finish()
                 validate(RunFolder(configured().folder))
             else:
                 training.network.register_forward_hook(lost)

@@ -10,13 +10,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+from volseg.checkpointing.state import EpochRecord
 from volseg.errors import ConfigError
 from volseg.monitoring.logger_table import LOGGERS, build_logger
 from volseg.monitoring.loggers import History, LoggedRun, Logger
 from volseg.monitoring.run_files import read_history
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.training_log import TrainingLog
-from volseg.workflow.records import EpochRecord
 
 PICTURE = torch.zeros(3, 8, 8, dtype=torch.uint8)
 CONFIG = {"name": "a", "optimizer": {"name": "SGD", "lr": 0.1}, "losses": [{"name": "DiceCELoss"}]}

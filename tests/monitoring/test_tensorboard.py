@@ -4,10 +4,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from volseg.checkpointing.state import EpochRecord
 from volseg.monitoring.environment import environment
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.training_log import TrainingLog
-from volseg.workflow.records import EpochRecord
 
 
 class FinishedTraining:

@@ -14,9 +14,9 @@ from in_group import assert_all_well, in_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from volseg.checkpointing.random_state import random_state, restore_random_state
 from volseg.errors import ParallelError
 from volseg.parallel import DataParallel, ModelParallel, Replicas, Spatial, find_replicas, join_mesh
-from volseg.workflow.randomness import random_state, restore_random_state
 
 
 def build(seed: int = 0, norm: nn.Module | None = None) -> nn.Module:

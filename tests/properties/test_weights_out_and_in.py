@@ -15,6 +15,7 @@ from tiny_trainings import DYNUNET, FirstWeights, clone, config_factory, make_tr
 from torch import nn
 
 import volseg
+from volseg.checkpointing.file import LATEST
 from volseg.errors import ConfigError
 from volseg.exchange.tensors import pack_tensors, unpack_tensors
 from volseg.experiment import REGISTRIES, export, train
@@ -23,7 +24,6 @@ from volseg.experiment.weights import read_weights
 from volseg.models.transfer import transfer_weights
 from volseg.models.weights import list_tensors, load_weights
 from volseg.workflow import Hook, load_checkpoint
-from volseg.workflow.checkpoints import LATEST
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 

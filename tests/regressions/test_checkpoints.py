@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
+from volseg.checkpointing.file import BEST, LATEST, PREVIOUS
 from volseg.errors import CheckpointError, NonFiniteLossError
 from volseg.workflow import Checkpoints, EpochRecord, Hook, Named, Training, load_checkpoint, save_checkpoint
-from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
@@ -168,7 +168,7 @@ def killed():
 def test_a_kill_in_mid_epoch_costs_what_is_trained_since_the_last_checkpoint(tmp_path):
     """``latest.pt`` was written at the end of an epoch, so that was what a SIGKILL cost, however long."""
     checkpoints = Checkpoints(tmp_path, every_minutes=0)
-    wait = [At(0, position, checkpoints._finish) for position in (1, 2)]  # while it writes it takes no other
+    wait = [At(0, position, checkpoints.finish) for position in (1, 2)]  # while it writes it takes no other
     with pytest.raises(InterruptedError):
         made(hooks=[checkpoints, *wait, At(0, 2, killed)]).run()
     assert load_checkpoint(tmp_path / LATEST).progress == (0, 2)
@@ -177,7 +177,7 @@ def test_a_kill_in_mid_epoch_costs_what_is_trained_since_the_last_checkpoint(tmp
 def test_the_checkpoint_before_the_latest_is_kept(tmp_path):
     class Wait(Hook):
         def on_batch_end(self, training, fields):
-            checkpoints._finish()
+            checkpoints.finish()
 
     checkpoints = Checkpoints(tmp_path, every_minutes=0)
     made(hooks=[checkpoints, Wait()]).run()
@@ -191,7 +191,7 @@ def test_a_step_that_is_half_gathered_is_never_written(tmp_path):
 
     class Look(Hook):
         def on_batch_end(self, training, fields):
-            checkpoints._finish()
+            checkpoints.finish()
             if (tmp_path / LATEST).exists():
                 seen.add(load_checkpoint(tmp_path / LATEST).progress)
 
@@ -254,8 +254,8 @@ def test_an_error_lets_the_checkpoint_that_is_written_come_to_its_end(tmp_path):
     training = made()
 
     def fail():
-        snapshot = checkpoints._copies.take(training.state())
-        checkpoints._on_the_way[BEST] = replace(snapshot, copied=[Failed()])
+        snapshot = checkpoints._writer._copies.take(training.state())
+        checkpoints._writer._copying[BEST] = replace(snapshot, copied=[Failed()])
         is_failed.set()
 
     training.hooks = [checkpoints, At(0, 1, fail)]

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 
 from volseg import Checkpoints, Named, Training
+from volseg.checkpointing.background import HostCopies
+from volseg.checkpointing.file import LATEST
 from volseg.workflow import load_checkpoint
-from volseg.workflow.background import HostCopies
-from volseg.workflow.checkpoints import LATEST
 from volseg.workflow.epoch_losses import NORM
 
 

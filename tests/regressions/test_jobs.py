@@ -19,10 +19,10 @@ import pytest
 import yaml
 
 from tests.experiment.conftest import CONFIG
+from volseg.checkpointing.file import load_checkpoint
 from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError, DataError
 from volseg.experiment import load_config, train
-from volseg.workflow.checkpoints import load_checkpoint
 from volseg.workflow.hooks import Hook
 
 

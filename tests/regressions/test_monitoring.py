@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from volseg.checkpointing.state import EpochRecord
 from volseg.errors import ConfigError
 from volseg.monitoring import signs_of_life
 from volseg.monitoring.loggers import History, LoggedRun, Logger
@@ -21,7 +22,6 @@ from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.training_log import TrainingLog, list_scalars
 from volseg.reporting import write_report
 from volseg.workflow.objective import Objective
-from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 from volseg.workflow.validation import Example
 

@@ -15,6 +15,7 @@ import pytest
 from volume_files import FORMATS, write_dicom
 
 from volseg import experiment
+from volseg.checkpointing.folder import RunFolder
 from volseg.config.yaml_values import parse_yaml
 from volseg.data import load_task
 from volseg.data.json_files import read_json
@@ -22,7 +23,6 @@ from volseg.data.readers import read_volume
 from volseg.errors import ConfigError, DataError, ReaderError
 from volseg.evaluation.folders import pair_files
 from volseg.experiment.images import find_images
-from volseg.experiment.run_folder import RunFolder
 from volseg.files import replacing, require_text, require_writable
 
 BAD = os.fsdecode(b"M\xfcller")

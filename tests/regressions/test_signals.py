@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from volseg.checkpointing.components import require_components
 from volseg.commands import run_module
 from volseg.data.synthetic import make_task
 from volseg.errors import ConfigError
-from volseg.experiment.component_record import require_components
 from volseg.workflow import load_checkpoint
 
 CONFIG = {

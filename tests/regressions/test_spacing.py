@@ -9,11 +9,11 @@ import torch
 import yaml
 
 from volseg import experiment
+from volseg.checkpointing.folder import RunFolder
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.experiment import building, training
 from volseg.experiment.network_plan import NetworkPlan
-from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import load_run
 from volseg.models import build_network
 from volseg.transforms.augmentation import BatchAugmentation

@@ -14,6 +14,7 @@ import torch
 from tiny_trainings import DYNUNET, FirstWeights, config_factory, make_training
 from torch import nn
 
+from volseg.checkpointing.file import LATEST
 from volseg.errors import CheckpointError, ConfigError, VolsegError
 from volseg.exchange.archive import write_archive
 from volseg.exchange.nnunet.checkpoint import read_checkpoint
@@ -26,7 +27,6 @@ from volseg.models import FitGrid
 from volseg.models.transfer import transfer_weights
 from volseg.models.weights import load_weights, strip_prefixes
 from volseg.workflow import load_checkpoint
-from volseg.workflow.checkpoints import LATEST
 
 NNUNET = Path(__file__).parents[1] / "exchange" / "nnunet" / "model" / "fold_0" / "checkpoint_final.pth"
 

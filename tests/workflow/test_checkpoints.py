@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from volseg.checkpointing.file import BEST, LATEST
 from volseg.errors import CheckpointError
 from volseg.workflow import Checkpoints, EpochRecord, Hook, TrainingState, load_checkpoint, save_checkpoint
-from volseg.workflow.checkpoints import BEST, LATEST
 
 RECORD = EpochRecord(epoch=0, losses={"loss": 0.5}, learning_rate=0.1, seconds=2.0, seconds_waited=1.0, score=0.25)
 STATE = TrainingState(

@@ -9,10 +9,10 @@ import signal
 import pytest
 import torch
 
+from volseg.checkpointing.file import LATEST
+from volseg.checkpointing.state import CLOCKED
 from volseg.workflow import Checkpoints, Hook, load_checkpoint
-from volseg.workflow.checkpoints import LATEST
 from volseg.workflow.interrupts import stop_if_requested
-from volseg.workflow.records import CLOCKED
 
 OPTIONS = {"average_decay": 0.9, "schedule": lambda progress: 1 - progress, "clip": 1.0, "precision": "fp32"}
 

@@ -9,6 +9,7 @@ from in_group import in_group
 from torch import nn
 
 from volseg import ModelParallel, Named, Training
+from volseg.checkpointing.background import HostCopies
 from volseg.losses import DiceCELoss, Targets
 from volseg.losses.overlap import compute_soft_dice
 from volseg.monitoring.progress import Progress
@@ -16,7 +17,6 @@ from volseg.monitoring.training_log import list_scalars
 from volseg.parallel import Pipeline, Spatial
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.mesh import join_mesh
-from volseg.workflow.background import HostCopies
 from volseg.workflow.components import build_loss
 from volseg.workflow.objective import Objective
 

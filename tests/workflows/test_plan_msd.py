@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from volseg import experiment
+from volseg.checkpointing.folder import RunFolder
 from volseg.data.catalogue import find_public_task
 from volseg.data.layouts import load_task
 from volseg.data.twins import make_twin
-from volseg.experiment.run_folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "datasets"))
 

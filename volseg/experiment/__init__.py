@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from volseg.importing import import_late
 
 if TYPE_CHECKING:
+    from volseg.checkpointing.compatible import find_finished_report
+    from volseg.checkpointing.folder import RunFolder
     from volseg.config.loading import load_config
     from volseg.experiment.cases import begin_cases
     from volseg.experiment.compiled_kernels import compile_beforehand
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from volseg.experiment.profiling import profile_training
     from volseg.experiment.quickstarting import quickstart
     from volseg.experiment.report import Outcome, closing_words, dice_table
-    from volseg.experiment.run_folder import RunFolder
-    from volseg.experiment.same_run import find_finished_report
     from volseg.experiment.starting import require_weights
     from volseg.experiment.training import train
     from volseg.experiment.validating import validate, validate_words
@@ -80,7 +80,7 @@ _HOMES = {
     "REGISTRIES": "volseg.experiment.own_components",
     "CrossValidated": "volseg.experiment.cross_validation_report",
     "Outcome": "volseg.experiment.report",
-    "RunFolder": "volseg.experiment.run_folder",
+    "RunFolder": "volseg.checkpointing.folder",
     "apply_postprocessing": "volseg.experiment.postprocessing",
     "begin_cases": "volseg.experiment.cases",
     "calibrate_words": "volseg.experiment.machines",
@@ -94,7 +94,7 @@ _HOMES = {
     "determine_postprocessing": "volseg.experiment.postprocessing",
     "dice_table": "volseg.experiment.report",
     "export": "volseg.experiment.exporting",
-    "find_finished_report": "volseg.experiment.same_run",
+    "find_finished_report": "volseg.checkpointing.compatible",
     "find_machine": "volseg.experiment.machines",
     "is_data_set": "volseg.experiment.configuring",
     "is_main_process": "volseg.parallel.devices",

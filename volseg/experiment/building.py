@@ -27,9 +27,8 @@ from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.records import Score
 from volseg.workflow.schedules import SCHEDULES
-from volseg.workflow.training import Training
+from volseg.workflow.training import Score, Training
 
 __all__ = [
     "build_batches",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.commands import spell
 from volseg.config.loading import load_config, require_sound_overrides
 from volseg.data import load_task
@@ -13,7 +14,6 @@ from volseg.data.cases import Task
 from volseg.data.groups import propose_groups
 from volseg.data.layouts.table import TABLES
 from volseg.errors import ConfigError
-from volseg.experiment.run_folder import RunFolder
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import count_gpus, is_launched
 from volseg.planning import (

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.config.loading import require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
@@ -35,7 +36,6 @@ from volseg.experiment.fold_processes import choose_gpus, train_in_processes
 from volseg.experiment.folds import Fold, FoldResult, plan_folds
 from volseg.experiment.launching import count_workers
 from volseg.experiment.report import attempt
-from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.scoring import build_scoring
 from volseg.experiment.training import train
 from volseg.monitoring.environment import environment
@@ -89,7 +89,7 @@ def cross_validate(
     for fold in chosen:
         if fold.number in results:
             logger.info("fold %d is finished already: %s", fold.number, fold.folder.path)
-    begun_before = {fold.number for fold in waiting if fold.has_checkpoint}
+    begun_before = {fold.number for fold in waiting if fold.folder.has_checkpoint}
     seconds = _read_seconds(config.folder)
 
     def keep_result(fold: Fold, fold_seconds: float) -> None:

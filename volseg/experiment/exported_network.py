@@ -12,10 +12,10 @@ import torch
 from monai.bundle import ConfigParser
 from torch import Tensor, nn
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.errors import ConfigError
 from volseg.exchange.bundle import BundleSource, is_monais, write_bundle
 from volseg.exchange.traced import TOLERANCE, trace, write_onnx, write_torchscript
-from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import Trained, load_run
 from volseg.inference.window_step import full_logits
 from volseg.models import FitGrid

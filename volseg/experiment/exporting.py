@@ -4,6 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.config.loading import dump_config
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
@@ -14,7 +15,6 @@ from volseg.exchange.archive import write_archive
 from volseg.exchange.tensors import pack_tensors
 from volseg.experiment.exported_network import PLAIN, export_network
 from volseg.experiment.imported import MEMBERS, POSTPROCESSING, WEIGHTS
-from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.sources import find_folds
 from volseg.experiment.trained import load_run
 from volseg.files import digest_file, require_new

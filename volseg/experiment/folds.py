@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from volseg.checkpointing.compatible import require_same_config, require_same_split
+from volseg.checkpointing.file import LATEST, load_checkpoint
+from volseg.checkpointing.folder import RunFolder
+from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.readers import stem
@@ -15,14 +19,9 @@ from volseg.data.splits import Split
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.evaluation.summary import Summary, read_summary
 from volseg.experiment.cases import choose_split, list_given_splits
-from volseg.experiment.run_folder import RunFolder
-from volseg.experiment.same_run import require_same_config, require_same_split
-from volseg.workflow.checkpoints import LATEST, load_checkpoint
 from volseg.workflow.hooks import Patience
-from volseg.workflow.records import EpochRecord
-from volseg.workflow.state import TrainingState
 
-__all__ = ["Fold", "FoldResult", "plan_folds", "was_trained_to_its_end"]
+__all__ = ["Fold", "FoldResult", "find_final_state", "plan_folds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +71,8 @@ class Fold:
         """
         if not self.folder.exists:
             return
-        require_same_config(self.folder, self.config, of="cross-validation")
+        require_same_config(self.folder, self.config, folds=True)
         require_same_split(self.folder, self.split)
-
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether there is something to go on from; else `train` begins anew."""
-        return any(self.folder.checkpoints.glob("*.pt"))
 
     def result(self) -> FoldResult | None:
         """Return what the run left; None unless it was trained to its end and validated.
@@ -88,15 +82,9 @@ class Fold:
         DataError
             If the run's summary is about other cases than the fold's.
         """
+        if (state := find_final_state(self.folder, self.config)) is None:
+            return None
         summary_file = self.folder.validation / "summary.json"
-        if not (self.folder.exists and summary_file.exists()):
-            return None
-        try:
-            state = load_checkpoint(self.folder.checkpoints / LATEST)
-        except CheckpointError:
-            return None  # what is left of the run may still be resumed
-        if not was_trained_to_its_end(state, self.config):
-            return None
         summary = read_summary(summary_file)
         self._require_own_cases(summary, summary_file)
         return FoldResult(
@@ -160,21 +148,25 @@ def _require_disjoint(plan: Sequence[Fold]) -> None:
             validated_in[case] = fold.number
 
 
-def was_trained_to_its_end(state: TrainingState, config: ExperimentConfig) -> bool:
-    """Return whether a checkpoint is the last one of a training: all epochs, or its patience has run out.
+def find_final_state(folder: RunFolder, config: ExperimentConfig) -> TrainingState | None:
+    """Return the last state of a run that was validated after all epochs, or after its patience ran out; else None.
 
     Raises
     ------
     ConfigError
         If it has more epochs than the config asks for.
     """
-    settings = config.training
-    if state.epoch > settings.epochs:
+    if not (folder.exists and (folder.validation / "summary.json").exists()):
+        return None
+    try:
+        state = load_checkpoint(folder.checkpoints / LATEST)
+    except CheckpointError:
+        return None  # what is left of the run may still be resumed
+    epochs, patience = config.training.epochs, config.training.patience
+    if state.epoch > epochs:
         raise ConfigError(
-            f"{config.folder} was trained for {state.epoch} epochs, the cross-validation's config asks for "
-            f"{settings.epochs}: its folds would not be of one experiment. Move that folder away, or choose another "
-            "--output"
+            f"{config.folder} was trained for {state.epoch} epochs, the cross-validation's config asks for {epochs}: "
+            "its folds would not be of one experiment. Move that folder away, or choose another --output"
         )
-    if state.epoch == settings.epochs or settings.patience is None:
-        return state.epoch == settings.epochs
-    return Patience(settings.patience).has_run_out(state.history)
+    has_ended = state.epoch == epochs or (patience is not None and Patience(patience).has_run_out(state.history))
+    return state if has_ended else None

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from volseg.checkpointing.components import require_components
+from volseg.checkpointing.folder import RunFolder
 from volseg.config.base import validated
 from volseg.config.loading import override
 from volseg.config.schema import ExperimentConfig
@@ -23,9 +25,7 @@ from volseg.exchange.nnunet.predictor import NnunetPredictor
 from volseg.exchange.nnunet.preprocessing import build_preprocessing
 from volseg.exchange.tensors import unpack_tensors
 from volseg.experiment.building import preprocessing_of
-from volseg.experiment.component_record import require_components
 from volseg.experiment.placed_network import build_model, choose_device
-from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing

@@ -106,8 +106,8 @@ def _list_components() -> list[str]:
 def _require_sound(loaded: ExperimentConfig, resume: bool) -> None:
     """Raise what is wrong with a config itself: it is told by one process and not by each."""
     # They import what trains, which nobody waits for any more.
+    from volseg.checkpointing.components import require_components
     from volseg.experiment.building import check_components
-    from volseg.experiment.component_record import require_components
 
     if resume:
         require_components(loaded.folder, resumes=True)
@@ -121,11 +121,13 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
     others would take sums in another order. Else those that are forecast to be fastest. Without GPUs, and where nothing
     can be forecast, nothing is set.
     """
-    begun = _find_begun(loaded, num_gpus) if resume else None
-    if begun is not None:
-        parallel, count = begun
-        logger.info("parallel: auto goes on as the run was begun, with %s", parallel)
-        return [f"parallel={parallel}"], count
+    if resume:
+        from volseg.checkpointing.compatible import find_mesh  # imports what trains
+
+        if (begun := find_mesh(loaded, num_gpus)) is not None:
+            parallel = json.dumps(begun.model_dump(mode="json", exclude_defaults=True))
+            logger.info("parallel: auto goes on as the run was begun, with %s", parallel)
+            return [f"parallel={parallel}"], begun.num_gpus
     if loaded.device == "cpu" or not count_gpus():
         return [], num_gpus
     # They import what trains, as following it does.
@@ -147,15 +149,3 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
     logger.info("parallel: auto takes %s: %s", name_candidate(candidate), plan.why)
     settings = ["parallel.strategy=none", *list_settings(candidate), f"parallel.chosen_for={num_gpus}"]
     return settings, candidate.num_gpus
-
-
-def _find_begun(loaded: ExperimentConfig, num_gpus: int) -> tuple[str, int] | None:
-    """Return how the run of a config was begun, as a value of ``parallel`` and its GPUs; None if on others, or open."""
-    from volseg.experiment.run_folder import RunFolder  # imports what trains
-
-    folder = RunFolder(loaded.folder)
-    parallel = folder.config().parallel if folder.exists else loaded.parallel
-    if num_gpus not in (parallel.num_gpus, parallel.chosen_for):
-        return None
-    kept = {"timeout": loaded.parallel.timeout, "on_oom": loaded.parallel.on_oom}
-    return json.dumps({**parallel.model_dump(mode="json", exclude_defaults=True), **kept}), parallel.num_gpus

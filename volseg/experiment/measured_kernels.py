@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.config.records import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
@@ -27,7 +28,6 @@ from volseg.errors import CheckpointError, ConfigError, ParallelError
 from volseg.experiment.building import build_objective
 from volseg.experiment.out_of_memory import is_out_of_memory
 from volseg.experiment.placed_network import build_model
-from volseg.experiment.roles import Member
 from volseg.experiment.training_mesh import TrainingMesh
 from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, FastKernels, Replicas
@@ -142,14 +142,14 @@ def choose_fastest(milliseconds: Mapping[str, float], refused: Mapping[str, str]
 
 
 def settle_kernels(
-    role: Member, config: ExperimentConfig, mesh: TrainingMesh, task: Task, device: torch.device, *, resume: bool
+    folder: RunFolder, config: ExperimentConfig, mesh: TrainingMesh, task: Task, device: torch.device, *, resume: bool
 ) -> tuple[ExperimentConfig, MeasuredKernels | None]:
     """Return the config with the kernels to train with, and how they were chosen; every process calls this.
 
     Parameters
     ----------
-    role : Member
-        Whose folder says what was chosen, where the run goes on.
+    folder : RunFolder
+        Of the run; keeps what was chosen, for a run that goes on.
     config : ExperimentConfig
         Of the training; one that names its kernels is returned as it is.
     mesh : TrainingMesh
@@ -170,7 +170,7 @@ def settle_kernels(
         return config, None
     mine: list[str] = []
     if is_main_process():
-        file = role.folder.path / KERNELS
+        file = folder.path / KERNELS
         if resume and file.exists():
             found = MeasuredKernels.read(read_json(file), file)
         else:

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.data.cases import Case, Task
 from volseg.data.checks import read_case
 from volseg.data.readers import read_volume
 from volseg.data.threads import map_in_threads
-from volseg.experiment.run_folder import RunFolder
 from volseg.files import replacing
 from volseg.monitoring.pictures import draw_example
 from volseg.reporting.judged import choose_extremes

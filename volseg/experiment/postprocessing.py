@@ -3,13 +3,13 @@
 from functools import partial
 from pathlib import Path
 
+from volseg.checkpointing.compatible import require_same_task
+from volseg.checkpointing.folder import RunFolder
 from volseg.data.layouts import load_task
 from volseg.data.layouts.files import list_images
 from volseg.data.names import find_doubled
 from volseg.data.readers import read_volume, stem
 from volseg.errors import ConfigError, DataError
-from volseg.experiment.run_folder import RunFolder
-from volseg.experiment.same_run import require_same_task
 from volseg.files import require_new
 from volseg.inference.measured_postprocessing import Judged, MeasuredPostprocessing, measure_postprocessing
 from volseg.inference.postprocessing import Postprocessing

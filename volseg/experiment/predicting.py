@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.data.cases import Case
 from volseg.data.readers import list_files
 from volseg.errors import ConfigError, DataError
@@ -20,7 +21,6 @@ from volseg.experiment.predicted import CaseResult, Predicted
 from volseg.experiment.prediction_files import PredictionFiles
 from volseg.experiment.prediction_processes import FoundInCases, serve_cases
 from volseg.experiment.prediction_record import PredictionRecord
-from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.sources import Source, load_trained
 from volseg.experiment.trained import Trained
 from volseg.experiment.waiting_cases import WaitingCases

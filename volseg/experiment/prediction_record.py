@@ -12,11 +12,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from volseg.checkpointing.components import describe_components
 from volseg.data.cases import Case
 from volseg.data.json_files import parse_json
 from volseg.data.readers import find_suffix, list_files
 from volseg.errors import ConfigError
-from volseg.experiment.component_record import describe_components
 from volseg.experiment.prediction_files import PredictionFiles
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file, replacing

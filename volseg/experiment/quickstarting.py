@@ -6,13 +6,13 @@ from itertools import count
 from pathlib import Path
 from shlex import quote
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.commands import spell
 from volseg.config.loading import load_config, path_override
 from volseg.config.shipped import find_shipped
 from volseg.data.synthetic import make_task
 from volseg.experiment.predicting import predict
 from volseg.experiment.report import closing_words
-from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.training import train
 from volseg.parallel.devices import count_gpus
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from volseg.checkpointing.ranks import JobFolder
 from volseg.config.base import validated
 from volseg.config.parallel import ParallelConfig
 from volseg.config.records import read_record
@@ -44,7 +45,6 @@ from volseg.experiment.alternatives import (
 from volseg.experiment.forecast_beside import Answer, Gpus, PlanBeside
 from volseg.experiment.out_of_memory import describe_attempt, describe_remedies, is_out_of_memory
 from volseg.experiment.placed_network import choose_device
-from volseg.experiment.roles import Member
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.parallel.devices import (
     count_gpus,
@@ -165,7 +165,7 @@ class Replanning:
         said = os.environ.pop(VARIABLE, None)
         self.failure = None if said is None else read_record(Failure, json.loads(said))
 
-    def settle(self, role: Member, config: ExperimentConfig, resume: bool) -> ExperimentConfig:
+    def settle(self, role: JobFolder, config: ExperimentConfig, resume: bool) -> ExperimentConfig:
         """Return the config with how the run goes on, where a step was out of memory; every process calls this.
 
         Raises
@@ -190,7 +190,7 @@ class Replanning:
         self.replanned = Replanned.read(json.loads(told[0]), REPLANNED)
         return self.replanned.apply(config)
 
-    def _read(self, role: Member, config: ExperimentConfig, count: int) -> Replanned | None:
+    def _read(self, role: JobFolder, config: ExperimentConfig, count: int) -> Replanned | None:
         """Return what the run folder says of it, if that is about this config."""
         file = role.folder.path / REPLANNED
         if not file.exists():

@@ -6,19 +6,30 @@ from dataclasses import asdict, dataclass, field
 from shlex import quote
 from typing import Any
 
+from volseg.checkpointing.folder import RunFolder
+from volseg.checkpointing.state import EpochRecord
 from volseg.commands import spell
-from volseg.data.cases import Task
+from volseg.data.cases import Case, Task
 from volseg.data.checks import Problem, Remark, summarise_remarks
 from volseg.evaluation.published import published_results
 from volseg.evaluation.summary import Summary, read_structure
+from volseg.experiment.overlays import draw_overlays
 from volseg.experiment.patients import PatientWords
-from volseg.experiment.run_folder import RunFolder
-from volseg.reporting.reading import list_component_files
+from volseg.reporting import NAME, write_brief, write_report
+from volseg.reporting.reading import TOLD, list_component_files
 from volseg.reporting.run import name_components
-from volseg.workflow.records import EpochRecord
+from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.validation import Validated
 
-__all__ = ["Outcome", "attempt", "closing_words", "dice_table", "tell_findings", "tell_outcome"]
+__all__ = [
+    "Outcome",
+    "attempt",
+    "closing_words",
+    "dice_table",
+    "tell_findings",
+    "write_outcome",
+    "write_page",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +71,35 @@ def tell_findings(
     }
 
 
-def tell_outcome(outcome: Outcome) -> dict[str, Any]:
-    """Return the same at the end of a training."""
+def write_outcome(outcome: Outcome, cases: Sequence[Case], channel: int) -> None:
+    """Write the report of a training that has ended: findings, pictures of the best and the worst cases, `report.md`.
+
+    Parameters
+    ----------
+    outcome : Outcome
+        Of the training.
+    cases : sequence of Case
+        The cases that were validated; see `draw_overlays`.
+    channel : int
+        Channel of the images that the pictures show.
+    """
+    folder = outcome.folder
     findings = tell_findings(outcome.task, outcome.problems, outcome.remarks, outcome.patients)
-    return {**findings, "memory": outcome.memory, "replanned": outcome.replanned}
+    folder.write_json(TOLD, {**findings, "memory": outcome.memory, "replanned": outcome.replanned})
+    if outcome.validated is not None:
+        attempt("no pictures of cases were drawn", lambda: draw_overlays(folder, outcome.task, cases, channel=channel))
+    attempt(
+        "report.md was not written",
+        lambda: folder.write_text("report.md", write_brief(folder.path, state="finished")),
+    )
+
+
+def write_page(folder: RunFolder, kind: type[BaseException] | None) -> None:
+    """Write the page about a run that ended by an exception of a ``kind``, or well."""
+    stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit | StopRequested)
+    state = "finished" if kind is None else "interrupted" if stopped else "failed"
+    again = f"{NAME} was not written, `volseg report {quote(str(folder.path))}` tries again"
+    attempt(again, lambda: write_report(folder.path, state=state))
 
 
 def attempt(otherwise: str, write: Callable[[], object]) -> None:

@@ -6,17 +6,16 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
+from volseg.checkpointing.folder import RunFolder
 from volseg.data.names import list_some
-from volseg.errors import CheckpointError, ConfigError
+from volseg.errors import ConfigError
 from volseg.exchange.archive import is_archive
 from volseg.exchange.nnunet import is_nnunet_model
-from volseg.experiment.folds import was_trained_to_its_end
+from volseg.experiment.folds import find_final_state
 from volseg.experiment.imported import NNUNET_CHECKPOINTS, load_archive, load_nnunet
-from volseg.experiment.run_folder import RunFolder
 from volseg.experiment.trained import PREDICTION_KEYS, Trained, load_run, require_keys
 from volseg.inference.postprocessing import Postprocessing
 from volseg.transforms.preprocessing import Preprocessing
-from volseg.workflow.checkpoints import LATEST, load_checkpoint
 
 __all__ = ["Source", "find_folds", "load_trained"]
 
@@ -77,7 +76,7 @@ def find_folds(folder: Path) -> list[RunFolder]:
     """
     begun = {int(path.name[5:]): RunFolder(path) for path in folder.glob("fold_*") if path.name[5:].isdecimal()}
     begun = {number: begun[number] for number in sorted(begun) if begun[number].exists}
-    finished = [number for number, run in begun.items() if _is_finished(run)]
+    finished = [number for number, run in begun.items() if find_final_state(run, run.config()) is not None]
     left = [str(number) for number in begun if number not in finished]
     if begun and not finished:
         raise ConfigError(
@@ -91,15 +90,6 @@ def find_folds(folder: Path) -> list[RunFolder]:
     if left:
         logger.warning("%s: not used, for they were begun and not finished: fold(s) %s", folder, ", ".join(left))
     return [begun[number] for number in finished]
-
-
-def _is_finished(run: RunFolder) -> bool:
-    if not (run.validation / "summary.json").exists():
-        return False
-    try:
-        return was_trained_to_its_end(load_checkpoint(run.checkpoints / LATEST), run.config())
-    except CheckpointError:
-        return False  # what is left of the run may still be resumed
 
 
 def _path_of(source: Source) -> Path:

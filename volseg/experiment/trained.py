@@ -8,26 +8,24 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from volseg.checkpointing.components import require_components
+from volseg.checkpointing.file import CHECKPOINTS, load_checkpoint
+from volseg.checkpointing.folder import RunFolder
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.preprocessed import Preprocessing
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment.building import build_predictor, preprocessing_of
-from volseg.experiment.component_record import require_components
 from volseg.experiment.placed_network import build_model, choose_device
-from volseg.experiment.run_folder import RunFolder
 from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.predictor import Predictor
 from volseg.inference.shared_predictor import SharedPredictor
 from volseg.models.weights import load_weights
 from volseg.parallel import FastKernels
-from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
 
-__all__ = ["CHECKPOINTS", "PREDICTION_KEYS", "Trained", "load_run", "require_keys"]
-
-CHECKPOINTS = {"latest": LATEST, "best": BEST, "previous": PREVIOUS}
+__all__ = ["PREDICTION_KEYS", "Trained", "load_run", "require_keys"]
 
 PREDICTION_KEYS = (
     "inference",

@@ -10,6 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from volseg.checkpointing import compatible
+from volseg.checkpointing.components import require_components
+from volseg.checkpointing.folder import CASES, MEMORY, NETWORK
+from volseg.checkpointing.ranks import JobFolder
 from volseg.config.loading import format_config, require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
@@ -20,7 +24,6 @@ from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import ChosenCases, choose_cases
 from volseg.experiment.compiling_beside import CompilingBeside
-from volseg.experiment.component_record import require_components
 from volseg.experiment.forecast_beside import AskedOfCandidate, Gpus, PlanBeside
 from volseg.experiment.measured_kernels import KERNELS, settle_kernels
 from volseg.experiment.network_plan import plan_network
@@ -30,16 +33,7 @@ from volseg.experiment.patients import PatientWords
 from volseg.experiment.placed_network import build_model, choose_device, count_devices
 from volseg.experiment.reading import Follower, choose_reading
 from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
-from volseg.experiment.report import Outcome, tell_findings
-from volseg.experiment.roles import Member, choose_role
-from volseg.experiment.run_folder import MEMORY
-from volseg.experiment.same_run import (
-    require_epochs,
-    require_same_cases,
-    require_same_mesh,
-    require_same_split,
-    require_same_task,
-)
+from volseg.experiment.report import Outcome, tell_findings, write_outcome, write_page
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.experiment.starting import START, Start
 from volseg.forecast.candidate import Candidate
@@ -61,8 +55,7 @@ from volseg.workflow.growing import ForgetOldSizes
 from volseg.workflow.hooks import Hook, Patience
 from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.randomness import deterministic, seed_everything
-from volseg.workflow.records import Score
-from volseg.workflow.training import Training
+from volseg.workflow.training import Score, Training
 from volseg.workflow.validation import Validated
 
 __all__ = ["train"]
@@ -142,12 +135,12 @@ def _train(
         held.enter_context(heeding_spot_notices(config.training.spot))
         with signs.span("start"):
             join_processes(config)
-            role = choose_role(config, held)
-            resume = role.claim(resume or count_restarts() > 0)
-            held.push(role.show_end)  # after the signs of life, which tell how the run ended
-            role.show_life(signs, BeginAgain)
+            job = JobFolder(config, held)
+            resume = job.claim(resume or count_restarts() > 0)
+            held.push(partial(_write_page, job))  # after the signs of life, which tell how the run ended
+            job.write_status(signs, BeginAgain)
         with signs.span("building"):
-            run = _begin(role, resume, hooks, loggers, replanning, signs, held, compiling, ahead)
+            run = _begin(job, resume, hooks, loggers, replanning, signs, held, compiling, ahead)
         _fit(run)
         return _finish(run)
 
@@ -156,7 +149,7 @@ def _train(
 class _Run:
     """A training that has begun, and what its end needs."""
 
-    role: Member
+    job: JobFolder
     reading: Follower
     chosen: ChosenCases
     model: nn.Module
@@ -169,6 +162,13 @@ class _Run:
     signs: SignsOfLife
 
 
+def _write_page(job: JobFolder, kind: type[BaseException] | None, *ended: object) -> None:
+    """Write the page about the run, however it ended, if this process has described it."""
+    del ended
+    if job.is_described and job.folder.exists:
+        write_page(job.folder, kind)
+
+
 def _tell_patients(patients: PatientWords) -> None:
     if patients.warning:
         logger.warning("%s", patients.warning)
@@ -177,7 +177,7 @@ def _tell_patients(patients: PatientWords) -> None:
 
 
 def _begin(
-    role: Member,
+    job: JobFolder,
     resume: bool,
     hooks: Sequence[Hook],
     loggers: Sequence[Logger],
@@ -188,24 +188,24 @@ def _begin(
     ahead: CasesAhead | None,
 ) -> _Run:
     """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
-    folder, device = role.folder, choose_device(role.config)
+    folder, device = job.folder, choose_device(job.config)
     with signs.span("reading"):
-        chosen = choose_cases(role.config)
+        chosen = choose_cases(job.config)
     if is_main_process():
         _tell_patients(chosen.patients)
-    require_plausible_sizes(role.config, chosen.task, device)
-    build_objective(role.config, chosen.task)  # a loss that cannot be of this task is refused before cases are read
-    choose_channel(role.config, chosen.task)
-    plan = folder.plan() if resume else plan_network(role.config, chosen.task)
-    config = replanning.settle(role, plan.complete(role.config), resume)
+    require_plausible_sizes(job.config, chosen.task, device)
+    build_objective(job.config, chosen.task)  # a loss that cannot be of this task is refused before cases are read
+    choose_channel(job.config, chosen.task)
+    plan = folder.plan() if resume else plan_network(job.config, chosen.task)
+    config = replanning.settle(job, plan.complete(job.config), resume)
     config, mesh = settle_mesh(config, chosen.task, device, compiling.forecast)
     replanning.tried = find_candidate(config, mesh.plan, count_devices(config, device))
-    role.settle(config)
+    job.keep_mesh(config)
     seed_everything(config.seed)
     if resume:
-        require_same_task(folder, chosen.task)
-        require_same_split(folder, chosen.split)
-        require_same_mesh(folder, config)
+        compatible.require_same_task(folder, chosen.task)
+        compatible.require_same_split(folder, chosen.split)
+        compatible.require_same_mesh(folder, config)
     start = None if resume or config.training.start_from is None else Start(config, chosen)
     reading = choose_reading(config, mesh, plan.spacing)
     prepared = None
@@ -217,7 +217,7 @@ def _begin(
             compiling.wait()
             gather_over_processes([])  # who has a copy waits for it, and the others for him
     with signs.span("measuring") if config.training.kernels == "measured" else nullcontext():
-        config, measured = settle_kernels(role, config, mesh, chosen.task, device, resume=resume)
+        config, measured = settle_kernels(folder, config, mesh, chosen.task, device, resume=resume)
     if measured is not None:
         replanning.tried = find_candidate(config, mesh.plan, count_devices(config, device))
     described = {**replanning.files(), **({} if measured is None else {KERNELS: measured.as_json()})}
@@ -231,13 +231,13 @@ def _begin(
     batches = reading.make_batches(prepared, chosen.task, model, device)
     beside = meter.count() - before
     first = config.patch.first_whole(config.training.epochs)
-    memory = FirstSteps(meter, asked, beside=beside, write=partial(role.put_down, MEMORY), first_epoch=first)
+    memory = FirstSteps(meter, asked, beside=beside, write=partial(job.write_json, MEMORY), first_epoch=first)
     held_out = replace(prepared, training=())
     if resume:
-        require_same_cases(folder, prepared.fingerprints)
+        compatible.require_same_cases(folder, prepared.fingerprints)
     del prepared  # its training cases: on a GPU the batches have copied them
     validate = partial(reading.make_validation, model, chosen.task, held_out)
-    log = _open_log(config, role, loggers, signs, memory, chosen.task)
+    log = _open_log(config, job, loggers, signs, memory, chosen.task)
     held.callback(log.end)  # without scores, where the training does not reach its end
     training = build_training(
         config,
@@ -246,7 +246,7 @@ def _begin(
         validation=validate(mirror=False) if chosen.validation else None,
         hooks=[
             *([ForgetOldSizes(batches)] if isinstance(batches, GrowingBatches) else []),
-            *_own_hooks(config, role, memory, log, signs),
+            *_own_hooks(config, job, memory, log, signs),
             *build_hooks(config),
             *hooks,
         ],
@@ -255,16 +255,17 @@ def _begin(
     told = {TOLD: tell_findings(chosen.task, held_out.problems, held_out.remarks, chosen.patients)}
     if resume:
         state = folder.newest_checkpoint()
-        require_epochs(folder, state, config.training.epochs)
+        compatible.require_epochs(folder, state, config.training.epochs)
         training.load_state_dict(state)
         if is_main_process():
             logger.info("%s goes on after epoch %d and batch %d", folder.path, *state.progress)
-        role.go_on(finished=training.finished, more={**told, **described})
+        job.go_on({**told, **described}, finished=training.finished)
     else:
-        begun = {} if start is None else {START: start.as_json()}
-        role.begin(chosen, held_out.fingerprints, plan, {**begun, **told, **described})
+        begun = {CASES: held_out.fingerprints, NETWORK: plan.as_json()}
+        begun |= {} if start is None else {START: start.as_json()}
+        job.begin(chosen, {**begun, **told, **described})
     return _Run(
-        role=role,
+        job=job,
         reading=reading,
         chosen=chosen,
         model=model,
@@ -299,26 +300,26 @@ def _fit(run: _Run) -> None:
         with run.signs.fitting():
             run.training.run()
     except Exception:
-        if (run.training.epoch, run.training.position) == (0, 0):
-            run.role.abandon()
+        if run.job.leads and (run.training.epoch, run.training.position) == (0, 0):
+            run.job.folder.abandon()
         raise
-    if is_begun:
-        run.role.forget_validation()
+    if is_begun and run.job.leads:
+        run.job.folder.forget_validation()
 
 
 def _finish(run: _Run) -> Outcome:
     """Validate as the config asks for, and report."""
-    role, config, chosen = run.role, run.role.config, run.chosen
+    job, config, chosen = run.job, run.job.config, run.chosen
     final = None
     scores = list_final(run.training.history[-1]) if run.training.history else {}
-    role.require_folder()
+    job.require_folder()
     if chosen.validation:
         validation = run.reading.make_validation(
             run.model,
             chosen.task,
             run.held_out,
             mirror=config.inference.mirror,
-            folder=role.folder.validation,
+            folder=job.folder.validation,
             show=True,
         )
         with run.signs.validating():
@@ -330,10 +331,10 @@ def _finish(run: _Run) -> Outcome:
 
 def _write_end(run: _Run, final: Score | None, scores: Mapping[str, float]) -> Outcome:
     """Tell the loggers, and write summary and report."""
-    role, config, chosen = run.role, run.role.config, run.chosen
+    job, config, chosen = run.job, run.job.config, run.chosen
     run.log.end(scores)
     outcome = Outcome(
-        folder=role.folder,
+        folder=job.folder,
         task=chosen.task,
         history=tuple(run.training.history),
         validated=final if isinstance(final, Validated) else None,
@@ -345,13 +346,15 @@ def _write_end(run: _Run, final: Score | None, scores: Mapping[str, float]) -> O
         memory=run.memory.describe(),
         replanned=None if run.replanning.replanned is None else str(run.replanning.replanned),
     )
-    role.report(outcome, [*chosen.validation, *run.held_out.validation])
+    if job.leads:
+        job.require_folder()
+        write_outcome(outcome, [*chosen.validation, *run.held_out.validation], choose_channel(config, chosen.task))
     return outcome
 
 
 def _open_log(
     config: ExperimentConfig,
-    role: Member,
+    job: JobFolder,
     loggers: Sequence[Logger],
     signs: SignsOfLife,
     memory: FirstSteps,
@@ -364,7 +367,7 @@ def _open_log(
         # In microseconds: runs of one name that begin together, as the folds of a cross-validation do, are several.
         id=f"{config.name}-{signs.begun * 1e6:.0f}",
         name=config.name,
-        folder=role.folder.path,
+        folder=job.folder.path,
         config=config.model_dump(mode="json"),
     )
     texts = {"config": f"```yaml\n{format_config(config)}```", "network": describe_network(config, task)}
@@ -378,14 +381,14 @@ def _name_final(final: Score) -> dict[str, float]:
 
 
 def _own_hooks(
-    config: ExperimentConfig, role: Member, memory: FirstSteps, log: TrainingLog, signs: SignsOfLife
+    config: ExperimentConfig, job: JobFolder, memory: FirstSteps, log: TrainingLog, signs: SignsOfLife
 ) -> list[Hook]:
-    settings, folder = config.training, role.folder
+    settings, folder = config.training, job.folder
     checkpoints = Checkpoints(
         folder.checkpoints,
         every_minutes=settings.checkpoint_minutes,
         metadata=lambda: {"config": config.model_dump(mode="json")},
-        require_folder=role.require_folder,
+        require_folder=job.require_folder,
     )
     # Before the checkpoints, which write the latest state when they find the training finished.
     stopping = [Patience(settings.patience)] if settings.patience else []

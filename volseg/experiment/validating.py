@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from volseg.checkpointing.compatible import require_same_task
+from volseg.checkpointing.folder import RunFolder
 from volseg.config.loading import differences
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
@@ -27,8 +29,6 @@ from volseg.experiment.building import build_metrics, preprocessing_of
 from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.report import dice_table
-from volseg.experiment.run_folder import RunFolder
-from volseg.experiment.same_run import require_same_task
 from volseg.experiment.scoring import build_scoring
 from volseg.experiment.sources import find_folds
 from volseg.experiment.trained import PREDICTION_KEYS, Trained, load_run, require_keys

@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
+from volseg.checkpointing.file import LATEST, load_checkpoint, parse_checkpoint
+from volseg.checkpointing.folder import RunFolder
+from volseg.checkpointing.state import TrainingState
 from volseg.data.cases import Task
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import is_archive
 from volseg.exchange.tensors import unpack_tensors
 from volseg.exchange.torch_file import read_torch_file
 from volseg.experiment.imported import open_archive
-from volseg.experiment.run_folder import RunFolder
-from volseg.workflow.checkpoints import LATEST, load_checkpoint, parse_checkpoint
-from volseg.workflow.state import TrainingState
 
 __all__ = ["Weights", "read_weights"]
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from volseg.checkpointing.state import EpochRecord
 from volseg.monitoring.console import FIELDS, Bar, open_bar, shows_bars
 from volseg.monitoring.looking_in import tell_speed
 from volseg.monitoring.memory import GIB, GpuMeter
 from volseg.monitoring.training_log import list_scalars
 from volseg.workflow.hooks import Hook
-from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 
 __all__ = ["Progress", "count_up", "progress", "show_bytes"]

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from volseg.checkpointing.state import EpochRecord
 from volseg.lifetime import take_age
 from volseg.monitoring.memory import GIB, GpuMeter
 from volseg.monitoring.run_files import (
@@ -34,7 +35,6 @@ from volseg.monitoring.run_files import (
 )
 from volseg.parallel.progress import find_milestone
 from volseg.workflow.hooks import Hook
-from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 
 __all__ = ["EVERY_SECONDS", "SignsOfLife"]

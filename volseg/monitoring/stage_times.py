@@ -9,12 +9,12 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from volseg.checkpointing.state import EpochRecord
 from volseg.monitoring.training_log import TrainingLog
 from volseg.parallel import ModelParallel
 from volseg.parallel.pipeline import PipelineStrategy
 from volseg.parallel.timeline import Interval, Timeline, compute_idle_shares
 from volseg.workflow.hooks import Hook
-from volseg.workflow.records import EpochRecord
 from volseg.workflow.training import Training
 
 __all__ = ["StageTimes", "draw_intervals"]

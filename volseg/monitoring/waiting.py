@@ -2,10 +2,10 @@
 
 import logging
 
+from volseg.checkpointing.state import EpochRecord
 from volseg.data.augmented import AugmentedBatches, EpochBatches
 from volseg.data.growing import GrowingBatches
 from volseg.workflow.hooks import Hook
-from volseg.workflow.records import EpochRecord
 from volseg.workflow.spatial_group import GroupBatches
 from volseg.workflow.training import Training
 

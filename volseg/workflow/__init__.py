@@ -1,10 +1,10 @@
 """Named modules, the workflows that run them, and the hooks that watch."""
 
-from volseg.workflow.checkpoints import Checkpoints, load_checkpoint, save_checkpoint
+from volseg.checkpointing.file import load_checkpoint, save_checkpoint
+from volseg.checkpointing.state import EpochRecord, TrainingState
+from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.hooks import Hook, Patience
 from volseg.workflow.named import Named
-from volseg.workflow.records import EpochRecord
-from volseg.workflow.state import TrainingState
 from volseg.workflow.training import Training
 from volseg.workflow.validation import Testing, Validated, Validation
 

@@ -8,11 +8,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from volseg.checkpointing.state import EpochRecord
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError
 
 if TYPE_CHECKING:
-    from volseg.workflow.records import EpochRecord
     from volseg.workflow.training import Training
 
 __all__ = ["HOOKS", "Hook", "Patience", "build_hook"]
@@ -40,10 +40,10 @@ class Hook:
     def on_validation_begin(self, training: "Training") -> None:
         """Before the validation of an epoch that is validated."""
 
-    def on_epoch_end(self, training: "Training", record: "EpochRecord") -> None:
+    def on_epoch_end(self, training: "Training", record: EpochRecord) -> None:
         """After an epoch and its validation."""
 
-    def on_best(self, training: "Training", record: "EpochRecord") -> None:
+    def on_best(self, training: "Training", record: EpochRecord) -> None:
         """When an epoch's score is the best so far; called before ``on_epoch_end``."""
 
     def on_interrupt(self, training: "Training") -> None:
@@ -67,7 +67,7 @@ class Patience(Hook):
             raise ValueError(f"patience must be at least one validation, got {validations}")
         self.validations = validations
 
-    def has_run_out(self, history: Sequence["EpochRecord"]) -> bool:
+    def has_run_out(self, history: Sequence[EpochRecord]) -> bool:
         """Tell whether so many validations have passed that a training with this history is at its end."""
         return _validations_since_best(history) >= self.validations
 
@@ -75,7 +75,7 @@ class Patience(Hook):
         """Stop a resumed training where it had been stopped before."""
         self._judge(training)
 
-    def on_epoch_end(self, training: "Training", record: "EpochRecord") -> None:
+    def on_epoch_end(self, training: "Training", record: EpochRecord) -> None:
         """Count the validations since the best one."""
         if record.score is not None:
             self._judge(training)
@@ -103,7 +103,7 @@ def build_hook(spec: Mapping[str, Any]) -> Hook:
     return hook
 
 
-def _validations_since_best(history: Sequence["EpochRecord"]) -> int:
+def _validations_since_best(history: Sequence[EpochRecord]) -> int:
     scores = [record.score for record in history if record.score is not None]
     known = [-math.inf if math.isnan(score) else score for score in scores]  # a score of NaN is never the best
     return len(known) - 1 - known.index(max(known)) if known else 0

@@ -10,12 +10,15 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from volseg.checkpointing.random_state import random_state, restore_random_state
+from volseg.checkpointing.restore import restore
+from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.data.augmented import EpochBatches, remaining_batches
 from volseg.data.cases import Batch
 from volseg.errors import ConfigError
@@ -32,18 +35,28 @@ from volseg.workflow.named import Named
 from volseg.workflow.objective import Loss, Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.processes import gather_over_processes
-from volseg.workflow.randomness import random_state, restore_random_state
-from volseg.workflow.records import EpochRecord, Score
-from volseg.workflow.restoring import restore
 from volseg.workflow.schedules import Schedule, constant
-from volseg.workflow.state import TrainingState
 from volseg.workflow.step import TrainingStep
 from volseg.workflow.stopping import Stopping
 
 __all__ = ["CHECK_EVERY", "Score", "Training"]
 
-ScoreT = TypeVar("ScoreT", bound=Score)
 logger = logging.getLogger(__name__)
+
+
+class Score(Protocol):
+    """What a validation returns."""
+
+    @property
+    def score(self) -> float:
+        """The number by which epochs are compared; more is better."""
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """Further numbers by name."""
+
+
+ScoreT = TypeVar("ScoreT", bound=Score)
 
 
 class Training:

@@ -46,12 +46,12 @@ import yaml
 from early_signals import NUMBERS, summarise_tries, try_signal
 
 from volseg import cli, experiment  # noqa: F401  (the forked trainings find it imported)
+from volseg.checkpointing.state import CLOCKED
 from volseg.commands import run_module
 from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError
 from volseg.monitoring.environment import environment
 from volseg.workflow import load_checkpoint
-from volseg.workflow.records import CLOCKED
 
 CONFIG = {
     "name": "faults",

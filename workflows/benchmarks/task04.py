@@ -162,8 +162,8 @@ def train_folds(chosen: argparse.Namespace) -> dict[int, float]:
 def train_fold(chosen: argparse.Namespace) -> None:
     """Train one fold as `volseg train` does, and write down when each validation was done."""
     from volseg import experiment
+    from volseg.checkpointing.state import EpochRecord
     from volseg.workflow import Hook, Training
-    from volseg.workflow.records import EpochRecord
 
     class Clock(Hook):
         """Seconds since the start of the process, at each validation."""

@@ -1,9 +1,8 @@
 """One process at a time in a run folder.
 
-The lock is one of the operating system (``flock``) on a small file that says who holds it. The system gives it up when
-its holder ends in any way, so a lock that a killed process or a lost machine left behind is none, and nobody has to
-guess from a process id whether its owner still lives. Where the file system knows no such locks (some network ones, and
-Windows), nothing is locked, and that is said.
+The lock is one of the operating system (``flock``) on a small file that names the process which holds it. The system
+releases it when that process ends in any way: a killed process or a lost machine leaves no lock behind, and process ids
+need not be checked. A file system without such locks (some network ones, and Windows) locks nothing; that is logged.
 """
 
 import json
@@ -34,13 +33,13 @@ LOCK = "in_use.json"
 def only_process_in(folder: Path) -> Iterator[Callable[[], None]]:
     """Hold the lock of ``folder``, which is made if need be; leave neither lock nor an empty folder behind.
 
-    Yields a function that raises a ``CheckpointError`` if the folder is no longer the one that was locked: somebody
-    removed it, and may have begun another run in its place.
+    Yields a function that raises a ``CheckpointError`` if the folder is no longer the one that was locked: it was
+    removed, and another run may have begun in its place.
 
     Raises
     ------
     ConfigError
-        If another process holds it: which one, where, since when.
+        If another process holds it, with its id, its host and the time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
@@ -71,7 +70,7 @@ def _require_own(descriptor: int, path: Path) -> None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Tell whether the open file is the one at ``path``."""
+    """Return whether the open file is the one at ``path``."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except (FileNotFoundError, NotADirectoryError):
@@ -94,7 +93,7 @@ def _locked(path: Path) -> int:
 
 def _lock(descriptor: int, path: Path) -> None:
     if fcntl is None:
-        _say_unlocked(path, "Windows")
+        _log_unlocked(path, "Windows")
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,10 +102,10 @@ def _lock(descriptor: int, path: Path) -> None:
             f"{path.parent} is in use by {_holder(path)}; wait for its end, or choose another folder by --output"
         ) from None
     except OSError as fault:
-        _say_unlocked(path, f"its file system: {fault.strerror}")
+        _log_unlocked(path, f"its file system: {fault.strerror}")
 
 
-def _say_unlocked(path: Path, cause: str) -> None:
+def _log_unlocked(path: Path, cause: str) -> None:
     logger.info("%s cannot be locked (%s); start no second training in it", path.parent, cause)
 
 

@@ -1,36 +1,34 @@
-"""What a run writes down of components that are not volseg's own, and what it asks for when it is used again.
+"""The user's own components of a run: where each came from, and whether it is here again.
 
-``components.json`` says where each came from; files lie in ``components/``, for the record: nothing runs them from
-there but a user who names them by ``--components``.
+``components.json`` keeps the source of each, ``components/`` copies of files. Nothing runs these copies, unless the
+user names them by ``--components``.
 """
 
-import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from volseg.checkpointing.compatible import refuse
+from volseg.checkpointing.folder import RunFolder
 from volseg.config.schema import ExperimentConfig
 from volseg.config.sources import Source
+from volseg.data.cases import Case
 from volseg.data.json_files import read_json
 from volseg.data.readers import find_suffix
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.own_components import REGISTRIES, find_content
 from volseg.files import replacing
 
-if TYPE_CHECKING:
-    from volseg.experiment.cases import ChosenCases
-
 __all__ = ["describe_components", "require_components", "write_components"]
 
 logger = logging.getLogger(__name__)
 
-RECORD = "components.json"
-FILES = "components"
-"""Folder of the files' copies."""
+RECORD, FILES = "components.json", "components"
+"""The record, and the folder of copies."""
 
 PACKAGE, VERSION = (
     re.compile(pattern, re.ASCII) for pattern in (r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", r"[A-Za-z0-9.!+_-]+")
@@ -47,16 +45,15 @@ class Recorded:
     source: Source
 
 
-def write_components(folder: Path, config: ExperimentConfig, chosen: "ChosenCases") -> None:
-    """Write down every component of the run that is not built in, and keep copies of files."""
-    used = sorted({*_named_by(config), *_readers_of(chosen)})
-    pairs = [(kind, name, source) for kind, name in used if (source := REGISTRIES[kind].find_source(name)) is not None]
-    for source in {source for _, _, source in pairs if source.file is not None}:
-        with replacing(copy_of(folder, source)) as partial:
+def write_components(folder: RunFolder, config: ExperimentConfig, cases: Iterable[Case]) -> None:
+    """Write the source of every component of the run that is not built in, and copies of files."""
+    used = sorted({*_list_named(config), *_list_readers(cases)})
+    found = [(kind, name, source) for kind, name in used if (source := REGISTRIES[kind].find_source(name)) is not None]
+    content = [{"kind": kind, "name": name, "from": source.as_json()} for kind, name, source in found]
+    for source in {source for _, _, source in found if source.file is not None}:
+        with replacing(copy_path(folder.path, source)) as partial:
             partial.write_bytes(find_content(source))
-    content = [{"kind": kind, "name": name, "from": source.as_json()} for kind, name, source in pairs]
-    with replacing(folder / RECORD) as partial:
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    folder.write_json(RECORD, content)
 
 
 def require_components(folder: Path, *, resumes: bool) -> None:
@@ -67,7 +64,8 @@ def require_components(folder: Path, *, resumes: bool) -> None:
     folder : Path
         Of the run.
     resumes : bool
-        Whether the run goes on, for which a file must not have changed; otherwise a changed one is told.
+        Whether the run goes on: then its readers must be here, and a file must hold the same bytes. Otherwise another
+        file is logged.
 
     Raises
     ------
@@ -76,38 +74,39 @@ def require_components(folder: Path, *, resumes: bool) -> None:
     """
     recorded = [one for one in read_components(folder) if one.kind != "reader" or resumes]
     if missing := [one for one in recorded if one.name not in REGISTRIES[one.kind]]:
-        sources = {
-            one.source: [f"{each.kind} {each.name!r}" for each in missing if each.source == one.source]
-            for one in missing
-        }
-        told = "; ".join(f"{', '.join(names)} from {source}" for source, names in sources.items())
-        raise ConfigError(f"{folder} uses what is not here: {told}. Give it by {_name_way(folder, missing[0].source)}")
+        by_source: dict[Source, list[str]] = {}
+        for one in missing:
+            by_source.setdefault(one.source, []).append(f"{one.kind} {one.name!r}")
+        absent = "; ".join(f"{', '.join(names)} from {source}" for source, names in by_source.items())
+        raise ConfigError(
+            f"{folder} uses what is not here: {absent}. Give it by {_describe_remedy(folder, missing[0].source)}"
+        )
     for one in recorded:
         now = REGISTRIES[one.kind].find_source(one.name)
         same_bytes = now is not None and one.source.sha256 is not None and now.sha256 == one.source.sha256
         if now == one.source or same_bytes:  # the file may lie elsewhere
             continue
-        told = f"{folder} was begun with {one.kind} {one.name!r} from {one.source}, now it is {now or 'volseg itself'}"
+        change = (
+            f"{folder} was begun with {one.kind} {one.name!r} from {one.source}, now it is {now or 'volseg itself'}"
+        )
         if resumes and one.source.file is not None:
-            raise ConfigError(
-                f"{told}. Go on with {_name_way(folder, one.source)}, or start a new run with another --output"
-            )
-        logger.warning("%s", told)
+            refuse("bytes of files of `--components`", folder, change=change, way=_describe_remedy(folder, one.source))
+        logger.warning("%s", change)
 
 
 def describe_components(config: ExperimentConfig) -> list[list[str]]:
-    """Return kind, name and source of the components, of the user's own, that a prediction depends on as they are now.
+    """Return kind, name and source of the user's own components that a prediction depends on.
 
-    Readers are those that there are: which of them read is known once an image is read.
+    Every reader counts: only reading an image shows which one reads it.
     """
-    used = {(kind, name) for kind, name in _named_by(config) if kind in ("network", "transform")}
+    used = {(kind, name) for kind, name in _list_named(config) if kind in ("network", "transform")}
     used |= {("reader", suffix) for suffix in REGISTRIES["reader"]}
     found = ((kind, name, REGISTRIES[kind].find_source(name)) for kind, name in sorted(used))
     return [[kind, name, source.sha256 or str(source)] for kind, name, source in found if source is not None]
 
 
 def read_components(folder: Path) -> list[Recorded]:
-    """Read what `write_components` wrote; nothing where a run uses built-in components alone.
+    """Read what `write_components` wrote; nothing for a run with built-in components only.
 
     Raises
     ------
@@ -127,25 +126,25 @@ def read_components(folder: Path) -> list[Recorded]:
     ]
 
 
-def copy_of(folder: Path, source: Source) -> Path:
-    """Return where a run keeps the file that it was begun with."""
+def copy_path(folder: Path, source: Source) -> Path:
+    """Return the path of a run's copy of a file."""
     path = Path(source.file or "")
     return folder / FILES / f"{path.stem}_{(source.sha256 or '')[:12]}{path.suffix}"
 
 
-def _name_way(folder: Path, source: Source) -> str:
-    """Return how to give a component; a run of somebody else's names its source, of which no shell may run a part."""
+def _describe_remedy(folder: Path, source: Source) -> str:
+    """Return how to give a component. The source may be of another user's run: no shell may run a part of it."""
     if source.package is not None:
         if PACKAGE.fullmatch(source.package) is None or VERSION.fullmatch(source.version or "") is None:
             return "installing its package; what the run's components.json holds is no name and version of one"
         return f"installing it: pip install {source.package}=={source.version}"
     if source.file is not None:
-        file, copy = quote(source.file), quote(str(copy_of(folder, source)))
+        file, copy = quote(source.file), quote(str(copy_path(folder, source)))
         return f"--components {file} as it was then, of which {copy} is a copy (read it first)"
     return f"calling volseg.register as {source.module} did, before this"
 
 
-def _named_by(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+def _list_named(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     """Yield kind and name of what a config names."""
     yield "network", config.network.name
     yield "optimizer", config.optimizer.name
@@ -163,8 +162,8 @@ def _named_by(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
             yield kind, component.name
 
 
-def _readers_of(chosen: "ChosenCases") -> Iterator[tuple[str, str]]:
-    for case in (*chosen.training, *chosen.validation):
+def _list_readers(cases: Iterable[Case]) -> Iterator[tuple[str, str]]:
+    for case in cases:
         for field in ("image", "label"):
             paths = case.get(field, ())
             for path in paths if isinstance(paths, tuple) else (paths,):

@@ -1,4 +1,4 @@
-"""The folder of a run: where everything that a training leaves behind has its place.
+"""The files of a run folder.
 
 ::
 
@@ -9,12 +9,12 @@
         task.json                name, channels and labels of the task
         network.json             spacing and network as they were planned
         split.json               the cases of this run, in nnU-Net's form
-        components.json          where each component came from that is not built in; components/ keeps their files
+        cases.json               a fingerprint of each case, null of those that were bad
+        components.json          the source of each component that is not built in; components/ keeps copies of files
         start.json               what was taken of the weights that training.start_from names
-        cases.json               a fingerprint of each, null of those that were bad
         memory.json              what the first steps took of each GPU, and what was forecast
-        kernels.json             what was measured of kernels, and which are taken (training.kernels: measured)
-        replanned.json           how the run goes on since a step was out of memory (parallel.on_oom: replan)
+        kernels.json             times of kernels, and which are taken (training.kernels: measured)
+        replanned.json           how the run goes on after a step was out of memory (parallel.on_oom: replan)
         checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
         history.jsonl            the numbers of each epoch, a line for each
         status.json              how far the training is, rewritten every few seconds
@@ -36,6 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from volseg.checkpointing.file import BEST, LATEST, PREVIOUS, load_checkpoint
+from volseg.checkpointing.state import TrainingState
 from volseg.config.loading import dump_config, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
@@ -45,36 +47,27 @@ from volseg.data.splits import Split, read_splits, write_splits
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment.network_plan import NetworkPlan
 from volseg.files import remove_partials, replacing, require_text
-from volseg.monitoring.run_files import (
-    HISTORY,
-    STATUS,
-    TIMES,
-    EpochLine,
-    RunPart,
-    RunStatus,
-    read_history,
-    read_status,
-    read_times,
-)
+from volseg.monitoring import run_files
 from volseg.reporting import NAME
-from volseg.workflow.checkpoints import BEST, LATEST, PREVIOUS, load_checkpoint
-from volseg.workflow.state import TrainingState
 
-__all__ = ["CASES", "MEMORY", "RunFolder", "list_labelled"]
+__all__ = ["CASES", "ENVIRONMENT", "MEMORY", "NETWORK", "RunFolder", "list_labelled"]
 
 logger = logging.getLogger(__name__)
 
-CASES = "cases.json"
-"""Ids of the cases of the split that were bad when the run was begun."""
+ENVIRONMENT, TASK, SPLIT = DESCRIPTION = ("environment.json", "task.json", "split.json")
+"""What a training writes before the config; a folder with a config and without them is not a run of volseg."""
 
-NETWORK = "network.json"
-"""Which network was planned, and for which voxel sides."""
+NETWORK, CASES, MEMORY = "network.json", "cases.json", "memory.json"
 
-MEMORY = "memory.json"
-"""What the first steps took of each GPU, and what was forecast."""
 
-DESCRIPTION = ("environment.json", "task.json", "split.json")
-"""What a training writes before the config; a config without them is somebody's own."""
+class RunPath:
+    """A file or a folder in the folder of a run, by its name; read as its path."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: "RunFolder", kind: object = None) -> Path:
+        return folder.path / self.name
 
 
 @dataclass(frozen=True, init=False)
@@ -83,77 +76,26 @@ class RunFolder:
 
     path: Path
 
+    config_file = RunPath("config.yaml")
+    task_file = RunPath(TASK)
+    split_file = RunPath(SPLIT)
+    checkpoints = RunPath("checkpoints")
+    tensorboard = RunPath("tensorboard")
+    history_file = RunPath(run_files.HISTORY)
+    status_file = RunPath(run_files.STATUS)
+    times_file = RunPath(run_files.TIMES)
+    validation = RunPath("validation")
+    report_file = RunPath("report.md")
+    report_page = RunPath(NAME)
+    postprocessing_file = RunPath("postprocessing.json")
+    predictions = RunPath("predictions")
+
     def __init__(self, path: str | Path) -> None:
         object.__setattr__(self, "path", Path(path))
 
-    @property
-    def config_file(self) -> Path:
-        """The resolved config."""
-        return self.path / "config.yaml"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of ``latest.pt``, ``previous.pt`` and ``best.pt``."""
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of the event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def history_file(self) -> Path:
-        """The numbers of each epoch."""
-        return self.path / HISTORY
-
-    @property
-    def status_file(self) -> Path:
-        """How far the training is."""
-        return self.path / STATUS
-
-    @property
-    def times_file(self) -> Path:
-        """What the time went by with."""
-        return self.path / TIMES
-
-    @property
-    def validation(self) -> Path:
-        """Folder of ``summary.json`` and the predictions it is about."""
-        return self.path / "validation"
-
-    @property
-    def report_file(self) -> Path:
-        """What a finished training came to, in short."""
-        return self.path / "report.md"
-
-    @property
-    def report_page(self) -> Path:
-        """What a training came to, however it ended, for browsers."""
-        return self.path / NAME
-
-    @property
-    def postprocessing_file(self) -> Path:
-        """Which postprocessing helps, once that was measured."""
-        return self.path / "postprocessing.json"
-
-    @property
-    def predictions(self) -> Path:
-        """Folder of predictions of cases without a label."""
-        return self.path / "predictions"
-
-    def begin(
-        self,
-        config: ExperimentConfig,
-        task: Task,
-        split: Split,
-        environment: Mapping[str, Any],
-        fingerprints: Mapping[str, str | None] | None = None,
-        plan: NetworkPlan | None = None,
-    ) -> None:
-        """Describe a new run; see `PreparedCases.fingerprints`."""
+    def begin(self, config: ExperimentConfig, task: Task, split: Split, files: Mapping[str, Any]) -> None:
+        """Describe a new run; ``files`` are the contents of JSON files by name, `ENVIRONMENT` among them."""
         self.require_free()
-        self.write_json(CASES, dict(fingerprints or {}))
-        self.write_json("environment.json", environment)
         described = {
             "name": task.name,
             "modalities": task.modalities,
@@ -162,11 +104,14 @@ class RunFolder:
             "ignore": task.ignore,
             "labelled": list_labelled(task),
         }
-        self.write_json("task.json", described)
-        if plan is not None:
-            self.write_json(NETWORK, plan.as_json())
-        write_splits(self.path / "split.json", [split])
-        dump_config(config.located(), self.config_file)  # last: a folder with a config is a whole one
+        for name, content in {**files, TASK: described}.items():
+            self.write_json(name, content)
+        write_splits(self.split_file, [split])
+        self.write_config(config)  # last: a folder with a config is a whole one
+
+    def write_config(self, config: ExperimentConfig) -> None:
+        """Write the config of the run as it begins or goes on."""
+        dump_config(config.located(), self.config_file)
 
     @property
     def exists(self) -> bool:
@@ -198,15 +143,20 @@ class RunFolder:
                 "missing); choose another folder by --output, or remove it if it is not needed"
             )
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to go on from."""
+        return any((self.checkpoints / name).exists() for name in (LATEST, PREVIOUS, BEST))
+
     def may_go_on(self) -> bool:
-        """Return whether there is a checkpoint to go on from; a run that was lost before its first one is forgotten.
+        """Return whether there is a checkpoint to go on from; without one, remove the config of the run.
 
         Raises
         ------
         ConfigError
             If the folder's ``config.yaml`` is none that a training wrote.
         """
-        if any((self.checkpoints / name).exists() for name in (LATEST, PREVIOUS, BEST)):
+        if self.has_checkpoint:
             return True
         self._require_own_config()
         logger.info("%s holds no checkpoint; the training begins at its first epoch", self.path)
@@ -214,24 +164,20 @@ class RunFolder:
         return False
 
     def abandon(self) -> None:
-        """Make room for another attempt, as nothing was trained in this one; to be called with the folder's lock."""
-        if not any(self.checkpoints.glob("*.pt")):
+        """Make room for another attempt, as nothing was trained in this one; only with the lock of the folder."""
+        if not self.has_checkpoint:
             self.config_file.unlink(missing_ok=True)
 
     def forget_validation(self) -> None:
-        """Remove what was measured with weights that the training replaces."""
+        """Remove the scores and reports of weights that the training replaces."""
         measured = (self.report_file, self.report_page, self.postprocessing_file)
         for file in (*self.path.glob("validation*/summary.json"), *measured):
             file.unlink(missing_ok=True)
 
     def remove_partials(self) -> None:
-        """Remove what a killed training was writing; only with the folder's lock."""
+        """Remove what a killed training was writing; only with the lock of the folder."""
         for folder in (self.path, self.checkpoints):
             remove_partials(folder)
-
-    def go_on(self, config: ExperimentConfig) -> None:
-        """Describe the run as it goes on: longer, on other devices, with its data elsewhere."""
-        dump_config(config.located(), self.config_file)
 
     def config(self, overrides: Sequence[str] = ()) -> ExperimentConfig:
         """Read the config of the run, with some values overridden."""
@@ -243,7 +189,7 @@ class RunFolder:
 
     def task(self) -> Task:
         """Read name, channels, labels and regions of the run's task; its cases are not part of the run folder."""
-        file = self.path / "task.json"
+        file = self.task_file
         described = read_json(file)
         if not isinstance(described, dict) or not isinstance(described.get("name"), str):
             raise DataError(f"{file} should hold the name, modalities and labels of a task; restore it from a copy")
@@ -260,13 +206,13 @@ class RunFolder:
         )
 
     def plan(self) -> NetworkPlan:
-        """Read with which network and spacing the run was begun; a run of an older volseg took voxels for cubes."""
+        """Read the network and the spacing of the run; a run without this file took voxels for cubes."""
         file = self.path / NETWORK
         return NetworkPlan.from_json(read_json(file), file) if file.exists() else NetworkPlan()
 
     def split(self) -> Split:
-        """Read which cases train and which validate."""
-        return read_splits(self.path / "split.json")[0]
+        """Read the cases that train and the cases that validate."""
+        return read_splits(self.split_file)[0]
 
     def write_json(self, name: str, content: Any) -> Path:
         """Write ``content`` to a file of the folder, whole or not at all."""
@@ -279,17 +225,17 @@ class RunFolder:
             partial.write_text(text, encoding="utf-8")
         return path
 
-    def history(self) -> list[EpochLine]:
-        """Read the numbers of each epoch; none of a run of an older volseg."""
-        return read_history(self.history_file)
+    def history(self) -> list[run_files.EpochLine]:
+        """Read the numbers of each epoch; none if the file is absent."""
+        return run_files.read_history(self.history_file)
 
-    def status(self) -> RunStatus | None:
-        """Read how far the training is; None where nothing is known."""
-        return read_status(self.status_file)
+    def status(self) -> run_files.RunStatus | None:
+        """Read how far the training is; None if that is unknown."""
+        return run_files.read_status(self.status_file)
 
-    def times(self) -> tuple[RunPart, ...]:
-        """Read what the time went by with, process by process; none of a run of an older volseg."""
-        return read_times(self.times_file)
+    def times(self) -> tuple[run_files.RunPart, ...]:
+        """Read the times of the run's parts, process by process; none if the file is absent."""
+        return run_files.read_times(self.times_file)
 
     def newest_checkpoint(self) -> TrainingState:
         """Load the checkpoint that is furthest along: a best epoch may be newer than the latest timed writing.
@@ -304,7 +250,7 @@ class RunFolder:
         found: dict[str, TrainingState] = {}
         faults: dict[str, CheckpointError] = {}
         for name in (LATEST, BEST, PREVIOUS):
-            if name == PREVIOUS and LATEST in found:  # which is newer
+            if name == PREVIOUS and LATEST in found:  # the latest one is newer
                 continue
             try:
                 found[name] = load_checkpoint(self.checkpoints / name)
@@ -317,13 +263,13 @@ class RunFolder:
             )
         newest = max(found, key=lambda name: found[name].progress)
         epoch, batch = found[newest].progress
-        for name, told in faults.items():
+        for name, damage in faults.items():
             if (self.checkpoints / name).exists():
-                logger.warning("%s; going on from %s, after epoch %d and batch %d", told, newest, epoch, batch)
+                logger.warning("%s; going on from %s, after epoch %d and batch %d", damage, newest, epoch, batch)
         return found[newest]
 
 
 def list_labelled(task: Task) -> dict[str, list[int]]:
-    """Return what was looked for in the partially labelled training cases."""
+    """Return the labels that were looked for in each partially labelled training case."""
     found = {case["case"]: task.labelled(case) for case in task.training}
     return {name: list(values) for name, values in found.items() if values is not None}

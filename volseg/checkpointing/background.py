@@ -1,4 +1,4 @@
-"""A training's state on its way to the disk: copied while the device goes on, written by a thread.
+"""A training's state on its way to the disk: copied while the device goes on, written in a thread.
 
 A copy from a GPU is one more piece of work in the device's queue, between the step before it and the step after it, so
 it is consistent and nobody waits for it: at 25 GB/s half a GB takes 20 ms. It does not run beside the next step, on a
@@ -13,12 +13,13 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from volseg.workflow.state import TrainingState
+from volseg.checkpointing.state import TrainingState
 
 __all__ = ["BackgroundWriter", "HostCopies", "Snapshot"]
 
@@ -28,14 +29,13 @@ Place = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A state in host memory that nothing changes any more; from GPUs it is there when ``is_whole``."""
+    """A copy of a state in host memory; what comes from GPUs has arrived when ``is_whole``."""
 
     state: TrainingState
     copied: Sequence[torch.cuda.Event]
-    """Each comes when a device has copied its part."""
-    buffers: dict[Place, Tensor]
-    free: list[dict[Place, Tensor]]
-    """Where the buffers go afterwards."""
+    """One for each device, recorded after its copies."""
+    release: Callable[[], object]
+    """Let the next snapshot have the memory."""
 
     @property
     def is_whole(self) -> bool:
@@ -46,10 +46,6 @@ class Snapshot:
         """Wait until everything has been copied."""
         for event in self.copied:
             event.synchronize()
-
-    def release(self) -> None:
-        """Let the next snapshot have the memory."""
-        self.free.append(self.buffers)
 
 
 class HostCopies:
@@ -75,8 +71,7 @@ class HostCopies:
         snapshot = Snapshot(
             replace(state, **{**copied, "losses": tuple(dict(zip(names, row, strict=True)) for row in losses)}),
             events,
-            buffers,
-            self._free,
+            partial(self._free.append, buffers),
         )
         if len(gpus) > 1:  # a stage may run on a stream that knows nothing of its device's current one
             snapshot.wait()
@@ -106,34 +101,71 @@ def _copied(value: Any, place: Place, buffers: dict[Place, Tensor], gpus: set[to
 
 
 class BackgroundWriter:
-    """Write snapshots in a thread, one at a time.
+    """Copy states and write them in a thread, one at a time, while the training goes on.
 
     Parameters
     ----------
     write : callable
-        Takes a name and a state, and runs in the thread. What it raises is raised by `raise_fault` and `join`.
+        Takes a name and a state, and runs in the thread. `poll` and `finish` raise its errors.
     """
 
     def __init__(self, write: Callable[[str, TrainingState], object]) -> None:
         self._write = write
+        self._copies = HostCopies()
+        self._copying: dict[str, Snapshot] = {}  # on the way from the device
+        self._waiting: dict[str, Snapshot] = {}  # whole, while the thread writes another one
         self._lock = threading.Lock()
-        self._waiting: dict[str, Snapshot] = {}
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None
         self._is_given_up = False
 
     @property
-    def is_busy(self) -> bool:
-        """Whether something is written or waits for it."""
-        return self._thread is not None
+    def is_idle(self) -> bool:
+        """Whether everything that was taken is written."""
+        return not self._copying and self._thread is None
 
-    def submit(self, name: str, snapshot: Snapshot) -> None:
-        """Write a whole snapshot soon; it replaces one that waits under the same name while another is written."""
+    def take(self, name: str, state: TrainingState) -> None:
+        """Copy a state and write it soon; it replaces one that waits under the same name while another is written."""
+        if name in self._copying:  # not dropped: `write` may refuse the newer one
+            self._copying[name].wait()
+            self._submit_copied()
+        self._copying[name] = self._copies.take(state)
+        self._submit_copied()
+
+    def poll(self) -> None:
+        """Raise an error of the thread since the last time; give the thread what the device has copied."""
+        self._raise_fault()
+        self._submit_copied()
+
+    def finish(self) -> None:
+        """Wait until everything is written; raise an error of the thread."""
+        try:
+            for snapshot in self._copying.values():
+                snapshot.wait()
+            self._submit_copied()
+        finally:  # a device that has failed: what came from it before is written to its end
+            thread = self._thread
+            if thread is not None and not self._is_given_up:
+                self._is_given_up = True  # a second signal breaks the wait, and finishing again must not wait again
+                thread.join()
+                self._is_given_up = False
+            self._raise_fault()
+
+    def _raise_fault(self) -> None:
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+
+    def _submit_copied(self) -> None:
+        for name in [name for name, snapshot in self._copying.items() if snapshot.is_whole]:
+            self._submit(name, self._copying.pop(name))
+
+    def _submit(self, name: str, snapshot: Snapshot) -> None:
         replaced = None
         with self._lock:
             if self._thread is None:
-                # A daemon: a second Ctrl-C need not wait for it. Whoever ends in order has joined it. It is given the
-                # snapshot: one that waited for the thread's start could be replaced by one that is refused.
+                # A daemon: a second Ctrl-C need not wait for it. A training that ends in order has joined it. It is
+                # given the snapshot: one that waited for the thread's start could be replaced by one that is refused.
                 work = (name, snapshot)
                 self._thread = threading.Thread(target=self._work, args=work, name="checkpoint writer", daemon=True)
                 self._thread.start()
@@ -142,21 +174,6 @@ class BackgroundWriter:
                 self._waiting[name] = snapshot
         if replaced is not None:
             replaced.release()
-
-    def raise_fault(self) -> None:
-        """Raise what went wrong in the thread since the last time, if anything did."""
-        fault, self._fault = self._fault, None
-        if fault is not None:
-            raise fault
-
-    def join(self) -> None:
-        """Wait until everything is written; raise what went wrong."""
-        thread = self._thread
-        if thread is not None and not self._is_given_up:
-            self._is_given_up = True  # what breaks the wait, a second signal, does not wait again further out
-            thread.join()
-            self._is_given_up = False
-        self.raise_fault()
 
     def _work(self, name: str, snapshot: Snapshot) -> None:
         while True:

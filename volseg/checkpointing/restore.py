@@ -1,29 +1,35 @@
 """Restore a saved state part by part; an error names the part that does not fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from volseg.checkpointing.random_state import restore_random_state
+from volseg.checkpointing.state import TrainingState
 from volseg.errors import CheckpointError
 from volseg.models.weights import load_weights
-from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.randomness import restore_random_state
-from volseg.workflow.state import TrainingState
 
 __all__ = ["restore"]
 
 NOT_WHOLE = "the checkpoint is not whole"
 
 
+class Average(Protocol):
+    """Averaged weights."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> object:
+        """Restore them."""
+
+
 def restore(
     state: TrainingState,
     network: nn.Module,
     optimizer: Optimizer,
-    average: WeightAverage | None,
+    average: Average | None,
     scaler: torch.amp.GradScaler,
 ) -> None:
     """Load a state into the parts of a training, and set the random number generators.

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from volseg.checkpointing import lock
+from volseg.checkpointing.lock import LOCK, only_process_in
 from volseg.errors import ConfigError
-from volseg.experiment import folder_lock, train
-from volseg.experiment.folder_lock import LOCK, only_process_in
+from volseg.experiment import train
 from volseg.workflow import Hook
 
 HOLD = """
@@ -29,7 +30,7 @@ with only_process_in(Path(sys.argv[1])):
 @pytest.fixture
 def holder(start, tmp_path):
     """Return another process that holds ``tmp_path/run``."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), folder_lock.__file__]
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), lock.__file__]
     process = start(command, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"held\n"
     return process
@@ -73,7 +74,7 @@ def no_locks(*arguments):
     ("there", "cause"), [(None, "Windows"), (SimpleNamespace(flock=no_locks, LOCK_EX=2, LOCK_NB=4), "No locks")]
 )
 def test_where_there_are_no_locks_a_training_runs_and_that_is_said(tmp_path, monkeypatch, caplog, there, cause):
-    monkeypatch.setattr(folder_lock, "fcntl", there)
+    monkeypatch.setattr(lock, "fcntl", there)
     monkeypatch.delattr(os, "pwrite")  # as on Windows
     with caplog.at_level("INFO"):
         hold(tmp_path / "run")

@@ -1,0 +1,82 @@
+"""The table of what may differ on resume is complete, is what the page says, and is what a training does."""
+
+import pytest
+
+from tests.checkpointing.resume_tables import PAGE, with_tables
+from volseg.checkpointing.compatible import RULES, list_keys, may_differ, require_same_config
+from volseg.checkpointing.folder import RunFolder
+from volseg.config.loading import dump_config
+from volseg.errors import ConfigError
+
+FREE = {
+    *("output", "device", "training.kernels", "training.checkpoint_minutes", "training.spot"),
+    *("data.root", "data.keep", "data.device_limit", "data.cache", "data.cache_limit", "split.file", "split.group"),
+}
+"""Keys outside of the sections ``parallel`` and ``logging``, and besides the length of a training."""
+
+
+def leaves(model, prefix=""):
+    """Return the dotted keys of a config, with what stands there."""
+    for name in type(model).model_fields:
+        value, key = getattr(model, name), f"{prefix}{name}"
+        yield from leaves(value, f"{key}.") if hasattr(type(value), "model_fields") else [(key, value)]
+
+
+def test_every_key_of_the_config_may_differ_or_must_be_equal(configured):
+    """A key that is added to the config must be equal, until somebody writes down why it may differ."""
+    keys = {key for key, _ in leaves(configured())}
+    expected = FREE | {key for key in keys if key.startswith(("parallel.", "logging."))}
+    assert {key for key in keys if may_differ(key, folds=True)} == expected
+    assert {key for key in keys if may_differ(key)} == expected | {"training.epochs", "training.patience"}
+
+
+def test_every_key_of_the_table_is_one_of_the_config(configured):
+    keys = {key for key, _ in leaves(configured())}
+    named = {name for what in RULES for name in list_keys(what)}
+    unknown = {name for name in named if name not in keys and not any(key.startswith(name) for key in keys)}
+    assert not unknown
+    assert {name for name in named if name.endswith(".")} == {"parallel.", "logging."}
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        ("seed=1", "seed: 12345 -> 1"),
+        ("split.seed=7", r"split\.seed: 12345 -> 7"),
+        ("patch.batch=4", r"patch\.batch: 2 -> 4"),
+        ("network.num_res_units=2", r"network\.num_res_units: 1 -> 2"),
+        ("training.precision=bf16", r"training\.precision: auto -> bf16"),
+        ("training.kernels=torch", None),
+        ("parallel.data=2", None),
+        ("logging.loggers=[]", None),
+        ("training.epochs=9", None),
+    ],
+)
+def test_what_differs_is_refused_or_taken(configured, override, refused):
+    before = configured()
+    dump_config(before.located(), before.folder / "config.yaml")
+    after = configured(override)
+    if refused is None:
+        require_same_config(RunFolder(before.folder), after)
+    else:
+        with pytest.raises(ConfigError, match=rf"run was begun with another config: {refused}\. Restore"):
+            require_same_config(RunFolder(before.folder), after)
+
+
+def test_a_fold_is_not_made_longer(configured):
+    before = configured()
+    dump_config(before.located(), before.folder / "config.yaml")
+    with pytest.raises(ConfigError, match=r"training\.epochs: 2 -> 3\. .* start a new cross-validation"):
+        require_same_config(RunFolder(before.folder), configured("training.epochs=3"), folds=True)
+
+
+def test_the_page_has_the_tables():
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == with_tables(text), "python tests/checkpointing/resume_tables.py --write brings them up to date"
+
+
+def test_a_section_is_not_a_prefix_of_a_name():
+    assert may_differ("parallel.data")
+    assert not may_differ("parallel_data")
+    assert not may_differ("training.kernels_of")
+    assert not may_differ("outputs")

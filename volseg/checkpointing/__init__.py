@@ -1,0 +1,22 @@
+"""Resume: what a checkpoint holds, how it is written and read, and what may differ when a run goes on.
+
+Read in this order:
+
+=================  =====================================================================================
+module             holds
+=================  =====================================================================================
+``state``          what a checkpoint holds
+``random_state``   the state of every random number generator
+``restore``        loads a state into network, optimizer, average, gradient scaler and generators
+``file``           ``latest.pt``, ``previous.pt``, ``best.pt``: written as a whole, read without running code
+``background``     the copy of a state on its way to the disk
+``compatible``     the table of what may differ between a run and its continuation, and the checks
+``components``     the record of the user's own components
+``folder``         the files of a run folder
+``lock``           one process at a time in a run folder
+``ranks``          which process of a job writes the run folder
+=================  =====================================================================================
+
+The first five know no config: `volseg.workflow` stands on them. The others belong to a run that was started from a
+config. `volseg.workflow.Checkpoints` decides when a training is saved.
+"""

@@ -1,0 +1,292 @@
+"""What may differ between a run and its continuation: one table, and the checks that enforce it.
+
+`RULES` is the table; docs/interrupted.md prints it. Each check compares what the run folder keeps with what the
+training would do now, and raises the sentence of its rule.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from volseg.checkpointing.folder import RunFolder, list_labelled
+from volseg.checkpointing.state import TrainingState
+from volseg.config.loading import differences
+from volseg.config.parallel import ParallelConfig
+from volseg.config.schema import ExperimentConfig
+from volseg.data.cases import Task
+from volseg.data.json_files import read_json
+from volseg.data.names import list_some
+from volseg.data.splits import Split
+from volseg.errors import ConfigError, DataError
+
+__all__ = [
+    "RULES",
+    "ResumeRule",
+    "find_finished_report",
+    "find_mesh",
+    "list_keys",
+    "may_differ",
+    "refuse",
+    "require_epochs",
+    "require_same_cases",
+    "require_same_config",
+    "require_same_mesh",
+    "require_same_split",
+    "require_same_task",
+]
+
+
+@dataclass(frozen=True)
+class ResumeRule:
+    """Whether something may be another one when a run goes on."""
+
+    resume: Literal["may differ", "must be equal", "is refused", "is kept"]
+    why: str
+    kept_in: str = "config.yaml"
+    """The file of the run folder that keeps it."""
+    refusal: str = ""
+    """The sentence of the error, with the fields ``{folder}``, ``{file}`` and those that the check fills."""
+    error: type[Exception] = ConfigError
+    folds: bool = True
+    """Whether keys that may differ on resume may also differ when a cross-validation goes on."""
+
+
+RULES: Mapping[str, ResumeRule] = {
+    "output": ResumeRule("may differ", "the run folder may be moved"),
+    "data.root, split.file, split.group": ResumeRule("may differ", "files may be moved; cases are compared, not paths"),
+    "data.keep, data.device_limit, data.cache, data.cache_limit": ResumeRule("may differ", "the cases are the same"),
+    "device, parallel., training.kernels": ResumeRule("may differ", "weights agree to round-off on any devices"),
+    "training.checkpoint_minutes, training.spot, logging.": ResumeRule("may differ", "they change no weights"),
+    "training.epochs, training.patience": ResumeRule("may differ", "a training may go on longer", folds=False),
+    "every other key": ResumeRule(
+        "must be equal",
+        "it decides what is trained",
+        refusal="{folder} was begun with another config: {changes}. Restore these values, or start a new {kind} with "
+        "another --output",
+    ),
+    "fewer `training.epochs` than were trained": ResumeRule(
+        "is refused",
+        "the weights are not those of a shorter training",
+        "checkpoints",
+        "{folder} has trained {epoch} epochs and {batches} batches, training.epochs is {epochs}; to go on set "
+        "training.epochs to more, to validate as it is use volseg validate",
+    ),
+    "replicas and slabs, with `training.deterministic`": ResumeRule(
+        "must be equal",
+        "they decide the order of sums, and so the bits",
+        refusal="{folder} was begun with {before} and training.deterministic: true, which gives the same bits with "
+        "these numbers only, got {now}; set both to what they were (fewer processes may compute them), or begin "
+        "another run",
+    ),
+    "channels, labels, regions": ResumeRule(
+        "must be equal",
+        "outputs of the network and scores keep their meaning",
+        "task.json",
+        "the data set no longer is what {file} says: {changes}. Restore its dataset.json, or start a new run with "
+        "another --output",
+        DataError,
+    ),
+    "cases that train, cases that validate": ResumeRule(
+        "must be equal",
+        "no case that was trained on may validate",
+        "split.json",
+        "the cases are no longer those of {file}: {count} came, went or changed between training and validation, "
+        "first {first!r}. Restore the data set, or start a new run with another --output: what was trained on must "
+        "not validate",
+        DataError,
+    ),
+    "voxels of each case, and which cases are bad": ResumeRule(
+        "must be equal",
+        "the scores are of these images and labels",
+        "cases.json",
+        "{folder} would go on with other cases than it was begun with: {changes}. Restore these files as they were, "
+        "or start a new run with another --output",
+        DataError,
+    ),
+    "bytes of files of `--components`": ResumeRule(
+        "must be equal",
+        "they may compute anything",
+        "components.json",
+        "{change}. Go on with {way}, or start a new run with another --output",
+    ),
+    "versions of packages of components": ResumeRule("may differ", "another version is logged", "components.json"),
+    "tensors of the network, groups of the optimizer": ResumeRule("must be equal", "a state must fit", "checkpoints"),
+    "the GPUs": ResumeRule("may differ", "the random state of a GPU that is absent is left out", "checkpoints"),
+    "plan of a run that was given a data set": ResumeRule("is kept", "the data may have changed", "planned.yaml"),
+    "network, and spacing of the data": ResumeRule("is kept", "the data may have changed", "network.json"),
+    "mesh of `parallel: auto`": ResumeRule("is kept", "sums keep their order; other numbers of GPUs choose anew"),
+    "kernels of `training.kernels: measured`": ResumeRule("is kept", "measured again, others may win", "kernels.json"),
+    "what `parallel.on_oom: replan` changed": ResumeRule(
+        "is kept", "the first way was out of memory", "replanned.json"
+    ),
+}
+"""Keys of the config, separated by commas (a key that ends with a dot is a section), and what else is compared."""
+
+
+def list_keys(what: str) -> list[str]:
+    """Return the keys and sections of the config that may differ by a rule; none for a rule about something else."""
+    rule = RULES[what]
+    return what.split(", ") if (rule.resume, rule.kept_in) == ("may differ", "config.yaml") else []
+
+
+def refuse(what: str, folder: Path, **values: object) -> NoReturn:
+    """Raise the error of a rule."""
+    rule = RULES[what]
+    raise rule.error(rule.refusal.format(folder=folder, file=folder / rule.kept_in, **values))
+
+
+def may_differ(key: str, *, folds: bool = False) -> bool:
+    """Return whether a key of the config may differ on resume, or when ``folds`` of a cross-validation go on."""
+    free = (name for what, rule in RULES.items() if rule.folds or not folds for name in list_keys(what))
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in free)
+
+
+def require_same_config(folder: RunFolder, config: ExperimentConfig, *, folds: bool = False) -> None:
+    """Raise unless a run with ``config`` may go on here.
+
+    Parameters
+    ----------
+    folder : RunFolder
+        With the config that the run was begun with.
+    config : ExperimentConfig
+        The config of now.
+    folds : bool
+        Whether the run is a fold of a cross-validation that goes on.
+
+    Raises
+    ------
+    ConfigError
+        Names every key that differs and must not.
+    """
+    lines = differences(folder.config(), config.located())
+    if changed := [line for line in lines if not may_differ(line.partition(":")[0], folds=folds)]:
+        refuse("every other key", folder.path, changes="; ".join(changed), kind="cross-validation" if folds else "run")
+
+
+def require_same_mesh(folder: RunFolder, config: ExperimentConfig) -> None:
+    """Raise if a deterministic run would take sums in another order than before.
+
+    Raises
+    ------
+    ConfigError
+        Gives the numbers of replicas and slabs, before and now.
+    """
+    before, now = ((of.parallel.data or 1, of.parallel.spatial or 1) for of in (folder.config(), config))
+    if config.training.deterministic and before != now:
+        refuse(
+            "replicas and slabs, with `training.deterministic`",
+            folder.path,
+            before=f"parallel.data: {before[0]}, parallel.spatial: {before[1]}",
+            now=f"{now[0]} and {now[1]}",
+        )
+
+
+def require_epochs(folder: RunFolder, state: TrainingState, epochs: int) -> None:
+    """Raise if the checkpoint ``state`` is beyond ``epochs``: its weights are not those of that training's end.
+
+    Raises
+    ------
+    ConfigError
+        Says how far the run is.
+    """
+    if state.progress > (epochs, 0):
+        refuse(
+            "fewer `training.epochs` than were trained",
+            folder.path,
+            epoch=state.epoch,
+            batches=state.position,
+            epochs=epochs,
+        )
+
+
+def require_same_task(folder: RunFolder, task: Task) -> None:
+    """Raise unless channels and labels mean what they meant when the run was begun, if the run folder says it.
+
+    Raises
+    ------
+    DataError
+        Says what they were, and are.
+    """
+    if not folder.task_file.exists():
+        return
+    begun = folder.task()
+    pairs: dict[str, tuple[Any, Any]] = {
+        "channels": (begun.modalities, task.modalities),
+        "labels": (begun.labels, task.labels),
+        "regions, in their order": (list(begun.regions.items()), list(task.regions.items())),
+        "value to ignore": (begun.ignore, task.ignore),
+        "labels looked for": (read_json(folder.task_file).get("labelled", {}), list_labelled(task)),
+    }
+    if changed := [f"{what} {before} -> {now}" for what, (before, now) in pairs.items() if before != now]:
+        refuse("channels, labels, regions", folder.path, changes="; ".join(changed))
+
+
+def require_same_split(folder: RunFolder, split: Split) -> None:
+    """Raise unless ``split`` is the one with which the run was begun.
+
+    Raises
+    ------
+    DataError
+        Names a case that came, went or changed sides.
+    """
+    begun = folder.split()
+    sides = ((begun.training, split.training), (begun.validation, split.validation))
+    if moved := sorted({name for before, now in sides for name in set(before) ^ set(now)}):
+        refuse("cases that train, cases that validate", folder.path, count=len(moved), first=moved[0])
+
+
+def require_same_cases(folder: RunFolder, fingerprints: Mapping[str, str | None]) -> None:
+    """Raise unless the cases are, voxel by voxel, those with which the run was begun, and the bad ones as well.
+
+    A run folder of an older volseg has no fingerprints; its run goes on with the cases of now.
+
+    Raises
+    ------
+    DataError
+        Names the cases that changed, turned bad, or were repaired.
+    """
+    file = folder.path / "cases.json"
+    if not file.exists():
+        return
+    begun = read_json(file)
+    if not isinstance(begun, dict) or not all(isinstance(value, str | None) for value in begun.values()):
+        raise DataError(f"{file} should hold a fingerprint of each case; restore it from a copy")
+    both = begun.keys() & fingerprints.keys()  # cases that came or went are the split's matter
+    bad, was_bad = ({name for name in both if of[name] is None} for of in (fingerprints, begun))
+    changes = {
+        "turned bad": bad - was_bad,
+        "were bad and are sound now": was_bad - bad,
+        "hold other voxels": {name for name in both - bad - was_bad if begun[name] != fingerprints[name]},
+    }
+    if changed := [f"{list_some(sorted(names))} {what}" for what, names in changes.items() if names]:
+        refuse("voxels of each case, and which cases are bad", folder.path, changes="; ".join(changed))
+
+
+def find_finished_report(folder: RunFolder, config: ExperimentConfig) -> str | None:
+    """Return the report of the run if it has been trained as far as ``config`` says, and validated; else None.
+
+    Raises
+    ------
+    ConfigError
+        If a run with ``config`` may not go on here.
+    """
+    if not (folder.exists and folder.report_file.exists()):
+        return None
+    require_same_config(folder, config)
+    changed = [line.partition(":")[0] for line in differences(folder.config(), config.located())]
+    if not all(may_differ(key, folds=True) for key in changed):  # a longer training, or another patience
+        return None
+    return folder.report_file.read_text(encoding="utf-8")
+
+
+def find_mesh(config: ExperimentConfig, num_gpus: int) -> ParallelConfig | None:
+    """Return ``parallel`` of the run as it was begun; None if that was on another number of GPUs.
+
+    What ``parallel: auto`` chose may use fewer GPUs than it was chosen for. Timeout and ``on_oom`` are those of now.
+    """
+    folder, now = RunFolder(config.folder), config.parallel
+    begun = folder.config().parallel if folder.exists else now
+    if num_gpus not in (begun.num_gpus, begun.chosen_for):
+        return None
+    return begun.model_copy(update={"timeout": now.timeout, "on_oom": now.on_oom})
