@@ -12,7 +12,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.exchange.nnunet.network import read_network
 from volseg.exchange.nnunet.resampling import Resampling, is_number
 
-__all__ = ["CONFIGURATIONS", "NnunetPlan", "read_plan"]
+__all__ = ["CONFIGURATIONS", "NnunetPlan", "parse_plan", "read_plan"]
 
 CONFIGURATIONS = ("3d_fullres", "3d_lowres")
 
@@ -63,7 +63,11 @@ def read_plan(file: Path, name: str) -> NnunetPlan:
     DataError
         If the file is damaged.
     """
-    plans = read_json(file, has_nan=True)
+    return parse_plan(read_json(file, has_nan=True), file, name)
+
+
+def parse_plan(plans: Any, file: Path, name: str) -> NnunetPlan:
+    """Return configuration ``name`` of plans that ``file`` holds; the errors are those of `read_plan`."""
     try:
         return _read_plan(plans, file, name)
     except (TypeError, AttributeError, KeyError, IndexError) as fault:  # a value of a wrong type
