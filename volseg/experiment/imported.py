@@ -94,6 +94,7 @@ def open_nnunet(read: NnunetModel, overrides: Sequence[str] = ()) -> Iterator[So
             task=read.task,
             plan=NetworkPlan(spacing=read.plan.spacing),
             preprocessing=preprocessing,
+            axcodes="".join("SAR"[axis] for axis in read.plan.transpose),
             mirror_axes=read.mirror_axes,
             kind=NnunetPredictor,
         )
@@ -105,7 +106,7 @@ def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
     values: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "_", f"{plan.dataset}_{plan.name}").lstrip("._-") or plan.name,
         "data": {"root": str(read.folder)},
-        "patch": {"size": plan.patch},
+        "patch": {"size": plan.patch, "batch": plan.batch},
         "network": dict(plan.network),
         "optimizer": {"name": "SGD", "lr": 0.01},
         "preprocessing": [],

@@ -23,7 +23,7 @@ from volseg.experiment.weights import find_weights, open_weights
 from volseg.inference.postprocessing import Postprocessing
 from volseg.transforms.preprocessing import Preprocessing
 
-__all__ = ["Source", "find_folds", "list_runs", "load_trained", "open_source", "path_of", "read_weights"]
+__all__ = ["Source", "find_folds", "list_runs", "load_trained", "open_one", "open_source", "path_of", "read_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +152,8 @@ def open_source(source: Source, checkpoint: str = "latest", overrides: Sequence[
         raise ConfigError(f"{path} {_describe(path)}")
 
 
-def read_weights(path: Path) -> SourceNetwork:
-    """Return the one network of a source, with whose weights a training begins.
+def open_one(path: str | Path) -> SourceNetwork:
+    """Return the one network of a source.
 
     Raises
     ------
@@ -162,18 +162,19 @@ def read_weights(path: Path) -> SourceNetwork:
     CheckpointError
         If the weights are damaged, or cannot be read without running code.
     """
+    networks = open_source(path)
+    first = next(networks)
+    if (second := next(networks, None)) is not None:
+        raise ConfigError(f"{path} holds several networks; name one of them: {first.source} or {second.source}")
+    return first
+
+
+def read_weights(path: Path) -> SourceNetwork:
+    """Return the network with whose weights a training begins; the errors of `open_one` name the config's key."""
     try:
-        networks = open_source(path)
-        first = next(networks)
-        second = next(networks, None)
+        return open_one(path)
     except (CheckpointError, ConfigError) as fault:
         raise type(fault)(f"training.start_from: {fault}") from fault
-    if second is not None:
-        raise ConfigError(
-            f"training.start_from: {path} holds several networks; name one of them, such as {first.source} or "
-            f"{second.source}"
-        )
-    return first
 
 
 def _find_postprocessing(path: Path, checkpoint: str) -> Postprocessing | None:

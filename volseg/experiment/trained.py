@@ -26,6 +26,7 @@ from volseg.inference.predictor import Predictor
 from volseg.inference.shared_predictor import SharedPredictor
 from volseg.models.weights import load_weights
 from volseg.parallel import FastKernels
+from volseg.planning import Like
 
 __all__ = ["PREDICTION_KEYS", "SourceNetwork", "Trained", "open_run", "require_keys"]
 
@@ -107,6 +108,9 @@ class SourceNetwork:
     task: Task | None = None
     plan: NetworkPlan = field(default_factory=NetworkPlan)
     preprocessing: Preprocessing | None = None
+    axcodes: str | None = None
+    """Directions of the network's axes, if no step of the config's preprocessing says them. nnU-Net takes the axes of a
+    file slowest first, in files of which most point to the right, to the front and to the head."""
     run: RunFolder | None = None
     """Describes the network, if ``volseg train`` made it."""
     mirror_axes: tuple[int, ...] = (0, 1, 2)
@@ -132,6 +136,28 @@ class SourceNetwork:
                 "model folder of nnU-Net 2; a training can begin with weights only, by training.start_from"
             )
         return self.config, self.task
+
+    def as_like(self) -> Like:
+        """Return what the plan of another training takes over, so that the weights fit.
+
+        Raises
+        ------
+        ConfigError
+            If the source holds weights only.
+        """
+        config, _ = self.require_config()
+        steps = (component.spec() for component in config.preprocessing)
+        turned = next((step.get("axcodes", "RAS") for step in steps if step["name"] == "Orientation"), "RAS")
+        network = self.plan.complete(config).network
+        outputs = {} if network.outputs == ("logits",) else {"outputs": list(network.outputs)}
+        return Like(
+            source=str(self.source.absolute()),
+            network={**network.spec(), **outputs},
+            patch=config.patch.size,
+            batch=config.patch.batch,
+            spacing=self.plan.spacing,
+            axcodes=turned if self.axcodes is None else self.axcodes,
+        )
 
     def build(self) -> Trained:
         """Build the network on its device and load the weights, averaged ones where there are any.

@@ -39,6 +39,7 @@ class NnunetPlan:
     dataset: str
     network: Mapping[str, Any]
     patch: tuple[int, int, int]
+    batch: int
     spacing: Sides
     """Voxel sides (mm) that the network sees, in the order of its axes."""
     transpose: tuple[int, int, int]
@@ -111,6 +112,7 @@ def _read_plan(plans: Any, file: Path, name: str) -> NnunetPlan:
         dataset=str(plans.get("dataset_name") or file.parent.parent.name),
         network=network,
         patch=patch,
+        batch=given["batch_size"] if type(given.get("batch_size")) is int else 2,
         spacing=_three(given.get("spacing"), float, f"{where}: spacing"),
         transpose=_read_transpose(plans, file),
         turns_to_ras=READERS[reader],

@@ -34,7 +34,7 @@ def build_preprocessing(plan: NnunetPlan) -> Preprocessing:
     """Return nnU-Net's preprocessing of images."""
     turn = [orientation(["image"], axcodes="RAS")] if plan.turns_to_ras else []
     preprocessing = Preprocessing([RememberGrid(["image"]), *turn, _AsNnunet(plan), StoreVoxels(["image"])])
-    followed = {key: value for key, value in asdict(plan).items() if key not in ("name", "dataset", "network")}
+    followed = {key: value for key, value in asdict(plan).items() if key not in ("name", "dataset", "network", "batch")}
     preprocessing.components = [{"name": "nnU-Net", **followed}]  # by which two are compared
     return preprocessing
 
