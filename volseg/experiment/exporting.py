@@ -15,7 +15,7 @@ from volseg.exchange.archive import write_archive
 from volseg.exchange.tensors import pack_tensors
 from volseg.experiment.exported_network import PLAIN, export_network
 from volseg.experiment.imported import MEMBERS, POSTPROCESSING, WEIGHTS
-from volseg.experiment.sources import list_runs
+from volseg.experiment.sources import require_runs
 from volseg.experiment.trained import open_run
 from volseg.files import digest_file, require_new
 from volseg.monitoring.run_files import replace_nan
@@ -90,9 +90,7 @@ def export_archive(
     source, output = Path(source), Path(output)
     if output.is_dir() or output.suffix != ".zip":
         raise ConfigError(f"a run is exported to a file such as model.zip, got {output}")
-    runs = list_runs(source)
-    if not runs:
-        raise ConfigError(f"{source} is no run folder and no cross-validation; name the folder `volseg train` made")
+    runs = require_runs(source)
     members: dict[str, bytes] = {}
     scores = []
     for number, run in enumerate(runs):

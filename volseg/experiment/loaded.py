@@ -120,7 +120,7 @@ class LoadedModel:
 def load(
     source: Source | Sequence[Source],
     *,
-    device: str = "auto",
+    device: str | None = None,
     mirror: bool | None = None,
     folds: Sequence[int | str] | None = None,
     checkpoint: str = "latest",
@@ -134,8 +134,8 @@ def load(
     source : path, RunFolder, or sequence of them
         A run, a cross-validation, ``model.zip``, a model folder of nnU-Net 2 or a checkpoint from it; see
         `volseg.experiment.sources.open_source`. The probabilities of several networks are averaged.
-    device : str
-        ``auto``, ``cpu``, ``cuda``, or one GPU: ``cuda:1``.
+    device : str, optional
+        ``auto``, ``cpu``, ``cuda``, or one GPU: ``cuda:1``; as the training's config says by default.
     mirror : bool, optional
         Average over mirrorings; as the training's config says by default.
     folds : sequence of int, optional
@@ -170,18 +170,18 @@ def load(
         if not isinstance(source, Source) or not folds:
             raise ConfigError(f"folds says which networks of one source to take, got {folds!r} of {source}")
         source = [path_of(source) / f"fold_{fold}" for fold in folds]
-    kind, _, number = device.partition(":")
-    settings = [*overrides, f"device={kind}"]
+    settings = [*overrides] if device is None else [*overrides, f"device={device.partition(':')[0]}"]
     if mirror is not None:
         settings.append(f"inference.mirror={'true' if mirror else 'false'}")
-    with _choose_gpu(device, number):
+    with _choose_gpu(device):
         return LoadedModel(load_trained(source, checkpoint, settings), postprocessing=postprocessing)
 
 
-def _choose_gpu(device: str, number: str) -> Any:
+def _choose_gpu(device: str | None) -> Any:
     """Return a block in which networks are placed on the GPU that was named."""
-    if not number:
+    if device is None or ":" not in device:
         return nullcontext()
+    number = device.partition(":")[2]
     if not device.startswith("cuda:") or not number.isdecimal() or int(number) >= torch.cuda.device_count():
         raise ConfigError(
             f"device should be auto, cpu, cuda, or cuda:N of {torch.cuda.device_count()} GPUs, got {device}"

@@ -23,7 +23,17 @@ from volseg.experiment.weights import find_weights, open_weights
 from volseg.inference.postprocessing import Postprocessing
 from volseg.transforms.preprocessing import Preprocessing
 
-__all__ = ["Source", "find_folds", "list_runs", "load_trained", "open_one", "open_source", "path_of", "read_weights"]
+__all__ = [
+    "Source",
+    "find_folds",
+    "list_runs",
+    "load_trained",
+    "open_one",
+    "open_source",
+    "path_of",
+    "read_weights",
+    "require_runs",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +116,22 @@ def list_runs(source: Source) -> list[RunFolder]:
     """
     path = path_of(source)
     return [RunFolder(path)] if RunFolder(path).exists or isinstance(source, RunFolder) else find_folds(path)
+
+
+def require_runs(source: str | Path) -> list[RunFolder]:
+    """Return the run that a path is, or the finished folds of a cross-validation.
+
+    Raises
+    ------
+    ConfigError
+        If the path is neither, or no fold is finished.
+    """
+    if runs := list_runs(source):
+        return runs
+    raise ConfigError(
+        f"{source} is no run folder and no cross-validation: it has no config.yaml and no fold_0; name what `volseg "
+        "train` or `volseg cross-validate` made"
+    )
 
 
 def open_source(source: Source, checkpoint: str = "latest", overrides: Sequence[str] = ()) -> Iterator[SourceNetwork]:

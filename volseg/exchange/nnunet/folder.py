@@ -82,9 +82,7 @@ def read_alone(file: Path, weights: NnunetWeights) -> NnunetModel:
     """
     missing = [key for key in ("plans", "dataset_json") if not isinstance(weights.arguments.get(key), dict)]
     if missing:
-        raise CheckpointError(
-            f"{file} holds no {missing[0]} in its init_args; name the model folder that it comes from"
-        )
+        raise ConfigError(f"{file} holds no {missing[0]} in its init_args, which its model folder holds")
     _require_trainer(weights, file)
     plan = parse_plan(weights.arguments["plans"], file, weights.configuration)
     return NnunetModel(
