@@ -103,6 +103,14 @@ def test_a_fold_is_named_by_its_path_and_several_are_refused(cross_validated, tm
         read_weights(archive / "fold_9")
 
 
+def test_a_file_of_weights_has_no_other_checkpoint(run):
+    """The option was passed over for a file that names a checkpoint."""
+    best = run / "checkpoints" / "latest.pt"
+    assert len(load_trained(best, overrides=["device=cpu"]).models) == 1
+    with pytest.raises(ConfigError, match=r"latest\.pt is one file of weights; name its folder to take the best"):
+        load_trained(best, "best")
+
+
 @pytest.fixture(scope="module")
 def hippocampus(tmp_path_factory):
     return make_task(tmp_path_factory.mktemp("data") / "Task00_Small", num_cases=6, num_test=0)

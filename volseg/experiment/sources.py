@@ -158,6 +158,8 @@ def open_source(source: Source, checkpoint: str = "latest", overrides: Sequence[
     if checkpoint not in CHECKPOINTS:
         raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
     path = path_of(source)
+    if checkpoint != "latest" and path.is_file() and not is_archive(path):
+        raise ConfigError(f"{path} is one file of weights; name its folder to take the {checkpoint} checkpoint of it")
     around = RunFolder(path.absolute().parent.parent)
     if runs := list_runs(source):
         order = _find_postprocessing(path, checkpoint)
