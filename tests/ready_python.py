@@ -267,17 +267,18 @@ def _await(requests: socket.socket) -> dict[str, Any]:
         request = pickle.loads(message)
         while os.getppid() != request["parent"]:
             time.sleep(0.001)
+        # Before the process that asked knows its number, and may end it: a signal that is ignored is lost.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         with requests, suppress(ConnectionError):
             requests.sendall(LENGTH.pack(os.getpid()))
         return {**request, "descriptors": descriptors}
 
 
 def _take_place(request: dict[str, Any]) -> None:
-    """Give this process the streams, the folder, the variables and the signals of a new one."""
+    """Give this process the streams, the folder and the variables of a new one."""
     _control(PR_SET_NAME, b"python")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
     if request["new_session"]:
         os.setsid()
     if request["group"] != -1:

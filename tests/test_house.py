@@ -163,10 +163,10 @@ STARTS_PROCESSES = {
     "volseg.launched": {"Launch", "find_launch", "launched"},
     "volseg.lifetime": {"end_with_launcher"},
     "volseg.parallel.devices": {"count_launched", "is_launched"},
-    "volseg.parallel.failures": {"_is_told_by_launcher"},
-    "volseg.parallel.launcher": {"launch", "launcher"},
-    "volseg.parallel.meeting": {"launch"},
-    "volseg.parallel.processes": {"launch"},
+    "volseg.parallel.processes.first_error": {"_is_told_by_launcher"},
+    "volseg.parallel.processes.launcher": {"launch", "launcher"},
+    "volseg.parallel.processes.rendezvous": {"launch"},
+    "volseg.parallel.processes.group": {"launch"},
 }
 """Where to launch is the right word."""
 

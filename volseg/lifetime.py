@@ -22,15 +22,18 @@ from volseg.signals import ENDING
 from volseg.streams import show
 
 __all__ = [
+    "ENDED_SILENTLY",
     "begin_anew",
     "bind_copy",
     "call_before_last_words",
     "count_from_beginning",
+    "describe_exit",
     "end_at_exit",
     "end_now",
     "end_with_launcher",
     "end_with_parent",
     "is_exit_others",
+    "is_running",
     "say_last",
     "shape_last_words",
     "take_age",
@@ -45,6 +48,10 @@ UNWRITTEN = 120
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's ``prctl``."""
+
+ENDED_SILENTLY = (
+    "what ends a process so is mostly a lack of memory (the system's log tells), or whoever owns the machine"
+)
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """After which a process looks again whether it still has its parent."""
@@ -88,7 +95,7 @@ def end_with_launcher() -> None:
     parent, launcher = os.getppid(), os.environ.get(OWN_LAUNCHER)
     if launcher == str(parent):
         end_with_parent(parent)
-    elif launcher is not None and not _is_there(int(launcher)):  # it ended before this process could look
+    elif launcher is not None and not is_running(int(launcher)):  # it ended before this process could look
         end_now(128 + signal.SIGTERM)
     else:
         Thread(target=_end_without, args=(parent,), name="volseg-parent", daemon=True).start()
@@ -126,14 +133,39 @@ def bind_copy(parent: int) -> None:
     end_with_parent(parent)
 
 
-def _is_there(process: int) -> bool:
+def is_running(process: int) -> bool:
+    """Tell whether a process of this machine runs; one that has ended and whose status nobody has taken does not."""
+    if not sys.platform.startswith("linux"):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # somebody else's
+            return True
+        return True
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    except PermissionError:  # somebody else's, who has its number now
-        return False
-    return True
+    except OSError:  # it may not be looked at: it is there
+        return True
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, by its exit code; negative ones are signals.
+
+    Examples
+    --------
+    >>> describe_exit(2), describe_exit(-15)
+    ('failed with exit code 2', 'was ended by SIGTERM')
+    """
+    if code >= 0:
+        return f"failed with exit code {code}"
+    if code == -signal.SIGKILL:
+        return f"was killed by SIGKILL: {ENDED_SILENTLY}"
+    known = {int(number): number.name for number in signal.Signals}
+    return f"was ended by {known.get(-code, f'signal {-code}')}"
 
 
 def call_before_last_words(close: Callable[[], object]) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "ENDING",
     "INTERRUPTED",
     "ONE_EVENT_SECONDS",
+    "deferring_signals",
     "describe_resume",
     "end_on_signals",
     "raise_as_signal",
@@ -125,6 +126,23 @@ def unwinding_on_signals(*numbers: signal.Signals) -> Iterator[None]:
         for number, former in before.items():
             if former is not None:  # else C installed it, and Python cannot put it back
                 signal.signal(number, former)
+
+
+@contextmanager
+def deferring_signals() -> Iterator[None]:
+    """Let signals act behind this block: a launcher ends the other processes of a job as soon as one has failed."""
+    heard: list[int] = []
+    handlers = ((number, signal.getsignal(number)) for number in _list_handled(ENDING))
+    before = {number: former for number, former in handlers if former is not None}  # else C installed it
+    for number in before:
+        signal.signal(number, lambda number, _: heard.append(number))
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+        for caught in heard:
+            signal.raise_signal(caught)
 
 
 class _Unwinding:

@@ -11,8 +11,8 @@ from volseg.checkpointing.lock import LOCK
 from volseg.checkpointing.ranks import JobFolder
 from volseg.errors import ConfigError
 from volseg.experiment.cases import choose_cases
+from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.run_files import STATUS, TIMES
-from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.parallel.devices import find_rank
 
 
@@ -23,7 +23,7 @@ def test_a_member_writes_nothing(configured):
         member.begin(chosen, {})
         member.go_on({}, finished=False)
         member.write_json("memory.json", {})
-        member.write_status(SignsOfLife(), RuntimeError)
+        member.write_status(Heartbeat(), RuntimeError)
         assert not member.folder.path.exists()
 
 
@@ -33,7 +33,7 @@ def test_the_leader_locks_a_folder_that_is_there_at_once_and_a_new_one_when_it_c
         leader = JobFolder(config, held)
         assert not config.folder.exists()
         assert leader.claim(resume=False) is False
-        leader.write_status(SignsOfLife(), RuntimeError)
+        leader.write_status(Heartbeat(), RuntimeError)
         assert {file.name for file in config.folder.iterdir()} == {LOCK, STATUS, TIMES}
     assert not config.folder.exists()  # no run was begun
     with ExitStack() as held:

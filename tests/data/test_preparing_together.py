@@ -165,7 +165,7 @@ def test_who_reads_nothing_is_told_all_the_same(made):
 def on_two_machines(root, damaged):
     """Processes 0 and 1 run on one machine, 2 and 3 on another, whose file of one case is damaged."""
     rank = dist.get_rank()
-    plain, reading_group._name_machine = reading_group._name_machine, lambda: f"machine {rank // 2}"
+    plain, reading_group.name_machine = reading_group.name_machine, lambda: f"machine {rank // 2}"
     read_plainly, files, counted = preparing.read_case, [], []
 
     def read(case, task):
@@ -179,7 +179,7 @@ def on_two_machines(root, damaged):
     try:
         prepared = prepared_in(root, skip_bad=True, progress=lambda: counted.append(1))
     finally:
-        reading_group._name_machine, preparing.read_case = plain, read_plainly
+        reading_group.name_machine, preparing.read_case = plain, read_plainly
     return {
         "files": files,
         "training": fingerprint(prepared.training),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, PlaneMailbox, small_enough
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel, launch
-from volseg.parallel.processes import start_group
+from volseg.parallel.processes.group import start_group
 from volseg.parallel.spatial.plan.shards import spans, transfers
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Halo, return_gradients, start_filling

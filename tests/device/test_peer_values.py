@@ -15,7 +15,7 @@ from volseg.device.norm import choice
 from volseg.device.norm.activation import Activation
 from volseg.device.peer.values import CAPACITY, ValueMailbox
 from volseg.parallel import launch
-from volseg.parallel.processes import start_group
+from volseg.parallel.processes.group import start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
 

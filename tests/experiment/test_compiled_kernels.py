@@ -14,17 +14,16 @@ ROOT = Path(__file__).parents[2]
 BEFOREHAND = """
 import sys
 from volseg.config.loading import load_config
-from volseg.experiment import compiled_kernels, compiling_beside
+from volseg.experiment import compiled_kernels
+from volseg.experiment.kernel_worker import make_order
 from volseg.forecast.candidate import Candidate
 from volseg.forecast.gpu_kinds import find_kind
 
 config, gpu = load_config(sys.argv[1], sys.argv[2:]), find_kind("h200")
 compiled = compiled_kernels.compile_beforehand(config, gpu, channels=1, classes=3)
-compiling_beside._can_begin = lambda config: True
-compiling_beside._read_gpus = lambda: [gpu.name] * 8
-assert not compiling_beside.CompilingBeside(config).is_compiling
+assert make_order(config, Candidate(), gpu, 1) is None
 elsewhere = load_config(sys.argv[1], [*sys.argv[2:], "data.root=/data/Task04_Hippocampus", "output=/runs/one"])
-assert not compiling_beside.CompilingBeside(elsewhere).is_compiling
+assert make_order(elsewhere, Candidate(), gpu, 1) is None
 seen, facts = [], compiled_kernels.find_facts(config, 1, 3)
 again = compiled_kernels.compile_kernels(
     config, gpu, processes=1, facts=facts, ready=lambda: seen.append(1)

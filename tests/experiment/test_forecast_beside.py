@@ -8,8 +8,8 @@ import pytest
 from volseg.experiment import REGISTRIES, register
 from volseg.experiment.alternatives import find_candidate, find_forecast, list_lines, rank_smaller
 from volseg.experiment.forecast_beside import AskedOfCandidate, Gpus, PlanBeside
+from volseg.lifetime import is_running
 from volseg.models.vnet import VNet
-from volseg.parallel.supervision import is_running
 
 GIB = 2**30
 H200 = Gpus(name="NVIDIA H200", memory=139 * GIB)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ready_python
 
-from volseg.parallel.supervision import is_running
+from volseg.lifetime import is_running
 from volseg.workflow import load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("ready_python")

@@ -16,7 +16,7 @@ from volseg.workflow import load_checkpoint
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-JOB = str(Path(__file__).parents[1] / "parallel" / "job_of_processes.py")
+JOB = str(Path(__file__).parents[1] / "parallel" / "processes" / "job_of_processes.py")
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_both_launchers_start_again_what_one_has_lost(machines, tmp_path):
 
 
 def test_a_machine_that_is_gone_is_named(machines, tmp_path, monkeypatch):
-    # Of a cable that is cut no connection tells; only signs of life do, a fifth of the timeout, at least 20 s.
+    # Of a cable that is cut no connection tells; only heartbeats do, a fifth of the timeout, at least 20 s.
     monkeypatch.setitem(os.environ, "TIMEOUT", "10")
     jobs = machines.torchrun([JOB, "stay", str(tmp_path)], stderr=subprocess.PIPE, encoding="utf-8")
     end = time.monotonic() + 100
@@ -76,7 +76,7 @@ def test_a_machine_that_is_gone_is_named(machines, tmp_path, monkeypatch):
     machines.cut()
     (told,) = outputs(jobs[:1], 90)
     assert jobs[0].returncode == 1
-    assert "process 1 of 2 (machine2, cpu) gives no sign of life for" in told
+    assert "process 1 of 2 (machine2, cpu) sends no heartbeat for" in told
 
 
 def test_the_machine_that_is_cut_off_ends_too(machines, tmp_path):
@@ -94,6 +94,6 @@ def test_the_machine_that_is_cut_off_ends_too(machines, tmp_path):
     machines.cut()
     told = outputs(jobs, 200)
     assert [job.returncode for job in jobs] == [1, 1], told
-    assert "process 1 of 2 (machine2, cpu) gives no sign of life for" in told[0]
+    assert "process 1 of 2 (machine2, cpu) sends no heartbeat for" in told[0]
     assert "volseg: process 1 of 2 (machine2, cpu) is cut off: the store of this job gives no answer for" in told[1]
     assert "Traceback" not in told[1]

@@ -38,7 +38,7 @@ ELSEWHERE = replace(HERE, host="another-machine", pid=1)
 
 
 def make_run(folder, status, *, age=0.0):
-    """Write the status of a run whose last sign of life is so old."""
+    """Write the status of a run whose last heartbeat is so old."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text("name: a\n", encoding="utf-8")
     if status is not None:
@@ -70,7 +70,7 @@ def test_an_old_sign_of_life_is_a_fault_only_where_an_age_is_asked_for(tmp_path)
     assert ask(run)[0] == 0
     status, said = ask(run, "--max-age", "10m")
     assert status == 1
-    assert re.search(r"the last sign of life is 1 h( \d+ \w+)? old", said)  # later on a busy machine
+    assert re.search(r"the last heartbeat is 1 h( \d+ \w+)? old", said)  # later on a busy machine
     assert ask(run, "--max-age", "2h")[0] == 0
 
 

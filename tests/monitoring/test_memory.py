@@ -14,7 +14,7 @@ from volseg.monitoring.memory import DeviceMemory, FirstSteps, GpuMeter, MemoryF
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.training_log import TrainingLog
 from volseg.parallel.devices import find_rank
-from volseg.parallel.processes import start_group
+from volseg.parallel.processes.group import start_group
 
 GIB = 2**30
 

@@ -22,9 +22,9 @@ from volseg.errors import ConfigError, ParallelError
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.following import following
 from volseg.forecast.gpu_kinds import find_kind
+from volseg.lifetime import is_running
 from volseg.parallel.candidates import StepPlan
 from volseg.parallel.candidates.beside import FollowingCopies, ask_copy
-from volseg.parallel.supervision import is_running
 
 
 def build() -> nn.Module:

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from volseg.checkpointing.state import EpochRecord
 from volseg.errors import ConfigError
-from volseg.monitoring import signs_of_life
+from volseg.monitoring import heartbeat
+from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.loggers import History, LoggedRun, Logger
 from volseg.monitoring.run_files import RunPart, read_history, read_status, write_status, write_times
-from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.training_log import TrainingLog, list_scalars
 from volseg.reporting import write_report
@@ -104,17 +104,17 @@ def test_a_case_that_cannot_be_drawn_ends_no_training(caplog):
     assert "no picture of odd" in caplog.text
 
 
-def test_signs_of_life_come_back_when_a_full_disk_has_space_again(tmp_path, monkeypatch, caplog):
+def test_the_heartbeat_comes_back_when_a_full_disk_has_space_again(tmp_path, monkeypatch, caplog):
     def refuse(file, status):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    signs = SignsOfLife(every_seconds=3600)
+    signs = Heartbeat(every_seconds=3600)
     with caplog.at_level(logging.WARNING), signs.writing(tmp_path):
-        monkeypatch.setattr(signs_of_life, "write_status", refuse)
+        monkeypatch.setattr(heartbeat, "write_status", refuse)
         signs.on_training_begin(make_training())
         signs.on_validation_begin(make_training())
         assert read_status(tmp_path / "status.json").state == "preparing"
-        monkeypatch.setattr(signs_of_life, "write_status", write_status)
+        monkeypatch.setattr(heartbeat, "write_status", write_status)
     assert read_status(tmp_path / "status.json").state == "finished"
     assert caplog.text.count("No space left") == 1
 
@@ -122,7 +122,7 @@ def test_signs_of_life_come_back_when_a_full_disk_has_space_again(tmp_path, monk
 def test_a_clock_that_was_set_back_makes_no_other_run(tmp_path):
     parts = [RunPart(begun=begun, seconds=1.0) for begun in (2000.0, 1000.0)]
     write_times(tmp_path / "times.json", parts)
-    signs = SignsOfLife(every_seconds=3600)
+    signs = Heartbeat(every_seconds=3600)
     with signs.writing(tmp_path):
         assert signs.begun == 2000.0
 

@@ -19,7 +19,7 @@ SCRIPT = """
 import sys
 import torch, torch.distributed as dist
 from volseg.lifetime import end_at_exit
-from volseg.parallel.processes import leave_processes, start_group
+from volseg.parallel.processes.group import leave_processes, start_group
 
 ending = end_at_exit()
 start_group()

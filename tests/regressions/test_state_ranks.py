@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
-from volseg.parallel.processes import _message_groups
+from volseg.parallel.processes.group import _message_groups
 from volseg.parallel.verification.comparison import TOLERANCE, compare
 
 

@@ -17,9 +17,9 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from volseg.parallel import supervision as module
-from volseg.parallel.progress import find_milestone
-from volseg.parallel.supervision import Supervision
+from volseg.parallel.processes import supervision as module
+from volseg.parallel.processes.progress import find_milestone
+from volseg.parallel.processes.supervision import Supervision
 
 MEMBERS = [{"where": f"process {rank} of 2 (here, cpu)", "machine": "this one", "pid": rank} for rank in range(2)]
 

@@ -16,7 +16,7 @@ from in_group import in_group
 from torch import nn
 
 from volseg.parallel import ModelParallel, launch
-from volseg.parallel.processes import start_group
+from volseg.parallel.processes.group import start_group
 from volseg.workflow import Hook, Named, Training
 from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation

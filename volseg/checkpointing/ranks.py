@@ -20,10 +20,10 @@ from volseg.config.schema import ExperimentConfig
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment.cases import ChosenCases
 from volseg.monitoring.environment import environment
+from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.run_files import STATUS, TIMES
-from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.parallel.devices import is_distributed, is_main_process
-from volseg.workflow.processes import gather_over_processes
+from volseg.parallel.processes.group import gather_over_processes
 
 __all__ = ["JobFolder"]
 
@@ -118,7 +118,7 @@ class JobFolder:
             self.require_folder()
             self.folder.write_json(name, content)
 
-    def write_status(self, signs: SignsOfLife, begins_again: type[Exception]) -> None:
+    def write_status(self, signs: Heartbeat, begins_again: type[Exception]) -> None:
         """Write into the run folder how far the training is, until it ends or raises ``begins_again``."""
         if self.leads:
             self._held.callback(self._remove_status)

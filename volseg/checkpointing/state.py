@@ -14,7 +14,7 @@ FORMAT = 2
 """Number of the layout of a checkpoint file."""
 
 CLOCKED = ("seconds", "seconds_waited", "seconds_validating", "voxels_per_second")
-"""Fields of an `EpochRecord` that depend on the wall clock; the others are the same in two runs of one config."""
+"""Fields of an `EpochRecord` that depend on the wall clock; the others are equal in two runs of one config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,8 @@ class EpochRecord:
     """Mean over the epoch's optimizer steps of the gradient's norm before it was clipped. Steps that float16 left out,
     for an infinite one, are not counted."""
     soft_dice: float | None = None
-    """Mean over the foreground's classes of the soft Dice of all batches' voxels together, from the probabilities with
-    which was trained; of `volseg.losses.DiceCELoss` as it counts voxels. None where the batches are not known to hold
-    label maps, or hold no foreground."""
+    """Soft Dice of the training's probabilities over the voxels of all batches, mean of the foreground classes. With
+    `volseg.losses.DiceCELoss`, over the voxels that it counts. None without label maps or foreground."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain Python values."""

@@ -41,3 +41,12 @@ def compile_(
     loaded = experiment.load_config(config, overrides or ())
     compiled = experiment.compile_beforehand(loaded, find_kind(gpu), channels=channels, classes=classes)
     show(f"{compiled.kernels} kernels of {loaded.name} are compiled for {find_kind(gpu).name}")
+
+
+@compiling_app.command(hidden=True)
+def compile_kernels(components: Components = None) -> None:
+    """Compile the kernels of the training that started this process, while that reads its cases."""
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    experiment.serve_kernels()

@@ -145,14 +145,14 @@ def _run_launched(launch: Launch) -> NoReturn:
             _say(f"volseg: interrupted; {describe_resume()}")
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as fault:
-        from volseg.parallel.failures import end_after  # imports torch: not for --help
-        from volseg.parallel.processes import find_supervision
+        from volseg.parallel.processes.first_error import end_after  # imports torch: not for --help
+        from volseg.parallel.processes.group import find_supervision
 
         # The system's refusals are no fault of ours that a traceback would help with.
         said = VolsegError(_describe_refusal(fault)) if isinstance(fault, OSError) else fault
         end_after(said, find_supervision())
     if "torch" in sys.modules:
-        from volseg.parallel.processes import stop_watching  # imports torch: not for --help
+        from volseg.parallel.processes.group import stop_watching  # imports torch: not for --help
 
         stop_watching()
     ending.status = status

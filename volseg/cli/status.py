@@ -23,10 +23,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     max_age: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="Exit status 1 for a last sign of life older than 10m, and for a failure."),
+        typer.Option(metavar="AGE", help="Exit status 1 for a last heartbeat older than 10m, and for a failure."),
     ] = None,
 ) -> None:
-    """Say how far a training is: state, epoch, score, time left, and the age of its last sign of life.
+    """Say how far a training is: state, epoch, score, time left, and the age of its last heartbeat.
 
     From any machine that sees the folder. Exit status 0; with --max-age 1 if it hangs or has failed; 2 if there is no
     run.

@@ -132,8 +132,7 @@ def train(
         loaded = loaded.on_one_device(count_launched())
     begin = experiment.train  # imports what trains
     gc.freeze()  # modules live as long as this process: whoever looks for garbage, each recording does, passes them by
-    with experiment.begin_cases(loaded) as ahead:
-        outcome = begin(loaded, resume=resume, ahead=ahead)
+    outcome = begin(loaded, resume=resume)
     if experiment.is_main_process():
         show(experiment.closing_words(outcome))
     experiment.leave_processes()

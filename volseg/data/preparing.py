@@ -16,10 +16,9 @@ from torch import Tensor
 from volseg.data.bank import require_fit
 from volseg.data.case_cache import CaseCache, take_case
 from volseg.data.cases import Case, Task
-from volseg.data.cases_ahead import CasesAhead, can_prepare_ahead
 from volseg.data.checks import Problem, Remark, read_case, remark_on_same_images, require_sound
 from volseg.data.preprocessed import Preprocessing, preprocess
-from volseg.data.readers import SUFFIXES, list_files
+from volseg.data.readers import list_files
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.shared_memory import SharedTensors, map_tensors, take
 from volseg.data.stored_case import StoredCase
@@ -34,11 +33,9 @@ from volseg.data.told_cases import (
     recall_remark,
     take_told,
 )
-from volseg.parallel.together import Rounds, exchange, run_together, told_error
-from volseg.transforms.preprocessing import PREPROCESSING
-from volseg.transforms.preprocessing import Preprocessing as Composed
+from volseg.parallel.processes.progress_sync import Rounds, exchange, run_together, told_error
 
-__all__ = ["PreparedCases", "prepare_ahead", "prepare_sound", "prepare_together"]
+__all__ = ["PreparedCases", "prepare_sound", "prepare_together"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +81,6 @@ def prepare_together(
     readers: Readers = ALONE,
     skip_bad: bool = False,
     cache: CaseCache | None = None,
-    ahead: CasesAhead | None = None,
     workers: int | None = None,
     progress: Callable[[], object] | None = None,
 ) -> PreparedCases:
@@ -107,8 +103,6 @@ def prepare_together(
         Leave bad cases out instead of raising.
     cache : CaseCache, optional
         Of the same task and preprocessing: where sound cases are looked for, and kept.
-    ahead : CasesAhead, optional
-        What `prepare_ahead` returned: of these cases, it has some by now. Of others nothing is taken.
     workers : int, optional
         Threads of each process; see `map_in_threads`.
     progress : callable, optional
@@ -130,13 +124,9 @@ def prepare_together(
         a process that did not read it, a `ParallelError` that names it unless the error is one of volseg's.
     """
     sides = _list_sides(training, validation)
-    is_alone = readers.group is None and cache is None
-    if ahead is not None and not (is_alone and ahead.serves(sides, task, preprocessing)):
-        ahead.close()
-        ahead = None
     shares = len(readers.local) > 1 and readers.number is not None
     with closing(SharedTensors()) if shares else nullcontext() as store:
-        reading = _Reading(sides, _choose_own(sides, readers), task, preprocessing, skip_bad, store, cache, ahead)
+        reading = _Reading(sides, _choose_own(sides, readers), task, preprocessing, skip_bad, store, cache)
         heard = None if progress is None else _count_heard(progress, readers)
         told = run_together(readers.group, partial(reading.run, workers=workers), num_counts=2, heard=heard)
         cases = take_told(told)
@@ -165,31 +155,6 @@ def prepare_together(
     )
 
 
-def prepare_ahead(
-    training: Sequence[Case],
-    validation: Sequence[Case],
-    task: Task,
-    preprocessing: Composed,
-    *,
-    skip_bad: bool = False,
-) -> CasesAhead | None:
-    """Begin to prepare cases by a copy of this process, for `prepare_together` to take; None where there can be none.
-
-    None as well where code of the user's own reads or prepares: what it does in another process is nobody's to know.
-    """
-    steps = [component["name"] for component in preprocessing.components or ()]
-    is_own = any(
-        table.find_source(name) is not None
-        for table, names in ((PREPROCESSING, steps), (SUFFIXES, SUFFIXES))
-        for name in names
-    )
-    if is_own or preprocessing.components is None or not can_prepare_ahead():
-        return None
-    sides = _list_sides(training, validation)
-    reading = _Reading(sides, range(len(sides)), task, preprocessing, skip_bad, None, None)
-    return CasesAhead((sides, task, preprocessing), reading.read_one)
-
-
 def _list_sides(training: Sequence[Case], validation: Sequence[Case]) -> list[tuple[Case, bool]]:
     """Return each case with whether it validates."""
     return [*((case, False) for case in training), *((case, True) for case in validation)]
@@ -207,7 +172,6 @@ class _Reading:
         skip_bad: bool,
         store: SharedTensors | None,
         cache: CaseCache | None,
-        ahead: CasesAhead | None = None,
     ) -> None:
         self.attempts: dict[int, ReadCase] = {}
         self._sides, self._own, self._task = sides, own, task
@@ -215,7 +179,6 @@ class _Reading:
         self._skip_bad = skip_bad
         self._store = store
         self._cache = cache
-        self._ahead = ahead
         self._is_refused = Event()  # from then on cases are checked and not prepared any more: nothing comes of them
 
     def run(self, rounds: Rounds, workers: int | None) -> Any:
@@ -223,29 +186,15 @@ class _Reading:
         # Trainings that begin together with one cache begin at different cases, and find each other's.
         begin = 0 if self._cache is None else randbelow(max(1, len(self._own)))
         order = [*self._own[begin:], *self._own[:begin]]
-        if self._ahead is None:
-            self._read(order, rounds, workers)
-        else:  # one process, which reads all
-            self._read(order[self._ahead.stop() :], rounds, workers)
-            for index, attempt in self._ahead.collect():
-                if index not in self.attempts:
-                    self._note(index, attempt, rounds)
-            self._read([index for index in order if index not in self.attempts], rounds, workers)
+        with closing(map_in_threads(self.read_one, order, workers)) as attempts:
+            for index, attempt in zip(order, attempts, strict=True):
+                self.attempts[index] = attempt
+                rounds.count(int(self._sides[index][1]))
+                rounds.check()
         return {
             "address": None if self._store is None else self._store.address,
             "cases": [[index, *describe_read(attempt)] for index, attempt in self.attempts.items()],
         }
-
-    def _read(self, order: Sequence[int], rounds: Rounds, workers: int | None) -> None:
-        """Read some cases in threads."""
-        with closing(map_in_threads(self.read_one, order, workers)) as attempts:
-            for index, attempt in zip(order, attempts, strict=True):
-                self._note(index, attempt, rounds)
-
-    def _note(self, index: int, attempt: ReadCase, rounds: Rounds) -> None:
-        self.attempts[index] = attempt
-        rounds.count(int(self._sides[index][1]))
-        rounds.check()
 
     def read_one(self, index: int) -> ReadCase:
         """Read a case, or take it from the cache."""

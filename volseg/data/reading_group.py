@@ -2,17 +2,16 @@
 
 import logging
 import os
-import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from volseg.data.shared_memory import SharedTensors, can_share, map_tensors, take
-from volseg.parallel.together import exchange
+from volseg.parallel.processes.progress_sync import exchange
+from volseg.parallel.processes.supervision import name_machine
 
 __all__ = ["ALONE", "Place", "Readers", "deal_by_size", "meet_readers"]
 
@@ -85,7 +84,7 @@ def meet_readers(group: dist.ProcessGroup | None, *, reads: bool = True) -> Read
     """
     if group is None:
         return ALONE
-    machine = _name_machine()
+    machine = name_machine()
     probe = SharedTensors() if reads and can_share() else None
     try:
         place = probe.add(torch.tensor([os.getpid()])) if probe else None
@@ -122,14 +121,6 @@ def deal_by_size(sizes: Sequence[int], count: int) -> list[int]:
         owners[item] = loads.index(min(loads))
         loads[owners[item]] += sizes[item] + 1
     return owners
-
-
-def _name_machine() -> str:
-    """Return what processes have in common that can see each other in ``/proc``."""
-    boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    if not (boot.exists() and processes.is_symlink()):
-        return socket.gethostname()
-    return f"{boot.read_text(encoding='ascii').strip()} {os.readlink(processes)}"
 
 
 def _is_reached(address: list[int] | None, place: list | None) -> bool:

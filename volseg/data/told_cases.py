@@ -8,7 +8,7 @@ from typing import Any
 from volseg.data.cases import Case
 from volseg.data.checks import Problem, Remark, refuse_held_out
 from volseg.data.readers import list_files
-from volseg.parallel.together import describe_error
+from volseg.parallel.processes.progress_sync import describe_error
 
 __all__ = [
     "ReadCase",

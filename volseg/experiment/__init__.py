@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from volseg.checkpointing.compatible import find_finished_report
     from volseg.checkpointing.folder import RunFolder
     from volseg.config.loading import load_config
-    from volseg.experiment.cases import begin_cases
     from volseg.experiment.compiled_kernels import compile_beforehand
     from volseg.experiment.configuring import configure, configure_words, is_data_set, plan_run
     from volseg.experiment.cross_validation import cross_validate
     from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
     from volseg.experiment.exporting import export
+    from volseg.experiment.kernel_worker import serve_kernels
     from volseg.experiment.launching import count_workers, train_on
     from volseg.experiment.machines import calibrate_words, find_machine
     from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from volseg.experiment.verifying import verify
     from volseg.experiment.what_fits import plan_training, plan_volumes, plan_words
     from volseg.parallel.devices import is_main_process
-    from volseg.parallel.processes import leave_processes
+    from volseg.parallel.processes.group import leave_processes
 
 __all__ = [
     "REGISTRIES",
@@ -39,7 +39,6 @@ __all__ = [
     "Outcome",
     "RunFolder",
     "apply_postprocessing",
-    "begin_cases",
     "calibrate_words",
     "closing_words",
     "compile_beforehand",
@@ -68,6 +67,7 @@ __all__ = [
     "quickstart",
     "register",
     "require_weights",
+    "serve_kernels",
     "serve_predictions",
     "train",
     "train_on",
@@ -82,7 +82,6 @@ _HOMES = {
     "Outcome": "volseg.experiment.report",
     "RunFolder": "volseg.checkpointing.folder",
     "apply_postprocessing": "volseg.experiment.postprocessing",
-    "begin_cases": "volseg.experiment.cases",
     "calibrate_words": "volseg.experiment.machines",
     "closing_words": "volseg.experiment.report",
     "compile_beforehand": "volseg.experiment.compiled_kernels",
@@ -98,7 +97,7 @@ _HOMES = {
     "find_machine": "volseg.experiment.machines",
     "is_data_set": "volseg.experiment.configuring",
     "is_main_process": "volseg.parallel.devices",
-    "leave_processes": "volseg.parallel.processes",
+    "leave_processes": "volseg.parallel.processes.group",
     "list_components": "volseg.experiment.own_components",
     "load_components": "volseg.experiment.own_components",
     "load_config": "volseg.config.loading",
@@ -110,6 +109,7 @@ _HOMES = {
     "profile_training": "volseg.experiment.profiling",
     "quickstart": "volseg.experiment.quickstarting",
     "register": "volseg.experiment.own_components",
+    "serve_kernels": "volseg.experiment.kernel_worker",
     "serve_predictions": "volseg.experiment.predicting",
     "require_weights": "volseg.experiment.starting",
     "train": "volseg.experiment.training",

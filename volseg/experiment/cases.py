@@ -2,29 +2,27 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cache_folder import choose_cache_folder
 from volseg.data.case_cache import CaseCache
 from volseg.data.cases import Case, Task
-from volseg.data.cases_ahead import CasesAhead
 from volseg.data.checks import summarise_remarks
 from volseg.data.groups import find_groups
 from volseg.data.layouts import load_task
-from volseg.data.preparing import PreparedCases, prepare_ahead, prepare_together
+from volseg.data.preparing import PreparedCases, prepare_together
 from volseg.data.reading_group import ALONE, Readers
 from volseg.data.splits import Split, folds, read_splits
-from volseg.errors import ConfigError, DataError, VolsegError
+from volseg.errors import ConfigError, DataError
 from volseg.experiment.patients import PatientWords, describe_patients
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import is_main_process
-from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
+from volseg.transforms.preprocessing import Preprocessing
 
 __all__ = [
     "ChosenCases",
-    "begin_cases",
     "choose_cases",
     "choose_split",
     "list_given_splits",
@@ -84,24 +82,6 @@ def open_cache(config: ExperimentConfig, task: Task, preprocessing: Preprocessin
         return None
 
 
-def begin_cases(config: ExperimentConfig) -> AbstractContextManager[CasesAhead | None]:
-    """Begin to prepare the cases of a training by a copy of this process, which nothing else has begun; see `train`.
-
-    Only where no cache keeps them, which a copy would have to ask for each first. What is wrong with config or data is
-    told by the training, which meets it in its own order.
-    """
-    if choose_cache_folder(config.data.cache) is not None:
-        return nullcontext()
-    try:
-        chosen = choose_cases(config)
-        preprocessing = build_preprocessing([component.spec() for component in config.preprocessing])
-    except (VolsegError, OSError):
-        return nullcontext()
-    skip_bad = config.data.skip_bad
-    ahead = prepare_ahead(chosen.training, chosen.validation, chosen.task, preprocessing, skip_bad=skip_bad)
-    return nullcontext() if ahead is None else ahead
-
-
 def prepare_chosen(
     chosen: ChosenCases,
     preprocessing: Preprocessing,
@@ -109,7 +89,6 @@ def prepare_chosen(
     skip_bad: bool,
     readers: Readers = ALONE,
     cache: CaseCache | None = None,
-    ahead: CasesAhead | None = None,
 ) -> PreparedCases:
     """Read every chosen case once per machine; return those that can be used, as the network sees them.
 
@@ -133,7 +112,6 @@ def prepare_chosen(
             readers=readers,
             skip_bad=skip_bad,
             cache=cache,
-            ahead=ahead,
             progress=count,
         )
     if leads and cache is not None:

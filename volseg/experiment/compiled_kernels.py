@@ -2,7 +2,7 @@
 
 The training step is followed on a GPU of a kind (`following`), by the strategy that will run it, and every kernel that
 it asks for is compiled (`volseg.device.compiling`) into Triton's cache, where the step finds it. What was compiled is
-noted beside the kernels. A training has a copy of its process do so (`compiling_beside`), unless it finds a note; an
+noted beside the kernels. A training starts a worker for it (`kernel_worker`), unless it finds a note; an
 image, say, is filled before there is a GPU (`compile_beforehand`). Nothing depends on it: what was not compiled, Triton
 compiles when it is run.
 """
@@ -196,7 +196,7 @@ def compile_beforehand(
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
     if compiled.problem:
         raise ParallelError(f"kernels for {gpu.name} were not compiled: {compiled.problem}")
-    if has_driver or not starts_by_compiler():  # else a training's copy has those functions made, and notes it
+    if has_driver or not starts_by_compiler():  # else a training's worker has those functions made, and notes it
         write_note(find_note(config, [gpu.name]), config, gpu, compiled)
     return compiled
 

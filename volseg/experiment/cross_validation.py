@@ -32,7 +32,7 @@ from volseg.errors import (
 from volseg.evaluation.summary import complete_summary, write_summary
 from volseg.experiment.building import check_components
 from volseg.experiment.cross_validation_report import CrossValidated, as_json
-from volseg.experiment.fold_processes import choose_gpus, train_in_processes
+from volseg.experiment.fold_workers import choose_gpus, train_in_processes
 from volseg.experiment.folds import Fold, FoldResult, plan_folds
 from volseg.experiment.launching import count_workers
 from volseg.experiment.report import attempt

@@ -28,7 +28,7 @@ from volseg.forecast.candidate import Candidate, Forecast
 from volseg.forecast.memory_use import MemoryUse
 from volseg.launched import OF_JOB, OWN_LAUNCHER
 from volseg.monitoring.memory import MemoryForecast
-from volseg.parallel.progress import report_progress
+from volseg.parallel.processes.progress import report_progress
 
 __all__ = ["Answer", "AskedOfCandidate", "Gpus", "PlanBeside", "read_plan"]
 

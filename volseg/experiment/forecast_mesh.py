@@ -16,7 +16,7 @@ from volseg.experiment.what_fits import plan_training
 from volseg.forecast.candidate import Candidate, Forecast
 from volseg.parallel.candidates.choosing import SURE, choose
 from volseg.parallel.devices import count_processes, is_main_process
-from volseg.workflow.processes import gather_over_processes
+from volseg.parallel.processes.group import gather_over_processes
 
 __all__ = ["Ask", "ask_here", "choose_by_forecast", "choose_mesh", "is_mesh_open", "leave_out_stages", "take_fastest"]
 

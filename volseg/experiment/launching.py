@@ -18,7 +18,7 @@ from volseg.config.loading import load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import VolsegError
 from volseg.parallel.devices import count_gpus, is_launched
-from volseg.parallel.launcher import launch
+from volseg.parallel.processes.launcher import launch
 
 __all__ = ["count_workers", "train_on"]
 

@@ -33,12 +33,12 @@ from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, FastKernels, Replicas
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.devices import is_distributed, is_main_process
-from volseg.parallel.progress import report_progress
+from volseg.parallel.processes.group import gather_over_processes
+from volseg.parallel.processes.progress import report_progress
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.components import build_optimizer
 from volseg.workflow.named import Named
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.step import TrainingStep
 
 __all__ = ["KERNELS", "MeasuredKernels", "choose_fastest", "settle_kernels"]

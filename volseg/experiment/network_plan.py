@@ -20,8 +20,8 @@ from volseg.data.cases import Case, Task
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
 from volseg.models.networks import ISOTROPIC, complete_spec
+from volseg.parallel.processes.group import gather_over_processes
 from volseg.transforms.spacing import Sides, depends_on_case, spacing_after
-from volseg.workflow.processes import gather_over_processes
 
 __all__ = ["NetworkPlan", "plan_for_spacing", "plan_network"]
 

@@ -28,9 +28,9 @@ from volseg.parallel.devices import (
     list_gpus,
     require_devices,
 )
+from volseg.parallel.processes.group import largest_over_processes
 from volseg.workflow.parts import find_frozen_norms, freeze_parts
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import largest_over_processes
 
 __all__ = ["build_model", "build_plain_network", "choose_device", "count_devices"]
 

@@ -14,12 +14,12 @@ from volseg.checkpointing.folder import RunFolder
 from volseg.data.cases import Case
 from volseg.data.readers import list_files
 from volseg.errors import ConfigError, DataError
-from volseg.experiment.fold_processes import choose_gpus
+from volseg.experiment.fold_workers import choose_gpus
 from volseg.experiment.images import find_images
 from volseg.experiment.predicted import CaseResult, Predicted
 from volseg.experiment.prediction_files import PredictionFiles
-from volseg.experiment.prediction_processes import FoundInCases, serve_cases
 from volseg.experiment.prediction_record import PredictionRecord
+from volseg.experiment.prediction_workers import FoundInCases, serve_cases
 from volseg.experiment.sources import Source, load_trained, path_of
 from volseg.experiment.trained import Trained
 from volseg.experiment.waiting_cases import WaitingCases
@@ -148,7 +148,7 @@ def _choose_devices(gpus: Sequence[str | None], waiting: Sequence[Case], trained
 
 
 def serve_predictions() -> None:
-    """Predict the cases that the process which started this one names; see `prediction_processes`."""
+    """Predict the cases that the process which started this one names; see `prediction_workers`."""
     serve_cases(_predict_ordered)
 
 

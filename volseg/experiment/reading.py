@@ -15,7 +15,6 @@ from torch import nn
 from volseg.config.schema import ExperimentConfig
 from volseg.data.augmented import EpochBatches
 from volseg.data.cases import Case, Task
-from volseg.data.cases_ahead import CasesAhead
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import build_batches, build_metrics, build_predictor, preprocessing_of
 from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
@@ -53,11 +52,10 @@ class Follower:
         self.config = config
         self.mesh = mesh
 
-    def prepare(self, chosen: ChosenCases, ahead: CasesAhead | None = None) -> PreparedCases:
+    def prepare(self, chosen: ChosenCases) -> PreparedCases:
         """Return prepared cases, without bad ones if the config would rather leave these out than stop.
 
-        A process that reads has all cases that train and its share of those that validate, another one none. What
-        `begin_cases` has prepared ``ahead`` is taken from there.
+        A process that reads has all cases that train and its share of those that validate, another one none.
         """
         preprocessing = preprocessing_of(self.config)
         return prepare_chosen(
@@ -66,7 +64,6 @@ class Follower:
             skip_bad=self.config.data.skip_bad,
             readers=self.mesh.readers,
             cache=open_cache(self.config, chosen.task, preprocessing) if self.mesh.reads else None,
-            ahead=ahead,
         )
 
     def make_batches(self, prepared: PreparedCases, task: Task, model: nn.Module, device: torch.device) -> EpochBatches:

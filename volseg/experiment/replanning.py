@@ -54,10 +54,9 @@ from volseg.parallel.devices import (
     name_own_place,
     uses_gpus,
 )
-from volseg.parallel.failures import begin_all_anew
-from volseg.parallel.processes import find_supervision
-from volseg.parallel.progress import find_milestone
-from volseg.workflow.processes import gather_over_processes
+from volseg.parallel.processes.first_error import begin_all_anew
+from volseg.parallel.processes.group import find_supervision, gather_over_processes
+from volseg.parallel.processes.progress import find_milestone
 
 __all__ = ["REPLANNED", "BeginAgain", "Replanned", "Replanning", "free_memory"]
 

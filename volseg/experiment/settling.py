@@ -19,21 +19,20 @@ from volseg.data.reading_group import meet_readers
 from volseg.experiment.alternatives import find_candidate, find_forecast
 from volseg.experiment.building import build_objective
 from volseg.experiment.forecast_beside import Gpus, PlanBeside
-from volseg.experiment.forecast_mesh import Ask, choose_by_forecast, is_mesh_open
+from volseg.experiment.forecast_mesh import choose_by_forecast, is_mesh_open
 from volseg.experiment.out_of_memory import is_out_of_memory
 from volseg.experiment.placed_network import build_model, build_plain_network
 from volseg.experiment.rehearsing import rehearse_network
 from volseg.experiment.training_mesh import TrainingMesh, describe
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
 from volseg.parallel.mesh import join_mesh
-from volseg.parallel.processes import make_group, start_group
+from volseg.parallel.processes.group import gather_over_processes, largest_over_processes, make_group, start_group
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.components import build_optimizer
 from volseg.workflow.named import Named
 from volseg.workflow.objective import require_mean_over_samples
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import gather_over_processes, largest_over_processes
 
 __all__ = ["join_processes", "settle_mesh"]
 
@@ -63,12 +62,8 @@ def join_processes(config: ExperimentConfig) -> None:
         start_group(config.parallel.timeout, on_cpu=config.device == "cpu")
 
 
-def settle_mesh(
-    config: ExperimentConfig, task: Task, device: torch.device, beside: Ask = lambda *_: None
-) -> tuple[ExperimentConfig, TrainingMesh]:
+def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> tuple[ExperimentConfig, TrainingMesh]:
     """Return the config with what it left open about the mesh, and the mesh; every process calls it.
-
-    A forecast that was begun ``beside`` is asked for before one is made.
 
     Raises
     ------
@@ -77,7 +72,7 @@ def settle_mesh(
     """
     count = count_processes()
     plan, reason = config.mesh(count), None
-    chosen = choose_by_forecast(config, device, beside) if is_mesh_open(config, count) else None
+    chosen = choose_by_forecast(config, device) if is_mesh_open(config, count) else None
     if chosen is not None:
         config, reason = chosen
         plan = config.mesh(count)

@@ -17,14 +17,13 @@ from volseg.checkpointing.ranks import JobFolder
 from volseg.config.loading import format_config, require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
-from volseg.data.cases_ahead import CasesAhead
 from volseg.data.growing import GrowingBatches
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import ChosenCases, choose_cases
-from volseg.experiment.compiling_beside import CompilingBeside
 from volseg.experiment.forecast_beside import AskedOfCandidate, Gpus, PlanBeside
+from volseg.experiment.kernel_worker import compile_for_training
 from volseg.experiment.measured_kernels import KERNELS, settle_kernels
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.network_text import describe_network
@@ -38,22 +37,22 @@ from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.experiment.starting import START, Start
 from volseg.forecast.candidate import Candidate
 from volseg.monitoring.duration import DurationWarning
+from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.logger_table import build_logger
 from volseg.monitoring.loggers import History, LoggedRun, Logger
 from volseg.monitoring.memory import FirstSteps, GpuMeter
 from volseg.monitoring.progress import Progress
-from volseg.monitoring.signs_of_life import SignsOfLife
 from volseg.monitoring.spot_notices import heeding_spot_notices
 from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.training_log import TrainingLog, list_final
 from volseg.monitoring.waiting import WaitingAdvice
 from volseg.parallel.devices import count_restarts, is_main_process
-from volseg.parallel.progress import report_progress
+from volseg.parallel.processes.group import gather_over_processes
+from volseg.parallel.processes.progress import report_progress
 from volseg.reporting.reading import TOLD
 from volseg.workflow.checkpoints import Checkpoints
 from volseg.workflow.growing import ForgetOldSizes
 from volseg.workflow.hooks import Hook, Patience
-from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.randomness import deterministic, seed_everything
 from volseg.workflow.training import Score, Training
 from volseg.workflow.validation import Validated
@@ -68,7 +67,6 @@ def train(
     *,
     resume: bool = False,
     hooks: Sequence[Hook] = (),
-    ahead: CasesAhead | None = None,
 ) -> Outcome:
     """Train, validate, and leave a run folder.
 
@@ -81,8 +79,6 @@ def train(
         again do so by themselves.
     hooks : sequence of Hook
         Called after the framework's own.
-    ahead : CasesAhead, optional
-        A copy of this process that prepares the cases already, as the command line has one.
 
     Raises
     ------
@@ -93,26 +89,21 @@ def train(
     OutOfMemoryError
         If a batch or a volume does not fit its device.
     """
-    signs = SignsOfLife()
+    signs = Heartbeat()
     config = require_config(config)
     if resume:
         require_components(config.folder, resumes=True)
-    with deterministic(config.training.deterministic), ExitStack() as held:
+    with deterministic(config.training.deterministic):
         with signs.span("start"):
-            # Imports torch's compiler, before there is a copy that would import it as well.
             check_components(config)
-        # The copy that compiles before all else: it cannot be made once CUDA has begun, and this process keeps one core
-        # busy.
-        compiling = held.enter_context(closing(CompilingBeside(config)))
-        with signs.span("start"):
             # Now: cases of a large task are prepared for hours before there is something to log. In the leader alone.
             named = config.logging.loggers if is_main_process() else ()
             loggers = [build_logger(logger.spec()) for logger in named]
         replanning = Replanning(config)
         with suppress(BeginAgain):
-            return _train(config, resume, hooks, loggers, replanning, signs, compiling, ahead)
+            return _train(config, resume, hooks, loggers, replanning, signs)
         free_memory()  # here, where no traceback holds the model
-        return _train(config, True, hooks, loggers, replanning, signs, compiling, None)
+        return _train(config, True, hooks, loggers, replanning, signs)
 
 
 def _train(
@@ -121,9 +112,7 @@ def _train(
     hooks: Sequence[Hook],
     loggers: Sequence[Logger],
     replanning: Replanning,
-    signs: SignsOfLife,
-    compiling: CompilingBeside,
-    ahead: CasesAhead | None,
+    signs: Heartbeat,
 ) -> Outcome:
     """Begin or go on, as far as that goes."""
     report_progress("start")  # what an attempt before did last is no step of this one
@@ -137,10 +126,10 @@ def _train(
             join_processes(config)
             job = JobFolder(config, held)
             resume = job.claim(resume or count_restarts() > 0)
-            held.push(partial(_write_page, job))  # after the signs of life, which tell how the run ended
+            held.push(partial(_write_page, job))  # after the heartbeat, which tells how the run ended
             job.write_status(signs, BeginAgain)
         with signs.span("building"):
-            run = _begin(job, resume, hooks, loggers, replanning, signs, held, compiling, ahead)
+            run = _begin(job, resume, hooks, loggers, replanning, signs, held)
         _fit(run)
         return _finish(run)
 
@@ -159,7 +148,7 @@ class _Run:
     replanning: Replanning
     memory: FirstSteps
     log: TrainingLog
-    signs: SignsOfLife
+    signs: Heartbeat
 
 
 def _write_page(job: JobFolder, kind: type[BaseException] | None, *ended: object) -> None:
@@ -182,13 +171,11 @@ def _begin(
     hooks: Sequence[Hook],
     loggers: Sequence[Logger],
     replanning: Replanning,
-    signs: SignsOfLife,
+    signs: Heartbeat,
     held: ExitStack,
-    compiling: CompilingBeside,
-    ahead: CasesAhead | None,
 ) -> _Run:
     """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
-    folder, device = job.folder, choose_device(job.config)
+    given, folder, device = job.config, job.folder, choose_device(job.config)
     with signs.span("reading"):
         chosen = choose_cases(job.config)
     if is_main_process():
@@ -198,7 +185,7 @@ def _begin(
     choose_channel(job.config, chosen.task)
     plan = folder.plan() if resume else plan_network(job.config, chosen.task)
     config = replanning.settle(job, plan.complete(job.config), resume)
-    config, mesh = settle_mesh(config, chosen.task, device, compiling.forecast)
+    config, mesh = settle_mesh(config, chosen.task, device)
     replanning.tried = find_candidate(config, mesh.plan, count_devices(config, device))
     job.keep_mesh(config)
     seed_everything(config.seed)
@@ -209,13 +196,14 @@ def _begin(
     start = None if resume or config.training.start_from is None else Start(config, chosen)
     reading = choose_reading(config, mesh, plan.spacing)
     prepared = None
+    compiling = held.enter_context(closing(compile_for_training(given, replanning.tried, device)))
     # The cases first, meanwhile: a network that is built is run once, with its kernels.
     if gather_over_processes(["compiling"] if compiling.is_compiling else []):
         with signs.span("preparing"):
-            prepared = reading.prepare(chosen, ahead)
+            prepared = reading.prepare(chosen)
         with signs.span("compiling"):
             compiling.wait()
-            gather_over_processes([])  # who has a copy waits for it, and the others for him
+            gather_over_processes([])  # a process with a worker waits for that, and the others for the process
     with signs.span("measuring") if config.training.kernels == "measured" else nullcontext():
         config, measured = settle_kernels(folder, config, mesh, chosen.task, device, resume=resume)
     if measured is not None:
@@ -224,7 +212,7 @@ def _begin(
     model = build_model(config, chosen.task, device, mesh=mesh, begin=start)
     if prepared is None:
         with signs.span("preparing"):
-            prepared = reading.prepare(chosen, ahead)
+            prepared = reading.prepare(chosen)
     asked = _ask_for_forecast(config, replanning.tried, device, held)
     meter = GpuMeter()
     before = meter.count()
@@ -356,7 +344,7 @@ def _open_log(
     config: ExperimentConfig,
     job: JobFolder,
     loggers: Sequence[Logger],
-    signs: SignsOfLife,
+    signs: Heartbeat,
     memory: FirstSteps,
     task: Task,
 ) -> TrainingLog:
@@ -381,7 +369,7 @@ def _name_final(final: Score) -> dict[str, float]:
 
 
 def _own_hooks(
-    config: ExperimentConfig, job: JobFolder, memory: FirstSteps, log: TrainingLog, signs: SignsOfLife
+    config: ExperimentConfig, job: JobFolder, memory: FirstSteps, log: TrainingLog, signs: Heartbeat
 ) -> list[Hook]:
     settings, folder = config.training, job.folder
     checkpoints = Checkpoints(

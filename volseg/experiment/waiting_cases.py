@@ -27,8 +27,8 @@ from volseg.experiment.images import list_unusable
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.predicted import CaseResult
 from volseg.experiment.prediction_files import PredictionFiles
-from volseg.experiment.prediction_processes import FoundInCases, predict_in_processes
 from volseg.experiment.prediction_record import PredictionRecord, identify
+from volseg.experiment.prediction_workers import FoundInCases, predict_in_processes
 from volseg.experiment.trained import Trained
 from volseg.inference.overlapped import CaseOutcome, overlapped
 from volseg.inference.prediction import Prediction

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from volseg.errors import GridError
-from volseg.parallel.progress import report_progress
+from volseg.parallel.processes.progress import report_progress
 
 __all__ = ["Model", "WindowStep", "full_logits"]
 

@@ -1,10 +1,9 @@
 """Look into a run folder from outside: how far a training is, and whether it still lives; without torch, in a moment.
 
-What is judged is the age of the last sign of life by this machine's clock. Whether the process is there can be told on
+What is judged is the age of the last heartbeat by this machine's clock. Whether the process is there can be told on
 its own machine alone, in the same space of process ids (a container has its own).
 """
 
-import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from volseg.errors import DataError
+from volseg.lifetime import is_running
 from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, read_status
 
 __all__ = ["Look", "find_runs", "look_at", "parse_age", "tell_speed"]
@@ -34,13 +34,13 @@ class Look:
     status: RunStatus | None
     """None of a run that said nothing of itself: one of an older volseg."""
     age: float | None = None
-    """Seconds since its last sign of life, by this machine's clock."""
+    """Seconds since its last heartbeat, by this machine's clock."""
     is_gone: bool = False
     """Whether its process is gone though it did not end; known on its own machine alone."""
     remarks: Sequence[str] = ()
 
     def find_fault(self, max_age: float) -> str | None:
-        """Return what is wrong with the run if its last sign of life may be so old; None where all is well."""
+        """Return what is wrong with the run if its last heartbeat may be so old; None where all is well."""
         if self.status is None:
             return "no status is known"
         if self.status.state == "failed":
@@ -51,7 +51,7 @@ class Look:
             return f"its process {self.status.pid} is gone"
         assert self.age is not None
         if self.age > max_age:
-            return f"the last sign of life is {_tell_seconds(self.age)} old"
+            return f"the last heartbeat is {_tell_seconds(self.age)} old"
         return None
 
     def as_json(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Look:
             lines.append(f"  time    {', '.join(speed)}")
         doing = "" if status.has_ended or not status.message else f" ({status.message})"
         assert self.age is not None
-        lines.append(f"  sign    {_tell_seconds(self.age)} ago, by process {status.pid} on {status.host}{doing}")
+        lines.append(f"  alive   {_tell_seconds(self.age)} ago, by process {status.pid} on {status.host}{doing}")
         return [*lines, *(f"  note    {remark}" for remark in self.remarks)]
 
 
@@ -117,7 +117,7 @@ def look_at(folder: str | Path) -> Look:
             "age may be wrong by as much"
         )
     is_here = status.host == socket.gethostname() and status.process_space == find_process_space()
-    is_gone = is_here and not status.has_ended and not _is_there(status.pid)
+    is_gone = is_here and not status.has_ended and not is_running(status.pid)
     if is_gone:
         remarks.append(f"process {status.pid} is gone and said nothing; go on with the run by --resume")
     return Look(folder=folder, status=status, age=max(age, 0.0), is_gone=is_gone, remarks=tuple(remarks))
@@ -151,16 +151,6 @@ def tell_speed(voxels_per_second: float) -> str:
 
 def _is_run(folder: Path) -> bool:
     return (folder / CONFIG).is_file() or (folder / STATUS).is_file()
-
-
-def _is_there(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
 
 
 def _tell_progress(status: RunStatus) -> str:

@@ -16,8 +16,8 @@ import torch
 from volseg.checkpointing.state import EpochRecord
 from volseg.forecast.memory_use import MemoryUse
 from volseg.parallel.devices import find_rank, list_gpus, uses_gpus
+from volseg.parallel.processes.group import gather_over_processes
 from volseg.workflow.hooks import Hook
-from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.training import Training
 
 __all__ = ["DeviceMemory", "FirstSteps", "GpuMeter", "MemoryForecast", "MemoryReading"]

@@ -127,7 +127,7 @@ class RunPart:
     begun: Moment
     """When it began."""
     seconds: Seconds
-    """From there to its last sign of life."""
+    """From there to its last heartbeat."""
     spans: Mapping[str, Seconds] = field(default_factory=dict)
     """Seconds by what was done: ``imports`` (of a command), ``reading``, ``compiling``, ``recording``, ``training``,
     ``waiting for data``, ``validation`` and so on; none of them lies within another one."""

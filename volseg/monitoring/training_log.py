@@ -13,8 +13,8 @@ from volseg.errors import ConfigError
 from volseg.monitoring.loggers import LoggedRun, Logger
 from volseg.monitoring.memory import GIB, DeviceMemory, GpuMeter
 from volseg.monitoring.pictures import draw_example
+from volseg.parallel.processes.group import gather_over_processes
 from volseg.workflow.hooks import Hook
-from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.training import Training
 
 __all__ = ["TrainingLog", "list_final", "list_scalars"]

@@ -9,10 +9,10 @@ from volseg.parallel.compiled_network import CompiledNetwork
 from volseg.parallel.data_parallel import DataParallel, find_replicas
 from volseg.parallel.fast_kernels import FastKernels
 from volseg.parallel.fixed_order import RoundSums
-from volseg.parallel.launcher import is_worker, launch
 from volseg.parallel.mesh import Mesh, join_mesh
 from volseg.parallel.model_parallel import ModelParallel
 from volseg.parallel.pipeline import Pipeline
+from volseg.parallel.processes.launcher import is_worker, launch
 from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.replicas import Replicas, Share
 from volseg.parallel.spatial import ShardedVolume, Spatial, pointwise_function, whole

@@ -31,7 +31,7 @@ from volseg.parallel.norms import check_norms, norms_over_replicas
 from volseg.parallel.one_device import OneDevice
 from volseg.parallel.piped import Piped
 from volseg.parallel.pipeline.strategy import PipelineStrategy
-from volseg.parallel.processes import agree
+from volseg.parallel.processes.group import agree
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.strategy import SpatialStrategy

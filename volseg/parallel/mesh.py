@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, count_processes
-from volseg.parallel.processes import make_groups, start_group
+from volseg.parallel.processes.group import make_groups, start_group
 from volseg.parallel.replicas import Replicas
 
 __all__ = ["Mesh", "join_mesh"]

@@ -18,7 +18,7 @@ from volseg.data.cases import Batch
 from volseg.inference.predictor import full_logits
 from volseg.parallel import ModelParallel
 from volseg.parallel.batches import scatter_batch
-from volseg.parallel.together import describe_error, told_error
+from volseg.parallel.processes.progress_sync import describe_error, told_error
 from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.validation import Example, Validated
 
@@ -27,9 +27,9 @@ __all__ = [
     "GroupBatches",
     "GroupValidation",
     "Verdict",
-    "dismiss",
     "follow",
     "is_cut_over_processes",
+    "stop_followers",
 ]
 
 
@@ -111,7 +111,7 @@ def follow(model: ModelParallel, autocast: torch.dtype | None = None) -> Batch:
     return batch
 
 
-def dismiss(model: ModelParallel, message: Mapping[str, Any]) -> None:
+def stop_followers(model: ModelParallel, message: Mapping[str, Any]) -> None:
     """End the other processes' `follow` with a message of plain values."""
     scatter_batch(model, {"ended": True, **message})
 
@@ -170,11 +170,11 @@ class GroupValidation:
         try:
             validated = self.validation()
         except StopRequested:
-            dismiss(self.model, {"stopped": True})
+            stop_followers(self.model, {"stopped": True})
             raise
         except Exception as fault:
             if self.model not in _in_pass:
-                dismiss(self.model, {"failed": describe_error(fault)})
+                stop_followers(self.model, {"failed": describe_error(fault)})
             raise
-        dismiss(self.model, {"score": validated.score, "scores": dict(validated.scores)})
+        stop_followers(self.model, {"score": validated.score, "scores": dict(validated.scores)})
         return validated

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from volseg.errors import DataError
 from volseg.evaluation.summary import EvaluatedCase, read_structure
-from volseg.parallel.together import Rounds, run_together
+from volseg.parallel.processes.progress_sync import Rounds, run_together
 from volseg.workflow.interrupts import StopRequested, stop_if_requested
 from volseg.workflow.validation import Example, JudgedCase, Validated, Validation
 

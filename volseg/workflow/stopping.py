@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import torch
 
+from volseg.parallel.processes.group import largest_over_processes
 from volseg.workflow.epoch_losses import CHECK_EVERY
 from volseg.workflow.interrupts import Interruption, LookInterval, catch_signals
-from volseg.workflow.processes import largest_over_processes
 
 __all__ = ["Stopping"]
 

@@ -23,7 +23,8 @@ from volseg.data.augmented import EpochBatches, remaining_batches
 from volseg.data.cases import Batch
 from volseg.errors import ConfigError
 from volseg.parallel.devices import is_main_process
-from volseg.parallel.progress import report_progress
+from volseg.parallel.processes.group import gather_over_processes
+from volseg.parallel.processes.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
 from volseg.workflow.epoch_clock import EpochClock
 from volseg.workflow.epoch_losses import CHECK_EVERY, EpochLosses
@@ -34,7 +35,6 @@ from volseg.workflow.interrupts import StopRequested
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Loss, Objective
 from volseg.workflow.precision import Precision
-from volseg.workflow.processes import gather_over_processes
 from volseg.workflow.schedules import Schedule, constant
 from volseg.workflow.step import TrainingStep
 from volseg.workflow.stopping import Stopping

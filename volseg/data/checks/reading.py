@@ -23,7 +23,7 @@ from volseg.data.checks.volumes import (
 )
 from volseg.data.readers import list_files, name_files, read_volume
 from volseg.errors import DamagedFileError, DataError, LargeVolumeError
-from volseg.parallel.progress import report_progress
+from volseg.parallel.processes.progress import report_progress
 
 __all__ = ["CheckedCase", "check_case", "digest_voxels", "read_case"]
 

@@ -21,7 +21,7 @@ from volseg.device.torch_internals import (
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
 from volseg.parallel.gradient_sums import GradientSums, is_trained
-from volseg.parallel.processes import agree, find_message_group
+from volseg.parallel.processes.group import agree, find_message_group
 from volseg.parallel.spatial.channels_last import put_channels_last, suits_channels_last
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.custom_function import no_script

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from volseg.device.torch_internals import find_default_group
 from volseg.errors import ParallelError
 from volseg.parallel.devices import find_own_device
-from volseg.parallel.processes import make_groups, start_group
+from volseg.parallel.processes.group import make_groups, start_group
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
 __all__ = ["DATA", "Processes", "join"]

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from volseg.parallel import supervision as module
-from volseg.parallel.progress import Milestone, find_milestone, report_progress
-from volseg.parallel.supervision import Supervision, is_running, name_machine
+from volseg.lifetime import is_running
+from volseg.parallel.processes import supervision as module
+from volseg.parallel.processes.progress import Milestone, find_milestone, report_progress
+from volseg.parallel.processes.supervision import Supervision, name_machine
 
 TIMEOUT = 1.0
 
@@ -104,7 +105,7 @@ def test_one_without_a_sign_of_life_is_named_soon(monkeypatch):
         running.ended[2] = running.ended[2] or module.Cause(message="lost", is_own=True)
         told, again, _ = running.wait(10, 0, 1)
         assert told == again
-        assert "process 2 of 3 (host2, cpu) gives no sign of life for" in told
+        assert "process 2 of 3 (host2, cpu) sends no heartbeat for" in told
         assert "its machine or the network to it is gone" in told
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from volseg.errors import ParallelError
 from volseg.launched import Launch
-from volseg.parallel.meeting import meet, open_store
+from volseg.parallel.processes.rendezvous import join_rendezvous, open_store
 
 LAUNCH = Launch(rank=0, local_rank=0, world_size=3, address="localhost", port=1, run="test")
 
@@ -23,19 +23,19 @@ def met(store, late=(), restarts=(0, 0, 0), **options):
             if place.rank in late:
                 with pytest.raises(TimeoutError):
                     waiting[0].result(timeout=0.3)
-            waiting.append(pool.submit(meet, store, place, {"pid": place.rank}, 20.0, **options))
+            waiting.append(pool.submit(join_rendezvous, store, place, {"pid": place.rank}, 20.0, **options))
         return [one.result() for one in waiting]
 
 
 @pytest.mark.parametrize("late", [(), (0,), (2,), (1, 2)])
 def test_all_agree(late):
-    meetings = met(dist.HashStore(), late)
-    assert len({meeting.name for meeting in meetings}) == 1
-    assert {meeting.restarts for meeting in meetings} == {0}
-    for meeting in meetings:
-        assert [member["pid"] for member in meeting.members] == [0, 1, 2]
-    meetings[0].store.set("key", "value")
-    assert meetings[1].store.get("key") == b"value"
+    agreed = met(dist.HashStore(), late)
+    assert len({rendezvous.name for rendezvous in agreed}) == 1
+    assert {rendezvous.restarts for rendezvous in agreed} == {0}
+    for rendezvous in agreed:
+        assert [member["pid"] for member in rendezvous.members] == [0, 1, 2]
+    agreed[0].store.set("key", "value")
+    assert agreed[1].store.get("key") == b"value"
 
 
 @pytest.mark.parametrize("late", [(), (0,), (2,), (0, 1), (1, 2)])
@@ -45,30 +45,30 @@ def test_dead_members_of_earlier_attempts_are_no_members(late):
     first[0].store.set("address", "of a dead process")
     names = {first[0].name}
     for attempt in (1, 2):
-        meetings = met(store, late)
-        (name,) = {meeting.name for meeting in meetings}
+        agreed = met(store, late)
+        (name,) = {rendezvous.name for rendezvous in agreed}
         assert name not in names
         names.add(name)
         # Whatever the launchers counted: that of a machine which joins again does not count.
-        assert {meeting.restarts for meeting in meetings} == {attempt}
-        assert not meetings[2].store.check(["address"])
+        assert {rendezvous.restarts for rendezvous in agreed} == {attempt}
+        assert not agreed[2].store.check(["address"])
 
 
 def test_the_highest_count_of_a_launcher_holds():
-    assert {meeting.restarts for meeting in met(dist.HashStore(), restarts=(0, 3, 0))} == {3}
+    assert {rendezvous.restarts for rendezvous in met(dist.HashStore(), restarts=(0, 3, 0))} == {3}
 
 
 def test_to_meet_again_is_no_new_attempt():
     store = dist.HashStore()
     met(store)
-    assert {meeting.restarts for meeting in met(store, first=False)} == {0}
+    assert {rendezvous.restarts for rendezvous in met(store, first=False)} == {0}
 
 
 def test_who_does_not_come_is_named():
     with pytest.raises(ParallelError, match=r"process 0 of 3 waited 0\.1 s for processes \[1, 2\] at localhost:1"):
-        meet(dist.HashStore(), LAUNCH, {}, 0.1)
+        join_rendezvous(dist.HashStore(), LAUNCH, {}, 0.1)
     with pytest.raises(ParallelError, match=r"process 2 of 3 waited 0\.1 s for the others"):
-        meet(dist.HashStore(), replace(LAUNCH, rank=2), {}, 0.1)
+        join_rendezvous(dist.HashStore(), replace(LAUNCH, rank=2), {}, 0.1)
 
 
 def test_a_store_that_cannot_be_reached_is_named():

@@ -22,20 +22,24 @@ from volseg.parallel.devices import (
     find_own_device,
     find_rank,
     has_process_group,
+    is_distributed,
     name_own_place,
     note_restarts,
     stay_on_cpu,
 )
-from volseg.parallel.failures import end_after, end_by
-from volseg.parallel.meeting import Meeting, PrefixStore, meet, open_store
-from volseg.parallel.progress import report_progress
-from volseg.parallel.supervision import Cause, Supervision, name_machine
+from volseg.parallel.processes.first_error import end_after, end_by
+from volseg.parallel.processes.progress import report_progress
+from volseg.parallel.processes.progress_sync import exchange
+from volseg.parallel.processes.rendezvous import PrefixStore, Rendezvous, join_rendezvous, open_store
+from volseg.parallel.processes.supervision import Cause, Supervision, name_machine
 
 __all__ = [
     "TIMEOUT",
     "agree",
     "find_message_group",
     "find_supervision",
+    "gather_over_processes",
+    "largest_over_processes",
     "leave_processes",
     "make_group",
     "make_groups",
@@ -56,7 +60,7 @@ SECONDS_OF_STORE = 30.0
 class _Joined:
     """The group that `start_group` has started."""
 
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
     supervision: Supervision | None = None
     serves: bool = False
     """Whether this process keeps the job's store."""
@@ -102,16 +106,16 @@ def start_group(timeout: float = TIMEOUT, *, on_cpu: bool = False) -> None:
     store = open_store(launch, timeout, serve=True)
     _joined.serves = launch.rank == 0 and not launch.has_store
     about = {"where": name_own_place(), "machine": name_machine(), "pid": os.getpid()}
-    with _limit_meeting(launch, timeout + SECONDS_OF_STORE):
-        meeting = meet(store, launch, about, timeout, first=not _joined.has_met)
-    _joined.meeting, _joined.has_met = meeting, True
-    note_restarts(meeting.restarts)
+    with _limit_rendezvous(launch, timeout + SECONDS_OF_STORE):
+        rendezvous = join_rendezvous(store, launch, about, timeout, first=not _joined.has_met)
+    _joined.rendezvous, _joined.has_met = rendezvous, True
+    note_restarts(rendezvous.restarts)
     report_progress("start")
     if launch.world_size > 1:
-        _watch(launch, meeting, timeout)
+        _watch(launch, rendezvous, timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("group", meeting.store),
+        store=PrefixStore("group", rendezvous.store),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=FOREVER,
@@ -176,6 +180,22 @@ def agree(yes: bool, groups: Sequence[dist.ProcessGroup], device: torch.device) 
         return bool(vote.item())
 
 
+def largest_over_processes(value: int, device: torch.device) -> int:
+    """Return the largest of the processes' values, to all of them; waits for the slowest."""
+    if not is_distributed():
+        return value
+    values = torch.tensor([value], device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return int(values.item())
+
+
+def gather_over_processes(names: Sequence[str]) -> list[str]:
+    """Return the names that the processes pass, to all of them; each name once, in the order of the processes."""
+    group = dist.group.WORLD if is_distributed() else None
+    told = exchange(names, None if group is None else find_message_group(group))
+    return list(dict.fromkeys(name for one in told for name in one))
+
+
 def leave_processes() -> None:
     """End this process's part of the job, when all have done theirs; without a group, do nothing.
 
@@ -184,11 +204,11 @@ def leave_processes() -> None:
     """
     if not has_process_group():
         return
-    meeting = _joined.meeting
-    if meeting is not None:  # watched over until here: those that are late may hang
+    rendezvous = _joined.rendezvous
+    if rendezvous is not None:  # watched over until here: those that are late may hang
         report_progress("leave")
-        meeting.store.set(f"arrived/{find_rank()}", "")
-        _wait_for_all(meeting, "arrived")
+        rendezvous.store.set(f"arrived/{find_rank()}", "")
+        _wait_for_all(rendezvous, "arrived")
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     _message_groups.clear()
@@ -197,12 +217,12 @@ def leave_processes() -> None:
     dist.destroy_process_group()
     gc.collect()
     stop_watching()
-    if meeting is None:
+    if rendezvous is None:
         return
-    meeting.store.set(f"gone/{rank}", "")
+    rendezvous.store.set(f"gone/{rank}", "")
     if _joined.serves:
-        _wait_for_all(meeting, "gone", SECONDS_OF_STORE)
-    _joined.meeting = None
+        _wait_for_all(rendezvous, "gone", SECONDS_OF_STORE)
+    _joined.rendezvous = None
 
 
 def stop_watching() -> None:
@@ -219,7 +239,7 @@ def find_supervision() -> Supervision | None:
 
 
 @contextmanager
-def _limit_meeting(launch: Launch, seconds: float) -> Iterator[None]:
+def _limit_rendezvous(launch: Launch, seconds: float) -> Iterator[None]:
     """End this process if the block takes longer: calls of a store that is cut off have no timeout."""
     message = (
         f"process {launch.rank} of {launch.world_size} has no answer from {launch.address}:{launch.port}, where the "
@@ -234,11 +254,11 @@ def _limit_meeting(launch: Launch, seconds: float) -> Iterator[None]:
         clock.cancel()
 
 
-def _watch(launch: Launch, meeting: Meeting, timeout: float) -> None:
+def _watch(launch: Launch, rendezvous: Rendezvous, timeout: float) -> None:
     connection = PrefixStore(f"volseg/{launch.run}", open_store(launch, SECONDS_OF_STORE))
-    connection = PrefixStore(meeting.name, connection)
+    connection = PrefixStore(rendezvous.name, connection)
     _joined.supervision = Supervision(
-        connection, launch.rank, meeting.members, timeout, end_by, keeps_store=_joined.serves
+        connection, launch.rank, rendezvous.members, timeout, end_by, keeps_store=_joined.serves
     )
 
 
@@ -258,9 +278,9 @@ def _tell_of_errors() -> None:
     sys.excepthook = end
 
 
-def _wait_for_all(meeting: Meeting, what: str, seconds: float | None = None) -> None:
+def _wait_for_all(rendezvous: Rendezvous, what: str, seconds: float | None = None) -> None:
     """Wait until all processes have put down that they did something, or for so many seconds."""
-    keys = [f"{what}/{rank}" for rank in range(len(meeting.members))]
+    keys = [f"{what}/{rank}" for rank in range(len(rendezvous.members))]
     end = None if seconds is None else time.monotonic() + seconds
-    while not meeting.store.check(keys) and (end is None or time.monotonic() < end):
+    while not rendezvous.store.check(keys) and (end is None or time.monotonic() < end):
         time.sleep(0.02)

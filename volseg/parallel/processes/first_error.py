@@ -1,11 +1,13 @@
-"""How the failure of one process is told: once, with its cause first, and by whom."""
+"""The first error of a job: reported once, by the process that it belongs to; the others end after it."""
 
 import json
 import os
 import signal
+import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -22,11 +24,21 @@ from volseg.errors import (
     VolsegError,
 )
 from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER, find_launch
-from volseg.lifetime import begin_anew, end_now, say_last
+from volseg.lifetime import ENDED_SILENTLY, begin_anew, describe_exit, end_now, say_last
 from volseg.parallel.devices import name_own_place
-from volseg.parallel.supervision import ENDED_SILENTLY, Cause, Supervision
+from volseg.parallel.processes.supervision import Cause, Supervision
 
-__all__ = ["begin_all_anew", "describe", "end_after", "end_by", "is_lasting", "is_peer_gone", "read_cause"]
+__all__ = [
+    "await_first_error",
+    "begin_all_anew",
+    "describe",
+    "end_after",
+    "end_by",
+    "is_lasting",
+    "is_peer_gone",
+    "read_cause",
+    "reporting_first_error",
+]
 
 SECONDS_FOR_THE_CAUSE = 6.0
 """For whoever failed first to say so, when all that is known here is that somebody is gone."""
@@ -34,6 +46,11 @@ SECONDS_FOR_THE_CAUSE = 6.0
 LASTING = (BatchFieldError, ConfigError, DataError, GridError, NonFiniteLossError, UnsupportedOperatorError)
 """What another attempt meets again: it starts from the same files. A refusal must not become a consent by it either:
 attempts after the first go on with what they find in the run folder."""
+
+SECONDS_FOR_REPORTS = 2.0
+"""For a status to be written before this process ends."""
+
+_reports: list[Callable[[str], object]] = []
 
 SECONDS_FOR_STACKS = 3.0
 """For every process to show where it is: the first that ends is the end of the others."""
@@ -49,16 +66,9 @@ def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn
     supervision
         Of this process, which tells the others; None before the processes have met.
     """
-    if supervision is not None and is_peer_gone(fault):
-        # Somebody else failed first; supervision ends this process as soon as it knows who.
-        time.sleep(SECONDS_FOR_THE_CAUSE)
-        if gone := supervision.list_silent(SECONDS_FOR_THE_CAUSE / 2):
-            fault = ParallelError(
-                f"{' and '.join(gone)} gives no sign of life any more and its connections broke; {ENDED_SILENTLY} "
-                f"({_shorten(str(fault))})"
-            )
-    said = describe(fault)
-    message = f"{name_own_place()}: {said}"
+    fault = await_first_error(fault, supervision)
+    said, is_ours = describe(fault), isinstance(fault, VolsegError)
+    message = f"{name_own_place()}: {said}" + ("" if is_ours else " (see its traceback)")
     lasts = isinstance(fault, LASTING)
     if supervision is None:
         cause = Cause(message=message, is_own=True, lasts=lasts)
@@ -68,15 +78,43 @@ def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn
         if cause.again and supervision is not None:
             supervision.part()
         end_by(cause, also=said)
-    if not isinstance(fault, VolsegError):
-        say_last("".join(traceback.format_exception(fault)).rstrip("\n"))
-    if isinstance(fault, VolsegError) and _is_told_by_launcher():
-        write_cause(message, lasts=lasts)
-    else:
+    trace = "".join(traceback.format_exception(fault))
+    if not is_ours:
+        say_last(trace.rstrip("\n"))
+    if not (is_ours and _is_told_by_launcher()):
         say_last(f"volseg: {message}")
-        above = "" if isinstance(fault, VolsegError) else " (its traceback is above)"
-        write_cause(message + above, "".join(traceback.format_exception(fault)), lasts=lasts)
+    write_cause(message, trace, lasts=lasts)
     end_now(1)
+
+
+def await_first_error(fault: BaseException, supervision: Supervision | None) -> BaseException:
+    """Return the error that a job ends by, where ``fault`` may say only that another process is gone.
+
+    Then another process failed first. Supervision ends this process as soon as it knows which, so that this function
+    returns only if that takes long.
+    """
+    if supervision is None or not is_peer_gone(fault):
+        return fault
+    time.sleep(SECONDS_FOR_THE_CAUSE)
+    gone = " and ".join(supervision.list_silent(SECONDS_FOR_THE_CAUSE / 2))
+    if not gone:
+        return fault
+    return ParallelError(
+        f"{gone} sends no heartbeat any more and its connections broke; {ENDED_SILENTLY} ({_shorten(str(fault))})"
+    )
+
+
+@contextmanager
+def reporting_first_error(report: Callable[[str], object]) -> Iterator[None]:
+    """Have ``report`` called with the error that the job ends by, if that ends this process within the block.
+
+    It is called by another thread than the main one, and waited for a moment only: the main thread may hang anywhere.
+    """
+    _reports.append(report)
+    try:
+        yield
+    finally:
+        _reports.remove(report)
 
 
 def begin_all_anew(message: str, supervision: Supervision, variables: Mapping[str, str]) -> NoReturn:
@@ -120,6 +158,10 @@ def end_by(cause: Cause, stack: str = "", also: str = "") -> NoReturn:
     if cause.again:
         say_last(f"volseg: {name_own_place()} begins anew with the others, after {_shorten(cause.message)}")
         begin_anew({OWN_ATTEMPTS: _count_attempt()})
+    for report in _reports:
+        reporting = threading.Thread(target=report, args=(cause.message,), name="volseg first error", daemon=True)
+        reporting.start()
+        reporting.join(SECONDS_FOR_REPORTS)
     if cause.is_own:
         say_last(f"volseg: {cause.message}")
     else:
@@ -136,6 +178,8 @@ def end_by(cause: Cause, stack: str = "", also: str = "") -> NoReturn:
 
 def is_peer_gone(fault: BaseException) -> bool:
     """Tell whether an error says no more than that another process is gone: a connection that broke."""
+    if isinstance(fault, ParallelError) and isinstance(fault.__cause__, RuntimeError):
+        return is_peer_gone(fault.__cause__)
     if isinstance(fault, dist.DistNetworkError):
         return True
     if isinstance(fault, dist.DistBackendError):
@@ -172,11 +216,8 @@ def read_cause(failure: ProcessFailure, place: str) -> str:
     told: Any = failure.error_file_data.get("message")
     if isinstance(told, dict):
         return str(told["message"])
-    if failure.exitcode == -signal.SIGKILL:
-        return f"{place} was killed by SIGKILL: {ENDED_SILENTLY}"
-    if failure.exitcode < 0:
-        return f"{place} was ended by {failure.signal_name()}; its own output above says more"
-    return f"{place} failed with exit code {failure.exitcode}; its own output above says why"
+    words = f"{place} {describe_exit(failure.exitcode)}"
+    return words if failure.exitcode == -signal.SIGKILL else f"{words}; its own output above says more"
 
 
 def is_lasting(failure: ProcessFailure) -> bool:

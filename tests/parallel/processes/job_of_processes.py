@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from volseg.launched import find_launch
 from volseg.parallel.devices import count_restarts, find_rank
-from volseg.parallel.failures import begin_all_anew
-from volseg.parallel.processes import find_supervision, leave_processes, start_group
-from volseg.parallel.progress import report_progress
+from volseg.parallel.processes.first_error import begin_all_anew
+from volseg.parallel.processes.group import find_supervision, leave_processes, start_group
+from volseg.parallel.processes.progress import report_progress
 
 
 def put_down(folder: str, name: str, value: Any) -> None:

@@ -193,7 +193,7 @@ def run_together(
     num_counts : int
         How many things the work counts.
     heard : callable, optional
-        Called with the counts of every process, by its number, again and again: a sign of life. By a thread.
+        Called with the counts of every process, by its number, again and again: a heartbeat. By a thread.
     stops : type of exception, optional
         With which work may end early without having failed; it is raised in every process.
     poll : callable, optional
@@ -237,9 +237,11 @@ def told_error(message: Sequence[str], where: str) -> Exception:
 
 
 def _explain_broken(fault: Exception) -> ParallelError:
-    return ParallelError(
+    broken = ParallelError(
         f"the processes of a group lost each other, so this one stops too; one of them may have been ended: {fault}"
     )
+    broken.__cause__ = fault  # by which `is_peer_gone` knows it
+    return broken
 
 
 def _gather(numbers: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 A thread writes them every few seconds if the work has gone on since; one that hangs grows old there. So a step costs
 nothing, and the preparation of cases and a long validation show themselves as well. Every loop of the work reports
-where it is for its supervision anyway (`volseg.parallel.progress`).
+where it is for its supervision anyway (`volseg.parallel.processes.progress`).
 """
 
 import logging
@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,17 @@ from volseg.monitoring.run_files import (
     write_status,
     write_times,
 )
-from volseg.parallel.progress import find_milestone
+from volseg.parallel.processes.first_error import (
+    await_first_error,
+    reporting_first_error,
+)
+from volseg.parallel.processes.group import find_supervision
+from volseg.parallel.processes.progress import find_milestone
+from volseg.signals import deferring_signals
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
 
-__all__ = ["EVERY_SECONDS", "SignsOfLife"]
+__all__ = ["EVERY_SECONDS", "Heartbeat"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +55,7 @@ OF_EPOCHS = ("training", "waiting for data", "recording", "validation")
 """Spans that are counted epoch by epoch."""
 
 
-class SignsOfLife(Hook):
+class Heartbeat(Hook):
     """Status and times of one process's work at a run; the leader's alone are written.
 
     Parameters
@@ -116,26 +123,36 @@ class SignsOfLife(Hook):
         self._earlier = tuple(part for part in read_times(folder / TIMES) if part.begun != self._begun)
         self._folder, self._holds, ended = folder, holds, threading.Event()
         self._set_state("preparing")
-        thread = threading.Thread(target=self._keep_up, args=(ended,), name="signs of life", daemon=True)
+        thread = threading.Thread(target=self._keep_up, args=(ended,), name="volseg heartbeat", daemon=True)
         thread.start()
         state: State = "finished"
-        message = ""
-        try:
-            yield
-        except begins_again:
-            state = "preparing"
-            raise
-        except (KeyboardInterrupt, SystemExit):
-            state = "interrupted"
-            raise
-        except BaseException as fault:
-            state, message = "failed", f"{type(fault).__name__}: {fault}"
-            raise
-        finally:
-            ended.set()
-            thread.join()
-            self._set_state(state, message)
-            self._folder = None
+        with reporting_first_error(partial(self._set_state, "failed")):
+            try:
+                yield
+            except begins_again:
+                state = "preparing"
+                raise
+            except (KeyboardInterrupt, SystemExit):
+                state = "interrupted"
+                raise
+            except BaseException as fault:
+                state = "failed"
+                first = self._report_failure(fault)
+                if first is not fault:
+                    raise first from None  # it quotes the other, by which it would be waited for once more
+                raise
+            finally:
+                ended.set()
+                thread.join()
+                self._set_state(state, self._message if state == "failed" else "")
+                self._folder = None
+
+    def _report_failure(self, fault: BaseException) -> BaseException:
+        """Write what the job ends by, and return it: a connection that broke says nothing of the process that died."""
+        with deferring_signals():
+            first = await_first_error(fault, find_supervision())
+            self._set_state("failed", f"{type(first).__name__}: {first}")
+        return first
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -262,7 +279,7 @@ class SignsOfLife(Hook):
                 # Tried again: who looks in would take a training that goes on for one that hangs, long after a disk
                 # that was full has space again.
                 if not self._is_mute:
-                    logger.warning("%s: no signs of life for now, %s; the training goes on", self._folder, fault)
+                    logger.warning("%s: no status is written for now, %s; the training goes on", self._folder, fault)
                 self._is_mute = True
             else:
                 self._is_mute = False

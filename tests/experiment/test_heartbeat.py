@@ -6,9 +6,9 @@ import pytest
 
 from volseg import Hook, experiment
 from volseg.experiment import RunFolder
+from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.run_files import read_times
-from volseg.monitoring.signs_of_life import SignsOfLife
-from volseg.parallel.progress import report_progress
+from volseg.parallel.processes.progress import report_progress
 
 
 class Stop(Hook):
@@ -63,13 +63,13 @@ def test_a_run_that_is_interrupted_says_so(configured):
 
 def test_the_thread_writes_when_the_work_goes_on_and_is_silent_when_it_hangs(tmp_path):
     folder = RunFolder(tmp_path)
-    signs = SignsOfLife(every_seconds=0.001)
+    signs = Heartbeat(every_seconds=0.001)
     with signs.writing(tmp_path):
         report_progress("read", item="case_7")
         while folder.status().message != "read, case_7":  # the thread's next look
             pass
         before = folder.status_file.stat().st_mtime_ns
-        looks = SignsOfLife(every_seconds=0.001)
+        looks = Heartbeat(every_seconds=0.001)
         with looks.writing(tmp_path / "another"):  # its thread looks as often meanwhile, and sees nothing new
             pass
         assert folder.status_file.stat().st_mtime_ns == before

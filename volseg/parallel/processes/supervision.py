@@ -6,11 +6,11 @@ GPU, a file system. What is watched is progress, and not how long somebody waits
 reads cases, as long as that one goes on. It ends this process, by itself and whatever the main thread does, when
 
 - another process has failed (it says so in the store before it ends): at once;
-- another process has gone without a word, or shows no sign of life for a fifth of the timeout, at least
+- another process has gone without a word, or sends no heartbeat for a fifth of the timeout, at least
   ``LEAST_SECONDS`` (its machine is gone, or something holds it): its name is told;
 - nobody has made any progress for the timeout: where everybody is is told;
 - the store is gone, and ``SECONDS_TO_LEAVE`` later this process is still there;
-- the store does not answer for as long as a process may show no sign of life. A cut network closes no connection, and
+- the store does not answer for as long as a process may send no heartbeat. A cut network closes no connection, and
   calls of the store have no timeout: another thread makes them.
 
 A failure after which the job goes on in another way (``again``) ends nobody for good: each process begins anew, once it
@@ -37,23 +37,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from volseg.parallel.meeting import Store
-from volseg.parallel.progress import Milestone, find_milestone
+from volseg.lifetime import ENDED_SILENTLY, is_running
+from volseg.parallel.processes.progress import Milestone, find_milestone
+from volseg.parallel.processes.rendezvous import Store
 
 __all__ = ["Cause", "Supervision"]
 
 LEAST_SECONDS = 20.0
-"""Without a sign of life after which a process is taken for gone; a machine under load may be that slow."""
+"""Without a heartbeat after which a process is taken for gone; a machine under load may be that slow."""
 
 SECONDS_TO_HEAR = 15.0
 """For all processes to hear that they begin anew, before the one that keeps the store does."""
 
 SECONDS_TO_LEAVE = 30.0
 """For a checkpoint after a signal, which may come when the launcher, and with it the store, has gone."""
-
-ENDED_SILENTLY = (
-    "what ends a process so is mostly a lack of memory (the system's log tells), or whoever owns the machine"
-)
 
 NUM_FRAMES = 12
 """Of the main thread that are shown of a process that hangs."""
@@ -254,7 +251,7 @@ class Supervision:
                 ), False
             if silent > self.longest_silence:
                 return self._decide(
-                    f"{member['where']} gives no sign of life for {silent:.0f} s, last seen at {self._step_of(rank)}; "
+                    f"{member['where']} sends no heartbeat for {silent:.0f} s, last seen at {self._step_of(rank)}; "
                     "its machine or the network to it is gone, or something holds it"
                 ), False
         stuck = self._watched - max(self._seen[rank][1] for rank in staying if rank in self._seen)
@@ -325,17 +322,6 @@ def name_machine() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # another system than Linux: every process is on a machine of its own
         return f"process {os.getpid()}"
-
-
-def is_running(pid: int) -> bool:
-    """Tell whether a process of this machine runs; one that has ended and was not yet asked for does not."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except FileNotFoundError:
-        return False
-    except OSError:  # it may not be looked at: it is there
-        return True
 
 
 def _first_line(fault: BaseException) -> str:

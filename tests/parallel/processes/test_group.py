@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from volseg.errors import ParallelError
+from volseg.lifetime import is_running
 from volseg.parallel import launch
-from volseg.parallel.supervision import is_running
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
@@ -45,7 +45,7 @@ def test_an_error_is_told_first_and_once(tmp_path: Path, capfd: pytest.CaptureFi
     with pytest.raises(ParallelError) as told:
         launch([*SCRIPT, "raise", str(tmp_path)], 2)
     assert re.fullmatch(
-        r"process 1 of 2 \(\S+, \S+\): KeyError: 'something of ours' \(its traceback is above\)", str(told.value)
+        r"process 1 of 2 \(\S+, \S+\): KeyError: 'something of ours' \(see its traceback\)", str(told.value)
     )
     shown = capfd.readouterr().err
     assert shown.count("Traceback") == 1

@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from volseg.errors import ParallelError
 from volseg.launched import OWN_ATTEMPTS, OWN_LAUNCHER
 from volseg.parallel.devices import is_launched, name_place
-from volseg.parallel.failures import is_lasting, read_cause
+from volseg.parallel.processes.first_error import is_lasting, read_cause
 
 __all__ = ["is_worker", "launch"]
 

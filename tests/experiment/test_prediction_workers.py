@@ -1,14 +1,13 @@
 """Cases that several processes predict come to what one process makes of them; a process that fails is named."""
 
-import os
-import signal
 import sys
+from pathlib import Path
 
 import pytest
 
 from volseg.errors import ConfigError
-from volseg.experiment import predict, prediction_processes, train
-from volseg.experiment.prediction_processes import predict_in_processes
+from volseg.experiment import predict, train
+from volseg.experiment.prediction_workers import predict_in_processes
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
@@ -97,67 +96,67 @@ while say({"asks": True}) or (case := json.loads(sys.stdin.readline())):
 """A process that predicts, in a few lines: one of ours takes seconds to import what it needs."""
 
 
-@pytest.fixture
-def played(monkeypatch):
-    """Let processes run a few lines in place of a network's prediction."""
-    start = prediction_processes._start
-
-    def started(command, *arguments):
-        return start([sys.executable, "-c", WORKER], *arguments)
-
-    monkeypatch.setattr(prediction_processes, "_start", started)
+PLAYED = [sys.executable, "-c", WORKER]
 
 
-def test_each_case_is_asked_for_once(played):
-    results = list(predict_in_processes(CASES, [None, None, None], {"dies_with": []}))
+def test_each_case_is_asked_for_once():
+    results = list(predict_in_processes(CASES, [None, None, None], {"dies_with": []}, PLAYED))
     assert sorted(result.case for result in results) == [case["case"] for case in CASES]
     assert all(str(result.file) == f"{result.case}.nii.gz" for result in results)
     assert all(result.seconds == {"read": 0.5} for result in results)
 
 
-def test_a_process_that_dies_is_named_and_the_others_go_on(played):
-    results = {result.case: result for result in predict_in_processes(CASES, [None, "1"], {"dies_with": ["case_2"]})}
+def test_a_process_that_dies_is_named_and_the_others_go_on():
+    results = {
+        result.case: result for result in predict_in_processes(CASES, [None, "1"], {"dies_with": ["case_2"]}, PLAYED)
+    }
     assert sorted(results) == [case["case"] for case in CASES]
     failed = [result for result in results.values() if result.state == "failed"]
     assert [result.case for result in failed] == ["case_2"]
-    assert f"ended with status {-signal.SIGKILL}" in failed[0].message
+    assert "was killed by SIGKILL: what ends a process so" in failed[0].message
     assert "| the GPU fell off the bus" in failed[0].message
 
 
-def test_where_all_processes_die_the_rest_is_told(played):
+def test_where_all_processes_die_the_rest_is_told():
     order = {"dies_with": [case["case"] for case in CASES]}
-    results = {result.case: result for result in predict_in_processes(CASES, [None, None], order)}
+    results = {result.case: result for result in predict_in_processes(CASES, [None, None], order, PLAYED)}
     assert sorted(results) == [case["case"] for case in CASES]
     assert all(result.state == "failed" for result in results.values())
     assert sum("every process that predicted has failed" in result.message for result in results.values()) == 4
 
 
-def test_processes_that_die_before_their_first_case_say_why(monkeypatch):
+def test_processes_that_die_before_their_first_case_say_why():
     """All that was said of each case was: see what became of the other cases."""
-    start = prediction_processes._start
     command = [sys.executable, "-c", "raise SystemExit('the driver is too old')"]
-    monkeypatch.setattr(prediction_processes, "_start", lambda _, *arguments: start(command, *arguments))
-    results = list(predict_in_processes(CASES, [None, None], {}))
+    results = list(predict_in_processes(CASES, [None, None], {}, command))
     assert [result.case for result in results] == [case["case"] for case in CASES]
     for result in results:
-        assert "process 1 (CPU) ended with status 1; its last lines:\n  | the driver is too old" in result.message
+        assert (
+            "process 1 (CPU) failed with exit code 1; the last lines of its log:\n  | the driver is too old"
+            in result.message
+        )
 
 
-def test_an_error_that_is_no_cases_own_ends_all(played):
+def test_an_error_that_is_no_cases_own_ends_all():
     with pytest.raises(ConfigError, match=r"^the disk is full$"):
-        list(predict_in_processes(CASES, [None, None], {"dies_with": [], "cannot": "the disk is full"}))
+        list(predict_in_processes(CASES, [None, None], {"dies_with": [], "cannot": "the disk is full"}, PLAYED))
 
 
-def test_who_stops_listening_leaves_no_process(played, monkeypatch):
-    processes = []
-    start = prediction_processes._start
-    monkeypatch.setattr(
-        prediction_processes, "_start", lambda *arguments: processes.append(start(*arguments)) or processes[-1]
-    )
-    results = predict_in_processes(CASES, [None, None], {"dies_with": []})
+def list_children():
+    """Return the processes that this one has started; see also `ready_python`, which keeps one."""
+    return {
+        int(number)
+        for file in Path("/proc/self/task").glob("*/children")
+        for number in file.read_text(encoding="ascii").split()
+    }
+
+
+def test_who_stops_listening_leaves_no_process():
+    list(predict_in_processes([], [None], {"dies_with": []}, PLAYED))
+    before = list_children()
+    results = predict_in_processes(CASES, [None, None], {"dies_with": []}, PLAYED)
     next(results)
+    begun = list_children()
     results.close()
-    assert [process.poll() is not None for process in processes] == [True, True]
-    for process in processes:
-        with pytest.raises(ProcessLookupError):
-            os.kill(process.pid, 0)
+    assert len(begun - before) == 2
+    assert list_children() == before

@@ -24,14 +24,14 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from volseg.errors import ParallelError
 from volseg.launched import Launch
 
-__all__ = ["Meeting", "PrefixStore", "Store", "meet", "open_store"]
+__all__ = ["PrefixStore", "Rendezvous", "Store", "join_rendezvous", "open_store"]
 
 SECONDS_BETWEEN_LOOKS = 0.02
 MOST_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """What the processes agreed on."""
 
     store: Store
@@ -43,7 +43,9 @@ class Meeting:
     """What each process said of itself."""
 
 
-def meet(store: Store, launch: Launch, about: Mapping[str, Any], timeout: float, *, first: bool = True) -> Meeting:
+def join_rendezvous(
+    store: Store, launch: Launch, about: Mapping[str, Any], timeout: float, *, first: bool = True
+) -> Rendezvous:
     """Wait until every process of this attempt has come.
 
     Parameters
@@ -70,7 +72,7 @@ def meet(store: Store, launch: Launch, about: Mapping[str, Any], timeout: float,
     mine = {"sign": sign, "restarts": launch.restarts, "about": dict(about)}
     store.set(f"member/{launch.rank}", json.dumps(mine))
     plan = _lead(store, launch, wait, int(first)) if launch.rank == 0 else _follow(store, launch, sign, wait)
-    return Meeting(
+    return Rendezvous(
         store=PrefixStore(plan["name"], store),
         name=plan["name"],
         restarts=plan["restarts"],

@@ -1,0 +1,218 @@
+"""The worker that compiles a training's kernels: how it ends, and that nothing of the training depends on it.
+
+What it compiles needs a GPU to know for which; that is replaced here, the processes are real. So are those of jobs,
+which train on the CPU and take it for two GPUs.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from volseg.errors import ParallelError
+from volseg.experiment import kernel_worker
+from volseg.experiment.compiled_kernels import CompiledKernels
+from volseg.experiment.kernel_worker import BESIDE_TRAINING, KernelWorker, OwnGpu, compile_for_training, make_order
+from volseg.forecast.candidate import Candidate
+from volseg.lifetime import is_running
+from volseg.parallel import launch
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kernels are compiled on Linux")
+
+GPU = OwnGpu(name="NVIDIA H200", processors=132, memory=140 * 2**30, capability=(9, 0))
+
+WORKER = """
+import json, os, signal, sys, time
+from pathlib import Path
+from volseg.experiment.compiled_kernels import CompiledKernels
+from volseg.experiment.kernel_worker import serve_kernels
+from volseg.lifetime import end_with_launcher
+
+folder = Path({folder!r})
+
+def put_down(name, value):
+    (folder / "partial").write_text(str(value), encoding="utf-8")
+    os.replace(folder / "partial", folder / name)
+
+def compile_kernels(config, gpu, *, candidate, one_process, runs_here, ready):
+    put_down("worker", os.getpid())
+{body}
+    return CompiledKernels(kernels=3, seconds=1.5)
+
+end_with_launcher()
+serve_kernels(compile_kernels)
+"""
+
+
+@pytest.fixture
+def begin(configured, monkeypatch, tmp_path):
+    """Return a function that begins a worker, which runs a few lines in place of compiling."""
+    monkeypatch.setattr(kernel_worker, "find_note", lambda *given: tmp_path / "note.json")
+    begun = []
+
+    def begin(*body):
+        lines = "\n".join(f"    {line}" for line in body)
+        script = WORKER.format(folder=str(tmp_path), body=lines)
+        order = make_order(configured(), Candidate(), GPU, 1)
+        begun.append(KernelWorker(order, [sys.executable, "-c", script]))
+        return begun[-1]
+
+    yield begin
+    for each in begun:
+        each.close()
+
+
+def wait_for(file: Path) -> int:
+    """Return the number that a file says, once it does."""
+    end = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return int(file.read_text(encoding="utf-8"))
+
+
+def wait_until_gone(process: int) -> None:
+    """Wait until a process that is none of ours has ended."""
+    end = time.monotonic() + 60
+    while is_running(process):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_what_was_compiled_is_told_and_noted(begin, configured, tmp_path):
+    checks = "assert gpu.capability >= (8, 0) and candidate.data == 1 and runs_here and not one_process"
+    assert begin(checks, f"assert config.name == {configured().name!r}").wait(300) == CompiledKernels(
+        kernels=3, seconds=1.5
+    )
+    assert json.loads((tmp_path / "note.json").read_text(encoding="utf-8"))["gpu"] == GPU.name
+    assert make_order(configured(), Candidate(), GPU, 1) is None  # there is a note
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_a_training_goes_on_when_its_first_kernels_are_there_and_the_rest_follows_beside_it(begin, tmp_path):
+    begun = begin(
+        "ready()",
+        "put_down('niceness', os.getpriority(os.PRIO_PROCESS, 0))",
+        "while not (folder / 'go_on').exists(): time.sleep(0.01)",
+    )
+    assert begun.wait(300) is None
+    assert not begun.is_compiling
+    assert wait_for(tmp_path / "niceness") == BESIDE_TRAINING
+    assert not (tmp_path / "note.json").exists()
+    (tmp_path / "go_on").touch()
+    end = time.monotonic() + 120
+    while not (tmp_path / "note.json").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_a_training_that_ends_ends_the_worker_and_what_that_started(begin, tmp_path):
+    begun = begin(
+        "helper = os.fork()",
+        "if helper == 0: time.sleep(600)",
+        "put_down('helper', helper)",
+        "ready()",
+        "time.sleep(600)",
+    )
+    assert begun.wait(300) is None
+    begun.close()
+    for name in ("worker", "helper"):
+        wait_until_gone(wait_for(tmp_path / name))
+
+
+@pytest.mark.usefixtures("ready_python")
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        ("raise KeyError('something of ours')", "KeyError: 'something of ours'"),
+    ],
+    ids=["killed", "fails"],
+)
+def test_a_worker_that_brings_nothing_says_why(line, told, begin, tmp_path):
+    assert told in begin(line).wait(300).problem
+    assert not (tmp_path / "note.json").exists()
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_a_worker_that_hangs_costs_the_seconds_it_may(begin):
+    assert "longer than" in begin("time.sleep(600)").wait(seconds=0.3).problem
+
+
+def test_a_worker_ends_with_a_training_that_is_killed(begin, tmp_path):
+    training = os.fork()
+    if training == 0:
+        begin("time.sleep(600)")
+        time.sleep(600)
+    worker = wait_for(tmp_path / "worker")
+    os.kill(training, 9)
+    os.waitpid(training, 0)
+    wait_until_gone(worker)
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_a_note_that_cannot_be_written_is_told(begin, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kernel_worker, "find_note", lambda *given: tmp_path / "file" / "note.json")
+    assert "FileExistsError" in begin("pass").wait(300).problem
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "candidate", "is_ordered"),
+    [
+        (2, [], Candidate(data=2), True),
+        (2, [], Candidate(spatial=2), True),
+        (4, [], Candidate(data=2, spatial=2, checkpoint="all"), True),
+        (1, [], Candidate(), True),
+        (1, ["parallel={strategy: spatial, devices: 2}"], Candidate(spatial=2), True),
+        pytest.param(2, [], Candidate(data=4), False, id="in turns"),
+        pytest.param(1, [], Candidate(data=2), False, id="in turns of one process"),
+        pytest.param(1, [], Candidate(pipeline=2), False, id="stages"),
+        pytest.param(1, ["parallel=auto"], Candidate(), False, id="chosen at the first batch"),
+    ],
+)
+def test_what_is_ordered(processes, overrides, candidate, is_ordered, configured, monkeypatch, tmp_path):
+    monkeypatch.setattr(kernel_worker, "find_note", lambda *given: tmp_path / "note.json")
+    order = make_order(configured(*overrides), candidate, GPU, processes)
+    assert (order is not None) == is_ordered
+    if order is not None:
+        assert Candidate(**json.loads(json.dumps(order["candidate"]))) == candidate
+        assert order["one_process"] == (processes == 1 and candidate.spatial > 1)
+
+
+def test_a_training_on_the_cpu_starts_no_worker(configured):
+    assert not compile_for_training(configured(), Candidate(), torch.device("cpu")).is_compiling
+
+
+def run_job(mode, config_file, folder):
+    """Train in two processes; return whether each found all compiled when it built its network."""
+    job = [str(Path(__file__).with_name("job_with_worker.py")), mode, str(folder), "train", str(config_file)]
+    settings = [part for each in ("device=cpu", "training.epochs=1", "parallel.data=2") for part in ("--set", each)]
+    launch([*job, *settings], 2)
+    return [(folder / f"built_{rank}").read_text(encoding="utf-8") for rank in range(2)]
+
+
+@pytest.mark.usefixtures("ready_python")
+def test_all_processes_wait_for_what_one_worker_compiles(config_file, tmp_path):
+    assert run_job("well", config_file, tmp_path) == ["True", "True"]
+
+
+@pytest.mark.usefixtures("ready_python")
+@pytest.mark.parametrize("mode", ["worker is killed", "worker hangs"])
+def test_a_job_goes_on_without_its_worker(mode, config_file, tmp_path):
+    assert run_job(mode, config_file, tmp_path) == ["False", "False"]
+    wait_until_gone(wait_for(tmp_path / "worker"))
+
+
+@pytest.mark.usefixtures("ready_python")
+@pytest.mark.parametrize("mode", ["leader is killed", "leader fails"])
+def test_nobody_waits_for_a_worker_whose_process_is_gone(mode, config_file, tmp_path):
+    with pytest.raises(ParallelError, match="process 0 of 2"):
+        run_job(mode, config_file, tmp_path)
+    wait_until_gone(wait_for(tmp_path / "worker"))

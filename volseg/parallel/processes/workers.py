@@ -1,0 +1,305 @@
+"""Worker processes: each runs a verb of volseg by itself, sees one GPU, and ends with the process that started it.
+
+Workers differ from the processes of a launcher, which are one job and end when one of them fails: a worker that fails
+leaves the others running. The processes exchange JSON, a message per line, over the standard streams of the worker; its
+log holds what it prints besides::
+
+    pool.start("process 0", command, log, talks=True).send(order)
+    for worker, message in pool.hear(): ...              # a message of None: the worker has ended
+
+    channel = open_channel()                             # in the worker
+    order = channel.receive()
+    channel.send(answer)
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import IO, Any, Self, TypeVar
+
+from volseg.launched import OF_JOB, OWN_LAUNCHER
+from volseg.lifetime import describe_exit
+
+__all__ = ["Channel", "Worker", "WorkerPool", "open_channel", "run_queue"]
+
+logger = logging.getLogger(__name__)
+
+NUM_LAST_LINES = 15
+"""Of a log that an error quotes."""
+
+SECONDS_BETWEEN_LOOKS = 0.1
+
+Message = Any
+Item = TypeVar("Item")
+
+
+class Channel:
+    """Messages as lines of JSON over two files."""
+
+    def __init__(self, source: IO[str], target: IO[str]) -> None:
+        self._source, self._target = source, target
+
+    def send(self, message: Message) -> None:
+        """Write a message; one to a process that has ended is lost."""
+        line = json.dumps(message) + "\n"
+        with suppress(BrokenPipeError, ValueError):  # a file that is closed
+            self._target.write(line)
+            self._target.flush()
+
+    def receive(self) -> Message:
+        """Return the next message; None after the last, or where the other process was killed in the middle of one."""
+        try:
+            return json.loads(self._source.readline() or "null")
+        except json.JSONDecodeError:
+            return None
+
+    def close(self) -> None:
+        """Close both files."""
+        for file in (self._source, self._target):
+            with suppress(OSError):  # what was on its way to a process that has ended
+                file.close()
+
+
+def open_channel() -> Channel:
+    """Return the channel of a worker to the process that started it; what a library prints goes to the log instead."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return Channel(sys.stdin, answers)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Worker:
+    """A worker process."""
+
+    name: str
+    """For messages."""
+    gpu: str | None
+    """Its value of CUDA_VISIBLE_DEVICES; None where it computes on the CPU."""
+    process: "subprocess.Popen[str]"
+    log: Path
+    log_begin: int
+    """Bytes that the log had before."""
+    started: float
+    channel: Channel | None
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.perf_counter() - self.started
+
+    def send(self, message: Message) -> None:
+        """Send a message to a worker that talks."""
+        assert self.channel is not None, f"{self.name} was started without a channel"
+        self.channel.send(message)
+
+    def describe_end(self, where: str = "its log") -> str:
+        """Return how it ended, and its last lines; ``where`` names the log."""
+        status = self.process.poll()
+        how = "still runs" if status is None else describe_exit(status)
+        written = self.log.read_bytes()[self.log_begin :].decode("utf-8", errors="replace")
+        # A progress bar rewrites its line: what counts is what stands after the last carriage return.
+        lines = [line.rstrip("\r").rpartition("\r")[2] for line in written.split("\n")]
+        last = [f"\n  | {line}" for line in lines if line.strip()][-NUM_LAST_LINES:]
+        return f"{self.name} {how}" + (f"; the last lines of {where}:{''.join(last)}" if last else "")
+
+
+class WorkerPool:
+    """The workers of this process; those that run at the end of the block are stopped.
+
+    To be used by a thread that lives as long as the workers: Linux ends a worker with the thread that started it.
+
+    Parameters
+    ----------
+    count : int
+        Of workers at a time, which share the cores.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        self._count = count
+        self._heard: SimpleQueue[tuple[Worker, Message]] = SimpleQueue()
+        self._readers: list[Thread] = []
+        self.running: list[Worker] = []
+        """In the order of their starts."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.stop_workers()
+
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        *,
+        gpu: str | None = None,
+        talks: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> Worker:
+        """Start a worker.
+
+        Parameters
+        ----------
+        name : str
+            For messages.
+        command : sequence of str
+            Of `volseg.commands.run_module`.
+        log : Path
+            To which it appends what it prints.
+        gpu : str, optional
+            Value of CUDA_VISIBLE_DEVICES; empty for none, by default that of this process.
+        talks : bool
+            Whether it opens a channel.
+        variables : mapping, optional
+            More of its environment.
+
+        Raises
+        ------
+        OSError
+            If the system starts no more processes.
+        """
+        # By this process's number the worker ends with it, even if it is killed: see volseg.lifetime. A worker of a
+        # launched process is none of the job's.
+        environment = {name: value for name, value in os.environ.items() if name not in OF_JOB}
+        environment |= {"PYTHONUNBUFFERED": "1", OWN_LAUNCHER: str(os.getpid()), **(variables or {})}
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._count)))
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        with log.open("ab") as file:
+            begin = file.tell()
+            process = subprocess.Popen(  # noqa: S603 (our own interpreter and arguments; no shell)
+                command,
+                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if talks else file,
+                stderr=file,
+                env=environment,
+                encoding="utf-8",
+                # Else the terminal's Ctrl-C reaches it beside the one that is passed on, which would be the second.
+                start_new_session=True,
+            )
+        channel = None
+        if talks:
+            assert process.stdout is not None
+            assert process.stdin is not None
+            channel = Channel(process.stdout, process.stdin)
+        worker = Worker(
+            name=name,
+            gpu=gpu,
+            process=process,
+            log=log,
+            log_begin=begin,
+            started=time.perf_counter(),
+            channel=channel,
+        )
+        self.running.append(worker)
+        if talks:
+            reader = Thread(target=self._read, args=(worker,), name=f"volseg {name}", daemon=True)
+            reader.start()
+            self._readers.append(reader)
+        return worker
+
+    def _read(self, worker: Worker) -> None:
+        """Pass on what a worker says, and that it has ended."""
+        assert worker.channel is not None
+        while (message := worker.channel.receive()) is not None:
+            self._heard.put((worker, message))
+        worker.process.wait()
+        self._heard.put((worker, None))
+
+    def hear(self, seconds: float | None = None) -> tuple[Worker, Message] | None:
+        """Return what a worker that talks says next, with a message of None once it has ended.
+
+        Parameters
+        ----------
+        seconds : float, optional
+            To wait at most; then None is returned.
+        """
+        try:
+            worker, message = self._heard.get(timeout=seconds)
+        except Empty:
+            return None
+        if message is None:
+            self.running.remove(worker)
+            assert worker.channel is not None, "workers without a channel say nothing"
+            worker.channel.close()
+        return worker, message
+
+    def take_ended(self) -> list[Worker]:
+        """Return the workers that have ended since this was asked last; for those that do not talk."""
+        ended = [worker for worker in self.running if worker.process.poll() is not None]
+        self.running = [worker for worker in self.running if worker not in ended]
+        return ended
+
+    def send_signal(self, number: int) -> None:
+        """Pass a signal on to all workers."""
+        for worker in self.running:
+            worker.process.send_signal(number)
+
+    def stop_workers(self, *, at_once: bool = False) -> None:
+        """End all workers, and wait for them; ``at_once``: with all that they have started, whatever these do."""
+        for worker in self.running:
+            if at_once:
+                with suppress(ProcessLookupError, PermissionError):  # all have ended
+                    os.killpg(worker.process.pid, signal.SIGKILL)
+                worker.process.kill()
+            else:
+                worker.process.terminate()
+        for worker in self.running:
+            worker.process.wait()
+        for reader in self._readers:
+            reader.join()
+        for worker in self.running:
+            if worker.channel is not None:
+                worker.channel.close()
+        self.running.clear()
+
+
+def run_queue(
+    items: Sequence[Item],
+    gpus: Sequence[str | None],
+    start: Callable[[WorkerPool, Item, str | None], Worker],
+    find_signal: Callable[[], int | None],
+) -> Generator[tuple[Item, Worker], None, None]:
+    """Run each item by a worker of its own, as many at a time as there are GPUs; yield the items as they end.
+
+    Parameters
+    ----------
+    items
+        In the order in which they are begun.
+    gpus
+        Values of CUDA_VISIBLE_DEVICES.
+    start
+        Starts the worker of an item on one of them.
+    find_signal
+        Returns the signal that this process was sent; it is passed on once, and no item is begun after it.
+    """
+    waiting, free = deque(items), list(gpus)
+    begun: dict[Worker, tuple[Item, str | None]] = {}
+    is_passed_on = False
+    with WorkerPool(len(gpus)) as pool:
+        while pool.running or (waiting and not find_signal()):
+            while waiting and free and not find_signal():
+                item, gpu = waiting.popleft(), free.pop(0)
+                begun[start(pool, item, gpu)] = item, gpu
+            number = find_signal()
+            if number and not is_passed_on:
+                is_passed_on = True
+                logger.info("passing %s on to %d process(es)", signal.Signals(number).name, len(pool.running))
+                pool.send_signal(number)
+            for worker in pool.take_ended():
+                item, gpu = begun.pop(worker)
+                free.append(gpu)
+                yield item, worker
+            time.sleep(SECONDS_BETWEEN_LOOKS)
