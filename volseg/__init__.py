@@ -1,6 +1,7 @@
 """Train 3D medical segmentation networks; several GPUs behave as one large one.
 
 Whole experiments, from a YAML file: `load_config`, `train`, `cross_validate`, `validate`, `predict`.
+A trained model that stays in memory: `load`.
 Data: `load_task`, `make_task`, `read_volume`. Scores of anybody's label maps: `evaluate_folders`.
 A loop of your own: `Training`, `Validation`, `Testing`, `Predictor`, `Named`, `build_network`, and the hooks `Hook`,
 `Checkpoints`, `Patience`, `Progress` and `TrainingLog`, which tells loggers such as `TensorBoard`.
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from volseg.estimate import plan
     from volseg.evaluation.folders import evaluate_folders
     from volseg.experiment.cross_validation import cross_validate
+    from volseg.experiment.loaded import load
     from volseg.experiment.own_components import load_components, register
     from volseg.experiment.predicting import predict
     from volseg.experiment.training import train
@@ -56,6 +58,7 @@ __all__ = [
     "build_network",
     "cross_validate",
     "evaluate_folders",
+    "load",
     "load_components",
     "load_config",
     "load_task",
@@ -79,6 +82,7 @@ _HOMES = {
     "build_network": "volseg.models.networks",
     "cross_validate": "volseg.experiment.cross_validation",
     "evaluate_folders": "volseg.evaluation.folders",
+    "load": "volseg.experiment.loaded",
     "load_components": "volseg.experiment.own_components",
     "load_config": "volseg.config.loading",
     "load_task": "volseg.data.layouts",

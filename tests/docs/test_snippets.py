@@ -5,15 +5,22 @@ about components of one's own, fine-tuning, labels and layouts have tests of the
 come of them.
 """
 
+import gzip
 import json
 import os
 import shutil
+import threading
 import tomllib
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import nibabel
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -152,8 +159,32 @@ def label_maps_are_written(names: dict[str, Any]) -> None:
     assert len([*names["folder"].glob("*.nii.gz")]) == len(names["cases"])
 
 
+def server_answers(names: dict[str, Any]) -> None:
+    """The server of a page answers with the label map and its volumes, and names what is wrong with a file."""
+    file = next(Path("imagesTs").glob("*.nii.gz"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), names["Segment"]) as server:
+        threading.Thread(target=server.serve_forever).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        try:
+            with urllib.request.urlopen(address, data=file.read_bytes()) as answer:
+                content, volumes = answer.read(), json.loads(answer.headers["Volumes"])
+            small = nibabel.Nifti1Image(np.ones((4, 4, 4), np.uint8), np.eye(4)).to_bytes()
+            for sent, status, said in ((b"none", 400, "gz"), (gzip.compress(small), 422, "is constant")):
+                with pytest.raises(urllib.error.HTTPError, match=str(status)) as refused:
+                    urllib.request.urlopen(address, data=sent)
+                assert said in refused.value.read().decode()
+                refused.value.close()
+        finally:
+            server.shutdown()
+    found = names["model"](file)
+    labels = nibabel.Nifti1Image.from_bytes(gzip.decompress(content))
+    assert np.array_equal(np.asarray(labels.dataobj), found.labels[0].numpy())
+    assert volumes == found.volumes
+
+
 # What must come of a page, beside that it runs.
 COMES_OF: dict[str, Callable[[dict[str, Any]], None]] = {
+    "docs/in-memory.md": server_answers,
     "docs/labels.md": loss_takes_regions,
     "docs/planning.md": planned_patch_is_written,
     "docs/prediction.md": label_maps_are_written,

@@ -23,7 +23,6 @@ from volseg.exchange.nnunet.plans import read_plan
 from volseg.exchange.nnunet.preprocessing import build_preprocessing
 from volseg.exchange.nnunet.resampling import Resampling, find_thick_axis, resample
 from volseg.experiment import predict
-from volseg.experiment.imported import load_nnunet
 from volseg.experiment.sources import load_trained
 from volseg.inference.original_grid import WayBack
 from volseg.inference.sampling import Held
@@ -119,7 +118,7 @@ def test_plans_that_would_be_followed_otherwise_are_refused(model, changes, why)
     """The first and third were passed over, the others ended in a traceback."""
     change_plans(model, **changes)
     with pytest.raises((ConfigError, DataError), match=why):
-        load_nnunet(model)
+        load_trained(model)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_networks_without_sizes_are_refused(model, key, value, why):
     architecture["arch_kwargs"][key] = value
     change_plans(model, architecture=architecture)
     with pytest.raises((ConfigError, DataError), match=why):
-        load_nnunet(model)
+        load_trained(model)
 
 
 def test_regions_without_an_order_are_refused(model):
@@ -147,7 +146,7 @@ def test_regions_without_an_order_are_refused(model):
     del declared["regions_class_order"]
     file.write_text(json.dumps(declared), encoding="utf-8")
     with pytest.raises(DataError, match="declares regions and no regions_class_order"):
-        load_nnunet(model)
+        load_trained(model)
 
 
 def test_label_maps_of_other_plans_are_not_gone_on_with(model, tmp_path):
@@ -164,11 +163,18 @@ def test_folds_are_an_ensemble(model):
     shutil.copytree(model / "fold_0", model / "fold_all")
     assert read_nnunet(model).folds == ("0", "1")
     assert read_nnunet(model, folds=["all"]).folds == ("all",)
-    assert len(load_nnunet(model).models) == 2
+    assert len(load_trained(model).models) == 2
     with pytest.raises(CheckpointError, match=r"has no fold_7/checkpoint_final\.pth; it has folds 0, 1, all"):
         read_nnunet(model, folds=[7])
     with pytest.raises(CheckpointError, match=r"no fold with checkpoint_best\.pth; .*have: checkpoint_final\.pth"):
         load_trained(model, checkpoint="best")
+
+
+def test_models_of_other_plans_do_not_predict_together(model):
+    """The images of both were prepared by the first one's plans, without a word."""
+    change_plans(model, spacing=[2.0, 1.0, 1.0])
+    with pytest.raises(ConfigError, match=r"cannot predict together, for they differ in preprocessing"):
+        load_trained([STORED / "model", model])
 
 
 class Malicious:
@@ -187,7 +193,7 @@ class Rebuilt:
 def test_a_checkpoint_that_could_run_code_is_refused(model, harm, named):
     change_weights(model, lambda content: content.update(logging=harm()))
     with pytest.raises(CheckpointError, match=f"could run arbitrary code .*{named}.*trainer_name"):
-        load_nnunet(model)
+        load_trained(model)
 
 
 def test_numbers_of_numpy_are_read_and_damaged_files_named(model):
@@ -243,7 +249,7 @@ def part(weights):
 def test_weights_of_another_network_are_refused(model, change, message):
     change_weights(model, lambda content: change(content["network_weights"]))
     with pytest.raises(CheckpointError, match=message):
-        load_nnunet(model)
+        load_trained(model)
 
 
 def test_every_weight_lands_in_its_place():
@@ -288,13 +294,13 @@ def other_architecture(name=None, **arguments):
 def test_what_cannot_be_followed_is_refused_by_name(model, changes, message):
     change_plans(model, **changes)
     with pytest.raises(ConfigError, match=message):
-        load_nnunet(model)
+        load_trained(model)
 
 
 def test_trainers_with_another_network_are_refused_and_unknown_ones_told(model, caplog):
     change_weights(model, lambda content: content.update(trainer_name="nnUNetTrainerBN"))
     with pytest.raises(ConfigError, match="trained by nnUNetTrainerBN, whose network is another"):
-        load_nnunet(model)
+        load_trained(model)
     for name, told in (("nnUNetTrainer_4000epochs_NoMirroring", 0), ("OurTrainer", 1)):
         change_weights(model, lambda content, name=name: content.update(trainer_name=name))
         with caplog.at_level(logging.WARNING, logger="volseg.exchange"):
@@ -323,10 +329,10 @@ def test_plans_of_before_describe_the_same_network(model):
 def test_damaged_plans_are_named(model):
     change_plans(model, plans__transpose_forward=[0, 1, 1])
     with pytest.raises(DataError, match=r"transpose_forward should be an order of 0, 1, 2, got \[0, 1, 1\]"):
-        load_nnunet(model)
+        load_trained(model)
     (model / "plans.json").write_text("{}", encoding="utf-8")
     with pytest.raises(DataError, match="should hold nnU-Net's plans"):
-        load_nnunet(model)
+        load_trained(model)
 
 
 SPLINES = Resampling(order=3, separates=None)
@@ -394,7 +400,7 @@ def test_an_empty_image_is_not_cropped(model):
 def test_the_prepared_volume_knows_its_place():
     case = {"case": "case_0", "image": tuple(sorted((STORED / "images").glob("*.nii.gz")))}
     read = Read(["image"])(case)
-    trained = load_nnunet(STORED / "model")
+    trained = load_trained(STORED / "model")
     prepared = trained.preprocessing(read)["image"]
     spots = []
     for volume in (read["image"], prepared):

@@ -237,7 +237,7 @@ def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, ca
         (["data", "fetch", "Task99"], "no public task is called 'Task99'; known: Task01_BrainTumour"),
         (["data", "check", "nowhere"], "nowhere does not exist; name the TaskNN_Name folder"),
         (["compare", "TASK"], "TASK has no summary.json .*; name a run"),
-        (["postprocess", "TASK"], "TASK is neither a run folder nor the folder of a cross-validation"),
+        (["postprocess", "TASK"], "TASK is no run folder and no cross-validation"),
         (["components", "nets"], "no kind of component is called 'nets'; known: augmentation, hook"),
         (["train", "CONFIG", "--components", "nowhere.py"], "--components nowhere.py cannot be read: No such file"),
     ],

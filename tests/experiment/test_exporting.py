@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -249,3 +250,26 @@ def test_a_run_on_several_devices_is_exported_from_one(run, tmp_path):
     config = RunFolder(own).config(["parallel={spatial: 2}"])
     dump_config(config, RunFolder(own).config_file)
     assert export(own, tmp_path / "bundle", to="monai-bundle").is_dir()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_the_network_of_any_source_is_exported_and_a_bundle_of_nnunets_is_refused(cross_validated, tmp_path):
+    """A bundle would have prepared images otherwise than nnU-Net does, which its config does not say."""
+    stored = Path(__file__).parents[1] / "exchange" / "nnunet" / "model"
+    fold = shutil.copytree(stored, tmp_path / "nnunet") / "fold_0"
+    declared = json.loads((fold.parent / "dataset.json").read_text(encoding="utf-8"))
+    del declared["regions_class_order"]
+    declared["labels"] = {"background": 0, "organ": 1}
+    (fold.parent / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
+    archive = export(cross_validated, tmp_path / "model.zip")
+    for source in (fold, archive / "fold_1"):
+        file = export(source, tmp_path / f"{source.parent.name}.ts", to="torchscript")
+        script, network = torch.jit.load(file), load_trained(source, overrides=["device=cpu"]).models[0]
+        image = torch.rand(1, load_trained(source).task.num_channels, 16, 32, 32)
+        torch.testing.assert_close(script(image), network(image), rtol=1e-4, atol=1e-4)  # as export compares
+    with pytest.raises(ConfigError, match="predicts as nnU-Net does, which MONAI has no counterpart for"):
+        export(fold, tmp_path / "bundle", to="monai-bundle")
+    with pytest.raises(
+        ConfigError, match=r"model\.zip holds 3 networks, and onnx takes one: name one fold, such as .*fold_0"
+    ):
+        export(archive, tmp_path / "model.onnx", to="onnx")

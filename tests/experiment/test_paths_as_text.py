@@ -158,6 +158,7 @@ CALLS = {
     "find_task": lambda here: find_task(here.task),
     "is_data_set": lambda here: experiment.is_data_set(here.task) and not experiment.is_data_set(here.config),
     "is_nnunet_model": lambda here: is_nnunet_model(here.run),
+    "load": lambda here: [volseg.load(here.run)(here.image), volseg.load([here.run])(here.image)],
     "load_checkpoint": make_checkpoint,
     "load_components": lambda here: (
         volseg.load_components([here.components]),

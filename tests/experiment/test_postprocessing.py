@@ -57,7 +57,7 @@ def test_runs_and_cross_validations_are_measured_and_label_maps_changed(crossed,
 
 
 def test_what_cannot_be_measured_or_changed_is_refused(crossed, task, tmp_path):
-    with pytest.raises(ConfigError, match="neither a run folder nor the folder of a cross-validation"):
+    with pytest.raises(ConfigError, match="is no run folder and no cross-validation"):
         determine_postprocessing(tmp_path)
     run = RunFolder(crossed / "fold_0")
     gone = run.validation / f"{run.split().validation[0]}.nii.gz"

@@ -10,7 +10,6 @@ import torch
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment import RunFolder
 from volseg.experiment.sources import load_trained
-from volseg.experiment.trained import load_run
 from volseg.workflow import load_checkpoint
 
 
@@ -44,7 +43,7 @@ def test_a_cross_validation_is_an_ensemble_of_its_folds(cross_validated, folds, 
         trained = load_trained(cross_validated)
     assert f"{cross_validated}: fold(s) 0, 1, 2 of 3 together" in caplog.text
     assert trained.source == cross_validated
-    alone = [load_run(RunFolder(fold)) for fold in folds]
+    alone = [load_trained(RunFolder(fold)) for fold in folds]
     for one, of_fold in zip(trained.models, alone, strict=True):
         torch.testing.assert_close(parameters(one), parameters(of_fold.models[0]), rtol=0, atol=0)
     assert len({trained.weights, *(one.weights for one in alone)}) == 4
@@ -143,12 +142,10 @@ def test_what_is_none_of_them_is_told_with_what_was_found(tmp_path):
             load_trained(source)
 
 
-def test_a_fold_of_nnunets_and_the_folder_above_its_models_are_told_as_that(tmp_path):
+def test_a_folder_above_nnunets_models_is_told_as_that(tmp_path):
     model = tmp_path / "Dataset004_Hippocampus" / "nnUNetTrainer__nnUNetPlans__3d_fullres"
     (model / "fold_0").mkdir(parents=True)
     for name in ("plans.json", "dataset.json"):
         (model / name).write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match=f"fold_0 is one fold of nnU-Net 2's model folder; name that one: {model}$"):
-        load_trained(model / "fold_0")
     with pytest.raises(ConfigError, match=f"above nnU-Net 2's model folders; name one of them, such as {model}$"):
         load_trained(model.parent)

@@ -19,7 +19,9 @@ def export(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN|CV", autocompletion=complete_run, help="Folder of `volseg train` or `volseg cross-validate`."
+            metavar="SOURCE",
+            autocompletion=complete_run,
+            help="Folder of `volseg train` or `volseg cross-validate`; for other programs, whatever predicts.",
         ),
     ],
     old_output: Annotated[Path | None, typer.Argument(metavar="[OUT]", hidden=True)] = None,

@@ -20,7 +20,7 @@ SourceArgument = Annotated[
         metavar="SOURCE",
         autocompletion=complete_run,
         help="What predicts: a run folder, a cross-validation's (all finished folds together), a file that "
-        "`volseg export` wrote, or a model folder of nnU-Net 2.",
+        "`volseg export` wrote, a model folder of nnU-Net 2 or a checkpoint from it; or one fold of these.",
     ),
 ]
 Settings = Annotated[

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from volseg.cli.completion import complete_config
+from volseg.cli.completion import complete_config, complete_run
 from volseg.cli.options import Components, JsonLogs, NoCache, Overrides, Quiet, SuggestingCommand
 from volseg.streams import show
 
@@ -25,6 +25,15 @@ def configure(
     gpu_memory: Annotated[
         str, typer.Option(metavar="SIZE", help="Of the GPU that is planned for, such as 24GiB.")
     ] = "8GiB",
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SOURCE",
+            autocompletion=complete_run,
+            help="A trained network, as `volseg predict` takes it: take over its spacing, patch and network, begin "
+            "with its weights.",
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Of the experiment; default the task's and the preset's.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Plan and train without the bad cases.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
@@ -38,7 +47,7 @@ def configure(
     memory = parse_memory(gpu_memory)
     require_new(output, overwrite=overwrite)  # before minutes of reading
     experiment.load_components(components or ())  # readers may be among them
-    planned = experiment.configure(folder, preset=preset, gpu_memory=memory, name=name, skip_bad=skip_bad)
+    planned = experiment.configure(folder, preset=preset, gpu_memory=memory, name=name, skip_bad=skip_bad, like=like)
     write_config(planned, output, overwrite=overwrite)
     show(experiment.configure_words(planned, output))
 

@@ -107,8 +107,9 @@ class TrainingConfig(ConfigModel):
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 5.0
     """Time between two writings of the latest checkpoint, in the middle of an epoch too: what a crash can cost."""
     start_from: Path | None = None
-    """Weights to begin with: a run folder (of its latest checkpoint, averaged where it has averages), a checkpoint, or
-    a ``state_dict``. Heads for other labels are made anew and a first convolution of other channels is adapted."""
+    """Initial weights: whatever ``volseg predict`` takes (of several networks, one fold), or weights only: a
+    ``.safetensors`` file, a ``state_dict``, a MONAI bundle. Averaged weights are taken if there are any. Heads for
+    other labels are made anew and a first convolution of other channels is adapted."""
     start_strict: bool = True
     """Refuse weights of which others are missing, left over or of another shape. false begins with what fits."""
     frozen: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ from volseg.data.content import Content, require_held, require_memory, require_p
 from volseg.data.volume import as_volume, require_numbers
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["read_nifti", "read_nifti_affine"]
+__all__ = ["convert_nifti", "read_nifti", "read_nifti_affine"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +50,36 @@ def read_nifti(path: Path) -> MetaTensor:
         The file is truncated, damaged or not NIfTI, or has other axes.
     """
     image, content = _parse(path)
+    voxels = _read_voxels(image, content, path)
+    del content
+    return _as_volume(image, voxels, path)
+
+
+def convert_nifti(image: nibabel.Nifti1Image, path: Path) -> MetaTensor:
+    """Return an image of nibabel as `read_nifti` would return its file; ``path`` names it in messages.
+
+    Raises
+    ------
+    ReaderError
+        As `read_nifti`.
+    """
+    stored = image.dataobj
+    is_scaled = nibabel.is_proxy(stored) and (stored.slope, stored.inter) != (1, 0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        voxels = image.get_fdata(dtype=np.float32, caching="unchanged") if is_scaled else np.asarray(stored)
+    return _as_volume(image, voxels, path)
+
+
+def _as_volume(image: nibabel.Nifti1Image, stored: np.ndarray, path: Path) -> MetaTensor:
+    """Bind voxels to the place that the header gives them."""
     header = image.header
     sform_code, qform_code = int(header["sform_code"]), int(header["qform_code"])
     if sform_code == qform_code == 0:
         logger.warning("%s has neither sform nor qform; it is placed by its voxel spacing alone", path)
     affine, scale = _in_millimetres(image.affine, header)
-    stored = image.get_data_dtype()
-    voxels = _put_channels_first(_read_voxels(image, content, path), path)
-    del content
-    volume = as_volume(voxels, affine, path, stored=stored, sform_code=sform_code, qform_code=qform_code)
+    voxels = _put_channels_first(stored, path)
+    codes = {"sform_code": sform_code, "qform_code": qform_code}
+    volume = as_volume(voxels, affine, path, stored=image.get_data_dtype(), **codes)
     if sform_code and qform_code:
         # A prediction keeps both places: ITK-SNAP and others go by the qform.
         with suppress(ValueError, HeaderDataError):  # a damaged quaternion that the sform overrules

@@ -30,6 +30,8 @@ DTYPES = {
     "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,

@@ -14,11 +14,13 @@ from volseg.data.cases import Task
 from volseg.data.groups import propose_groups
 from volseg.data.layouts.table import TABLES
 from volseg.errors import ConfigError
+from volseg.experiment.sources import open_one
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import count_gpus, is_launched
 from volseg.planning import (
     DEFAULT_MEMORY,
     Fingerprint,
+    Like,
     Plan,
     choose_name,
     keep_fingerprint,
@@ -43,6 +45,7 @@ def configure(
     gpu_memory: float = DEFAULT_MEMORY,
     name: str | None = None,
     skip_bad: bool = False,
+    like: str | Path | None = None,
 ) -> Plan:
     """Look at every case of a data set, unless it was done before and nothing has changed, and plan its training.
 
@@ -54,18 +57,30 @@ def configure(
         As for `volseg.planning.plan`.
     skip_bad : bool
         Leave bad cases out, of the plan and of the training.
+    like : path, optional
+        A source (see `volseg.experiment.sources.open_source`), with whose weights the training begins: spacing, patch
+        and network are taken over from it.
 
     Raises
     ------
     ConfigError
-        If nothing fits the memory.
+        If nothing fits the memory, or ``like`` says of no network how it was trained.
     DataError
         If there is no data set, or a case is bad: all of them at once.
     """
-    return _plan_for(load_task(folder, require_files=False), folder, preset, gpu_memory, name, skip_bad)
+    source = None if like is None else open_one(like).as_like()  # before minutes of reading
+    return _plan_for(load_task(folder, require_files=False), folder, preset, gpu_memory, name, skip_bad, source)
 
 
-def _plan_for(task: Task, folder: str | Path, preset: str, gpu_memory: float, name: str | None, skip_bad: bool) -> Plan:
+def _plan_for(
+    task: Task,
+    folder: str | Path,
+    preset: str,
+    gpu_memory: float,
+    name: str | None,
+    skip_bad: bool,
+    like: Like | None = None,
+) -> Plan:
     fingerprint = _find_fingerprint(task, skip_bad)
     root = os.path.abspath(folder)  # not resolved: a link may be pointed to another disk later
     proposed = propose_groups(task)
@@ -80,6 +95,7 @@ def _plan_for(task: Task, folder: str | Path, preset: str, gpu_memory: float, na
         skip_bad=skip_bad,
         given_folds=len(task.splits),
         patients=proposed if proposed is not None and proposed.evident else None,
+        like=like,
     )
 
 
@@ -105,6 +121,7 @@ def configure_words(planned: Plan, path: str | Path) -> str:
         "median case": f"{size} voxels at that spacing",
         "patch": f"{' x '.join(map(str, geometry.patch))} voxels, {geometry.batch} per batch",
         "network": planned.values()["network"]["name"],
+        **({} if planned.like is None else {"begins with": planned.like.source}),
         "for": f"{geometry.num_gpus} GPU(s) of {planned.gpu_memory:g} GiB",
     }
     slow = (

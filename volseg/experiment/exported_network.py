@@ -12,11 +12,12 @@ import torch
 from monai.bundle import ConfigParser
 from torch import Tensor, nn
 
-from volseg.checkpointing.folder import RunFolder
 from volseg.errors import ConfigError
 from volseg.exchange.bundle import BundleSource, is_monais, write_bundle
 from volseg.exchange.traced import TOLERANCE, trace, write_onnx, write_torchscript
-from volseg.experiment.trained import Trained, load_run
+from volseg.experiment.sources import load_trained
+from volseg.experiment.trained import Trained
+from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import full_logits
 from volseg.models import FitGrid
 from volseg.models.grids import GridRule
@@ -56,12 +57,12 @@ def export_network(source: Path, output: Path, *, to: str, checkpoint: str, lice
     """Write a run's network; see `volseg.experiment.exporting.export`."""
     if to in SUFFIXES and (output.suffix not in SUFFIXES[to] or output.is_dir()):
         raise ConfigError(f"--to {to} writes a file that ends in {' or '.join(SUFFIXES[to])}, got {output}")
-    run = RunFolder(source)
-    if not run.exists:
+    trained = load_trained(source, checkpoint, PLAIN)
+    if len(trained.models) > 1:
         raise ConfigError(
-            f"{source} is no run folder, and {to} holds one network: name a run of volseg train, or one fold's folder"
+            f"{source} holds {len(trained.models)} networks, and {to} takes one: name one fold, such as "
+            f"{source / 'fold_0'}"
         )
-    trained = load_run(run, checkpoint, PLAIN)
     fitted = trained.models[0]
     assert isinstance(fitted, FitGrid)
     shape = fitted.rule.sides(trained.config.inference.window or trained.config.patch.size)
@@ -74,7 +75,7 @@ def export_network(source: Path, output: Path, *, to: str, checkpoint: str, lice
         return write_torchscript(network, shapes, output)
     if to == "onnx":
         return write_onnx(network, shapes, output)
-    return _export_bundle(run, trained, network, shapes, output, licence)
+    return _export_bundle(trained, network, shapes, output, licence)
 
 
 def _list_shapes(rule: GridRule, channels: int, sides: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -85,7 +86,7 @@ def _list_shapes(rule: GridRule, channels: int, sides: tuple[int, ...]) -> list[
 
 
 def _export_bundle(
-    run: RunFolder, trained: Trained, network: Logits, shapes: list[tuple[int, ...]], output: Path, licence: str
+    trained: Trained, network: Logits, shapes: list[tuple[int, ...]], output: Path, licence: str
 ) -> Path:
     config, task = trained.config, trained.task
     if output.exists():
@@ -95,6 +96,8 @@ def _export_bundle(
             f"the task {task.name} has regions, which a MONAI bundle would write as channels and not paint into a "
             "label map; export an archive instead"
         )
+    if trained.kind is not Predictor:
+        raise ConfigError(f"{trained.source} predicts as nnU-Net does, which MONAI has no counterpart for")
     rule, window = trained.models[0].rule, config.inference.window
     assert isinstance(rule, GridRule)
     if window is not None and not rule.takes(window):
@@ -102,12 +105,11 @@ def _export_bundle(
             f"inference.window {list(window)} is padded to {list(rule.sides(window))} for the network, which MONAI's "
             "sliding window does not do; export an archive instead"
         )
-    spec = run.plan().complete(config).network.spec()
-    is_own = network.index is None and is_monais(spec, network.network)
+    is_own = network.index is None and is_monais(trained.spec, network.network)
     bundle = BundleSource(
         name=task.name,
         network=network.network,
-        spec=spec,
+        spec=trained.spec,
         script=None if is_own else trace(network, shapes),
         channels=task.modalities,
         labels=dict(sorted(task.labels.items())),

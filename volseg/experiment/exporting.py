@@ -15,8 +15,8 @@ from volseg.exchange.archive import write_archive
 from volseg.exchange.tensors import pack_tensors
 from volseg.experiment.exported_network import PLAIN, export_network
 from volseg.experiment.imported import MEMBERS, POSTPROCESSING, WEIGHTS
-from volseg.experiment.sources import find_folds
-from volseg.experiment.trained import load_run
+from volseg.experiment.sources import require_runs
+from volseg.experiment.trained import open_run
 from volseg.files import digest_file, require_new
 from volseg.monitoring.run_files import replace_nan
 
@@ -90,9 +90,7 @@ def export_archive(
     source, output = Path(source), Path(output)
     if output.is_dir() or output.suffix != ".zip":
         raise ConfigError(f"a run is exported to a file such as model.zip, got {output}")
-    runs = [RunFolder(source)] if RunFolder(source).exists else find_folds(source)
-    if not runs:
-        raise ConfigError(f"{source} is no run folder and no cross-validation; name the folder `volseg train` made")
+    runs = require_runs(source)
     members: dict[str, bytes] = {}
     scores = []
     for number, run in enumerate(runs):
@@ -101,6 +99,7 @@ def export_archive(
     about = {
         "name": runs[0].config().name,
         "networks": len(runs),
+        **({} if RunFolder(source).exists else {"folds": [run.path.name for run in runs]}),
         "checkpoint": checkpoint,
         "licence": licence,
         "scores": scores,
@@ -113,7 +112,7 @@ def export_archive(
 
 
 def _list_members(run: RunFolder, checkpoint: str) -> dict[str, bytes]:
-    network = load_run(run, checkpoint, PLAIN).models[0]  # what cannot be predicted with is not exported
+    network = open_run(run, checkpoint, PLAIN).build().models[0]  # what cannot be predicted with is not exported
     members = {name: (run.path / name).read_bytes() for name in MEMBERS if (run.path / name).is_file()}
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"

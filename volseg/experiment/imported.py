@@ -1,10 +1,10 @@
-"""Load trained networks from nnU-Net's folders and from exported files as the same objects as a run's."""
+"""Open networks of nnU-Net's folders and of exported files as the same objects as a run's."""
 
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,27 +12,25 @@ from typing import Any
 
 import torch
 
-from volseg.checkpointing.components import require_components
 from volseg.checkpointing.folder import RunFolder
 from volseg.config.base import validated
 from volseg.config.loading import override
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import read_archive
-from volseg.exchange.nnunet.folder import FILES, NnunetModel, read_nnunet
+from volseg.exchange.nnunet.folder import FILES, NnunetModel
 from volseg.exchange.nnunet.network import rename_weights
 from volseg.exchange.nnunet.predictor import NnunetPredictor
 from volseg.exchange.nnunet.preprocessing import build_preprocessing
 from volseg.exchange.tensors import unpack_tensors
-from volseg.experiment.building import preprocessing_of
-from volseg.experiment.placed_network import build_model, choose_device
-from volseg.experiment.trained import Trained
+from volseg.experiment.network_plan import NetworkPlan
+from volseg.experiment.placed_network import choose_device
+from volseg.experiment.trained import SourceNetwork
 from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing
 from volseg.models import build_network
-from volseg.models.weights import load_weights
 
-__all__ = ["NNUNET_CHECKPOINTS", "Archive", "load_archive", "load_nnunet", "open_archive"]
+__all__ = ["MEMBERS", "NNUNET_CHECKPOINTS", "POSTPROCESSING", "WEIGHTS", "open_archive", "open_nnunet"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,66 +52,52 @@ NNUNET_CHECKPOINTS = {
 """A run's checkpoints, and nnU-Net's names for them."""
 
 
-def load_nnunet(
-    folder: str | Path,
-    *,
-    checkpoint: str = "checkpoint_final.pth",
-    folds: Sequence[str | int] | None = None,
-    overrides: Sequence[str] = (),
-) -> Trained:
-    """Load a model folder of nnU-Net 2, to predict as nnU-Net does.
+def open_nnunet(read: NnunetModel, overrides: Sequence[str] = ()) -> Iterator[SourceNetwork]:
+    """Yield the folds of a model of nnU-Net 2, which predict as nnU-Net does.
 
     Parameters
     ----------
-    folder : path
-        With ``plans.json``, ``dataset.json`` and the folders of its folds.
-    checkpoint : str
-        Name of the file in each fold's folder.
-    folds : sequence, optional
-        Which to take; all numbered ones by default.
+    read : NnunetModel
+        A model folder, or a checkpoint from one.
     overrides : sequence of str
         Such as ``inference.mirror=false``.
 
     Raises
     ------
     ConfigError
-        For what cannot be followed: planes, cascades, other networks, trainers, schemes; named.
+        For an override that nnU-Net's prediction does not have.
     CheckpointError
-        For a checkpoint that is absent, damaged, unsafe to read, or of another network.
-    DataError
-        For plans or a ``dataset.json`` that cannot be read.
+        For weights of another network than the plans'.
     """
-    read = read_nnunet(folder, checkpoint=checkpoint, folds=folds)
-    config = _describe(read, overrides)
-    device = choose_device(config)
-    models = []
-    for file, weights in zip(read.checkpoints, read.weights, strict=True):
-        with torch.device("meta"):  # only the names and shapes of its tensors matter
-            plain = build_network(
-                config.network.spec(), in_channels=read.task.num_channels, out_channels=read.task.num_outputs
-            )
-        renamed = rename_weights(weights, plain, str(file))
-        model = build_model(config, read.task, device, trains=False)
-        load_weights(model, renamed)
-        models.append(model.eval())
-    if found := sorted(read.folder.glob(MEASURED_BY_NNUNET)):
+    config, preprocessing = _describe(read, overrides), build_preprocessing(read.plan)
+    for found in sorted(read.folder.glob(MEASURED_BY_NNUNET))[:1]:
         logger.warning(
             "%s is not applied: it is a pickle, which runs code, so it is not read, and nnU-Net's predict leaves it to "
             "nnUNetv2_apply_postprocessing as well, which takes these label maps",
-            found[0],
+            found,
         )
-    # The digest covers the plans, as the config does not describe their preprocessing.
-    digests = [digest_file(file) for file in (*read.checkpoints, *(read.folder / name for name in FILES))]
-    return Trained(
-        source=read.folder,
-        config=config,
-        task=read.task,
-        preprocessing=build_preprocessing(read.plan),
-        models=tuple(models),
-        weights=blake2b("".join(digests).encode(), digest_size=16).hexdigest(),
-        mirror_axes=read.mirror_axes,
-        kind=NnunetPredictor,
-    )
+    with torch.device("meta"):  # only the names and shapes of its tensors matter
+        plain = build_network(
+            config.network.spec(), in_channels=read.task.num_channels, out_channels=read.task.num_outputs
+        )
+    beside = [] if read.folder.is_file() else [read.folder / name for name in FILES]
+    for file, fold, weights in zip(read.checkpoints, read.folds, read.weights, strict=True):
+        # The digest covers the plans, as the config does not describe their preprocessing.
+        digests = "".join(digest_file(one) for one in (file, *beside))
+        yield SourceNetwork(
+            source=read.folder if read.folder == file else read.folder / f"fold_{fold}",
+            file=file,
+            values=rename_weights(weights, plain, str(file)),
+            written=weights,
+            digest=blake2b(digests.encode(), digest_size=16).hexdigest(),
+            config=config,
+            task=read.task,
+            plan=NetworkPlan(spacing=read.plan.spacing),
+            preprocessing=preprocessing,
+            axcodes="".join("SAR"[axis] for axis in read.plan.transpose),
+            mirror_axes=read.mirror_axes,
+            kind=NnunetPredictor,
+        )
 
 
 def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
@@ -122,7 +106,7 @@ def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
     values: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "_", f"{plan.dataset}_{plan.name}").lstrip("._-") or plan.name,
         "data": {"root": str(read.folder)},
-        "patch": {"size": plan.patch},
+        "patch": {"size": plan.patch, "batch": plan.batch},
         "network": dict(plan.network),
         "optimizer": {"name": "SGD", "lr": 0.01},
         "preprocessing": [],
@@ -142,8 +126,12 @@ def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
     return config
 
 
-def load_archive(file: str | Path, overrides: Sequence[str] = (), *, checkpoint: str = "latest") -> list[Trained]:
-    """Load a file of `volseg export`: one network, or the networks of a cross-validation's folds.
+def open_archive(
+    file: Path, overrides: Sequence[str] = (), *, checkpoint: str = "latest", fold: str | None = None
+) -> Iterator[SourceNetwork]:
+    """Yield the networks in a file of `volseg export`: one, or those of a cross-validation's folds.
+
+    A network must be built before the next one is asked for: its run folder is temporary.
 
     Parameters
     ----------
@@ -153,27 +141,40 @@ def load_archive(file: str | Path, overrides: Sequence[str] = (), *, checkpoint:
         Such as ``inference.mirror=false``.
     checkpoint : str
         Which is wanted; ``latest`` means the one that was exported.
+    fold : str, optional
+        Such as ``fold_2``: only this one.
 
     Raises
     ------
     CheckpointError
         If the file is damaged, was changed, or is of a version that is not known.
     ConfigError
-        If it needs components that are not here, or devices.
+        If it holds another checkpoint, or no such fold.
     """
-    file = Path(file)
-    with open_archive(file) as archive:
+    with _open_archive(file) as archive:
         exported = str(archive.manifest.get("checkpoint"))
         if checkpoint not in ("latest", exported):
             raise ConfigError(f"{file} holds the {exported} checkpoint, not {checkpoint}; leave --checkpoint out")
-        return [
-            replace(_load_member(file, *network, overrides), postprocessing=archive.postprocessing)
-            for network in archive.networks
-        ]
+        folds = archive.folds
+        if fold is not None and fold not in folds:
+            raise ConfigError(f"{file} has no {fold}; it has {', '.join(folds) or 'one network and no folds'}")
+        for name, (run, weights) in zip(folds or [""], archive.networks, strict=True):
+            if fold in (None, name):
+                yield SourceNetwork(
+                    source=file / name if name else file,
+                    file=file,
+                    values=unpack_tensors(weights, f"{file}: {run.path.name}/{WEIGHTS}"),
+                    digest=blake2b(weights, digest_size=16).hexdigest(),
+                    config=run.config(overrides),
+                    task=run.task(),
+                    plan=run.plan(),
+                    run=run,
+                    postprocessing=archive.postprocessing if fold is None else None,  # measured with all folds
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Archive:
+class _Archive:
     """An open file of `volseg export`."""
 
     manifest: Mapping[str, Any]
@@ -181,9 +182,18 @@ class Archive:
     """A run folder with config, task and plan, without checkpoints and cases; and the weights for `unpack_tensors`."""
     postprocessing: Postprocessing | None
 
+    @property
+    def folds(self) -> list[str]:
+        """Names of the folds; none for a run that was not part of a cross-validation."""
+        named = self.manifest.get("folds")
+        count = len(self.networks)
+        if isinstance(named, list) and len({*map(str, named)}) == count:
+            return [str(name) for name in named]
+        return [f"fold_{number}" for number in range(count)] if count > 1 else []
+
 
 @contextmanager
-def open_archive(file: Path) -> Iterator[Archive]:
+def _open_archive(file: Path) -> Iterator[_Archive]:
     """Read an archive, compare its hashes, and write its runs into a temporary folder until the block ends.
 
     Raises
@@ -212,23 +222,4 @@ def open_archive(file: Path) -> Iterator[Archive]:
             if (content := members.get(f"{number}/{WEIGHTS}")) is None:
                 raise CheckpointError(f"{file} has no {number}/{WEIGHTS}; copy it again")
             networks.append((run, content))
-        yield Archive(manifest=manifest, networks=networks, postprocessing=order)
-
-
-def _load_member(file: Path, run: RunFolder, weights: bytes, overrides: Sequence[str]) -> Trained:
-    config, task = run.config(overrides), run.task()
-    require_components(run.path, resumes=False)
-    model = build_model(run.plan().complete(config), task, choose_device(config), trains=False)
-    tensors = unpack_tensors(weights, f"{file}: {run.path.name}/{WEIGHTS}")
-    try:
-        load_weights(model, tensors)
-    except CheckpointError as fault:
-        raise CheckpointError(f"{file}: its weights are not of the network in its config: {fault}") from fault
-    return Trained(
-        source=file,
-        config=config,
-        task=task,
-        preprocessing=preprocessing_of(config),
-        models=(model.eval(),),
-        weights=blake2b(weights, digest_size=16).hexdigest(),
-    )
+        yield _Archive(manifest=manifest, networks=networks, postprocessing=order)

@@ -10,6 +10,7 @@ from volseg.data.layouts.files import list_images
 from volseg.data.names import find_doubled
 from volseg.data.readers import read_volume, stem
 from volseg.errors import ConfigError, DataError
+from volseg.experiment.sources import require_runs
 from volseg.files import require_new
 from volseg.inference.measured_postprocessing import Judged, MeasuredPostprocessing, measure_postprocessing
 from volseg.inference.postprocessing import Postprocessing
@@ -36,7 +37,7 @@ def determine_postprocessing(source: str | Path) -> MeasuredPostprocessing:
     DataError
         If a validation case was not predicted, or its label is gone.
     """
-    runs = _find_runs(Path(source))
+    runs = require_runs(source)
     judged = [case for run in runs for case in _list_judged(run)]
     if doubled := find_doubled(case.case for case in judged):
         raise DataError(f"{doubled[0]} validates in two folds of {source}; it would count twice")
@@ -92,19 +93,6 @@ def apply_postprocessing(
             written.append(write_prediction(changed, label_map, output / f"{stem(file)}.nii.gz"))
             count()
     return written
-
-
-def _find_runs(source: Path) -> list[RunFolder]:
-    """Return the run that ``source`` is, or those of its folds."""
-    if RunFolder(source).exists:
-        return [RunFolder(source)]
-    folds = [RunFolder(path) for path in sorted(source.glob("fold_*")) if RunFolder(path).exists]
-    if not folds:
-        raise ConfigError(
-            f"{source} is neither a run folder nor the folder of a cross-validation: it has no config.yaml and no "
-            "fold_0; name what `volseg train` or `volseg cross-validate` made"
-        )
-    return folds
 
 
 def _list_judged(run: RunFolder) -> list[Judged]:

@@ -14,14 +14,13 @@ from volseg.checkpointing.folder import RunFolder
 from volseg.data.cases import Case
 from volseg.data.readers import list_files
 from volseg.errors import ConfigError, DataError
-from volseg.exchange.nnunet import is_nnunet_model
 from volseg.experiment.fold_workers import choose_gpus
 from volseg.experiment.images import find_images
 from volseg.experiment.predicted import CaseResult, Predicted
 from volseg.experiment.prediction_files import PredictionFiles
 from volseg.experiment.prediction_record import PredictionRecord
 from volseg.experiment.prediction_workers import FoundInCases, serve_cases
-from volseg.experiment.sources import Source, load_trained
+from volseg.experiment.sources import Source, load_trained, path_of
 from volseg.experiment.trained import Trained
 from volseg.experiment.waiting_cases import WaitingCases
 from volseg.files import replacing
@@ -126,7 +125,7 @@ def predict(
     results = {name: CaseResult(case=name, state="there before", file=path) for name, path in done.items()}
     named = [source] if isinstance(source, Source) else list(source)
     order = {
-        "source": [str(one.path if isinstance(one, RunFolder) else one) for one in named],
+        "source": [str(path_of(one)) for one in named],
         "output": str(folder),
         "checkpoint": checkpoint,
         "overrides": list(overrides),
@@ -171,8 +170,8 @@ def _choose_folder(source: Source | Sequence[Source], output: str | Path | None)
     if output is not None:
         return Path(output)
     named = [source] if isinstance(source, Source) else list(source)
-    path = named[0].path if isinstance(named[0], RunFolder) else Path(named[0])
-    if len(named) == 1 and not path.is_file() and not is_nnunet_model(path):
+    path = path_of(named[0])
+    if len(named) == 1 and any(RunFolder(run).exists for run in (path, *path.glob("fold_*"))):
         return RunFolder(path).predictions
     raise ConfigError("where the label maps are to go is not clear from what predicts; name a folder by --output")
 

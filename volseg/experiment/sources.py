@@ -1,50 +1,59 @@
-"""What can be predicted with: a run, the folds of a cross-validation, several of them, or what came from elsewhere."""
+"""Resolve a source: a run, the folds of a cross-validation, several of them, or what came from elsewhere.
+
+`predict`, `export`, `validate` and ``training.start_from`` resolve what they are given here, and `volseg.load` does.
+"""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
+from volseg.checkpointing.file import CHECKPOINTS
 from volseg.checkpointing.folder import RunFolder
 from volseg.data.names import list_some
-from volseg.errors import ConfigError
+from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import is_archive
 from volseg.exchange.nnunet import is_nnunet_model
+from volseg.exchange.nnunet.folder import find_nnunet, read_nnunet
 from volseg.experiment.folds import find_final_state
-from volseg.experiment.imported import NNUNET_CHECKPOINTS, load_archive, load_nnunet
-from volseg.experiment.trained import PREDICTION_KEYS, Trained, load_run, require_keys
+from volseg.experiment.imported import NNUNET_CHECKPOINTS, open_archive, open_nnunet
+from volseg.experiment.trained import SourceNetwork, Trained, open_run, require_keys
+from volseg.experiment.weights import find_weights, open_weights
 from volseg.inference.postprocessing import Postprocessing
 from volseg.transforms.preprocessing import Preprocessing
 
-__all__ = ["Source", "find_folds", "load_trained"]
+__all__ = [
+    "Source",
+    "find_folds",
+    "list_runs",
+    "load_trained",
+    "open_one",
+    "open_source",
+    "path_of",
+    "read_weights",
+    "require_runs",
+]
 
 logger = logging.getLogger(__name__)
 
 Source = str | Path | RunFolder
-"""A run folder, a cross-validation's folder, a file that a run was exported to, or a model folder of nnU-Net 2."""
+"""What `open_source` takes."""
 
 
 def load_trained(
-    source: Source | Sequence[Source],
-    checkpoint: str = "latest",
-    overrides: Sequence[str] = (),
-    *,
-    allowed: Sequence[str] = PREDICTION_KEYS,
+    source: Source | Sequence[Source], checkpoint: str = "latest", overrides: Sequence[str] = ()
 ) -> Trained:
     """Load what is to be predicted with; of several networks the probabilities are averaged.
 
     Parameters
     ----------
     source : path, RunFolder, or sequence of them
-        A run folder; a cross-validation's, of which every finished fold is taken; a file that `volseg export` wrote; a
-        model folder of nnU-Net 2; or several of these.
+        What `open_source` takes, or several of these.
     checkpoint : str
         ``latest`` (the end of the training), ``best`` or ``previous``.
     overrides : sequence of str
-        Such as ``inference.mirror=false``.
-    allowed : sequence of str
-        Keys, and sections, that may be overridden.
+        Such as ``inference.mirror=false``; see `PREDICTION_KEYS`.
 
     Raises
     ------
@@ -53,14 +62,14 @@ def load_trained(
     CheckpointError
         If a checkpoint is absent, damaged, or of another network.
     """
-    require_keys(overrides, allowed)
+    require_keys(overrides)
     named = [source] if isinstance(source, Source) else list(source)
     if not named:
         raise ConfigError("a prediction needs a trained network, got none; name a run folder")
-    loaded = [trained for one in named for trained in _load_each(one, checkpoint, overrides)]
+    loaded = [network.build() for one in named for network in open_source(one, checkpoint, overrides)]
     if len(loaded) == 1:
-        return loaded[0]
-    joined = _join(loaded, _path_of(named[0]))
+        return replace(loaded[0], source=path_of(named[0]))
+    joined = _join(loaded, path_of(named[0]))
     return joined if len(named) == 1 else replace(joined, postprocessing=None)  # nobody measured what helps these
 
 
@@ -92,22 +101,108 @@ def find_folds(folder: Path) -> list[RunFolder]:
     return [begun[number] for number in finished]
 
 
-def _path_of(source: Source) -> Path:
+def path_of(source: Source) -> Path:
+    """Return the path of a source."""
     return source.path if isinstance(source, RunFolder) else Path(source)
 
 
-def _load_each(source: Source, checkpoint: str, overrides: Sequence[str]) -> list[Trained]:
-    """Return the networks of one source."""
-    path = _path_of(source)
-    is_run = RunFolder(path).exists or isinstance(source, RunFolder)
-    if runs := [RunFolder(path)] if is_run else find_folds(path):
+def list_runs(source: Source) -> list[RunFolder]:
+    """Return the run that a path is, or the finished folds of a cross-validation; none for another path.
+
+    Raises
+    ------
+    ConfigError
+        If there are folds and none is finished.
+    """
+    path = path_of(source)
+    return [RunFolder(path)] if RunFolder(path).exists or isinstance(source, RunFolder) else find_folds(path)
+
+
+def require_runs(source: str | Path) -> list[RunFolder]:
+    """Return the run that a path is, or the finished folds of a cross-validation.
+
+    Raises
+    ------
+    ConfigError
+        If the path is neither, or no fold is finished.
+    """
+    if runs := list_runs(source):
+        return runs
+    raise ConfigError(
+        f"{source} is no run folder and no cross-validation: it has no config.yaml and no fold_0; name what `volseg "
+        "train` or `volseg cross-validate` made"
+    )
+
+
+def open_source(source: Source, checkpoint: str = "latest", overrides: Sequence[str] = ()) -> Iterator[SourceNetwork]:
+    """Yield the networks of a source; build each before the next one is asked for.
+
+    Parameters
+    ----------
+    source : path or RunFolder
+        A run folder; a cross-validation's, of which every finished fold is taken; a file that `volseg export` wrote; a
+        model folder of nnU-Net 2; a fold of these (``FOLDER/fold_1``, ``model.zip/fold_1``); a checkpoint of a run or
+        of nnU-Net 2; or weights only: ``.safetensors``, a file with a ``state_dict``, a MONAI bundle.
+    checkpoint : str
+        A key of `CHECKPOINTS`.
+    overrides : sequence of str
+        Such as ``inference.mirror=false``.
+
+    Raises
+    ------
+    ConfigError
+        If the source is nothing of this kind.
+    CheckpointError
+        If weights are absent or damaged.
+    """
+    if checkpoint not in CHECKPOINTS:
+        raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
+    path = path_of(source)
+    if checkpoint != "latest" and path.is_file() and not is_archive(path):
+        raise ConfigError(f"{path} is one file of weights; name its folder to take the {checkpoint} checkpoint of it")
+    around = RunFolder(path.absolute().parent.parent)
+    if runs := list_runs(source):
         order = _find_postprocessing(path, checkpoint)
-        return [replace(load_run(run, checkpoint, overrides), postprocessing=order) for run in runs]
-    if is_nnunet_model(path):
-        return [load_nnunet(path, checkpoint=NNUNET_CHECKPOINTS[checkpoint], overrides=overrides)]
-    if is_archive(path):
-        return load_archive(path, overrides, checkpoint=checkpoint)
-    raise ConfigError(f"{path} {_describe(path)}")
+        for run in runs:
+            yield replace(open_run(run, checkpoint, overrides), postprocessing=order)
+    elif path.is_file() and around.exists and path.absolute().parent == around.checkpoints:
+        yield open_run(around, path, overrides)
+    elif (found := find_nnunet(path, NNUNET_CHECKPOINTS[checkpoint])) is not None:
+        folder, name, folds = found
+        yield from open_nnunet(read_nnunet(folder, checkpoint=name, folds=folds), overrides)
+    elif is_archive(path):
+        yield from open_archive(path, overrides, checkpoint=checkpoint)
+    elif path.name.startswith("fold_") and is_archive(path.parent):
+        yield from open_archive(path.parent, overrides, checkpoint=checkpoint, fold=path.name)
+    elif (file := find_weights(path)) is not None:
+        yield from open_weights(file, overrides)
+    else:
+        raise ConfigError(f"{path} {_describe(path)}")
+
+
+def open_one(path: str | Path) -> SourceNetwork:
+    """Return the one network of a source.
+
+    Raises
+    ------
+    ConfigError
+        If ``path`` is no source, or one of several networks.
+    CheckpointError
+        If the weights are damaged, or cannot be read without running code.
+    """
+    networks = open_source(path)
+    first = next(networks)
+    if (second := next(networks, None)) is not None:
+        raise ConfigError(f"{path} holds several networks; name one of them: {first.source} or {second.source}")
+    return first
+
+
+def read_weights(path: Path) -> SourceNetwork:
+    """Return the network with whose weights a training begins; the errors of `open_one` name the config's key."""
+    try:
+        return open_one(path)
+    except (CheckpointError, ConfigError) as fault:
+        raise type(fault)(f"training.start_from: {fault}") from fault
 
 
 def _find_postprocessing(path: Path, checkpoint: str) -> Postprocessing | None:
@@ -124,15 +219,13 @@ def _find_postprocessing(path: Path, checkpoint: str) -> Postprocessing | None:
 def _describe(path: Path) -> str:
     """Return what a source is that cannot be predicted with, and what could."""
     needed = (
-        "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, or a model "
-        "folder of nnU-Net 2"
+        "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model folder "
+        "of nnU-Net 2, or a file of weights"
     )
     if not path.exists():
         return f"does not exist; {needed}"
     if not path.is_dir():
         return f"is a file; {needed}"
-    if is_nnunet_model(path.parent):
-        return f"is one fold of nnU-Net 2's model folder; name that one: {path.parent}"
     if models := sorted(plans.parent for plans in path.glob("*/plans.json") if is_nnunet_model(plans.parent)):
         return f"is a folder above nnU-Net 2's model folders; name one of them, such as {models[0]}"
     if (path / "plans.pkl").is_file() or any(path.glob("fold_*/*.model")):

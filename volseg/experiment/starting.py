@@ -1,7 +1,8 @@
-"""Start a training with the weights of a run, a checkpoint, an exported run, or a ``state_dict``."""
+"""Start a training with the weights of a source: whatever predicts, or weights only."""
 
 import logging
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from volseg.data.cases import Task
 from volseg.data.groups import find_groups
 from volseg.errors import CheckpointError
 from volseg.experiment.cases import ChosenCases
-from volseg.experiment.weights import read_weights
+from volseg.experiment.sources import read_weights
 from volseg.models import FitGrid, build_network
 from volseg.models.transfer import WeightTransfer, find_followers, transfer_weights
 from volseg.models.weights import strip_prefixes
@@ -71,14 +72,15 @@ class Start:
     def _find_seen(self, chosen: ChosenCases) -> set[str]:
         """Return the validation cases that the weights were trained on, or whose patient they were trained on."""
         groups = find_groups(self.task, self.config.split.group) or {}
-        patients = {groups[name] for name in self.weights.cases if name in groups}
+        trained = self.weights.list_cases()
+        patients = {groups[name] for name in trained if name in groups}
         validated = chosen.split.validation
-        return {name for name in validated if name in self.weights.cases or groups.get(name) in patients}
+        return {name for name in validated if name in trained or groups.get(name) in patients}
 
     def __call__(self, network: FitGrid) -> None:
         """Load what fits into a network; see `transfer_weights`."""
         config, task, weights = self.config, self.task, self.weights
-        values = weights.values if weights.average else strip_prefixes(weights.values, network.state_dict())
+        values = self._choose_names(network)
         build = partial(build_network, config.network.spec(), patch_size=config.patch.size)
         with own_random_numbers([]):
             stems = find_followers(
@@ -104,12 +106,21 @@ class Start:
         if is_main_process():
             logger.info("%s", self._describe(transfer, network))
 
+    def _choose_names(self, network: FitGrid) -> Mapping[str, Any]:
+        """Return the weights by those names of theirs of which the network knows most."""
+        weights, known = self.weights, network.state_dict()
+        if weights.average:
+            return weights.values
+        ways = [strip_prefixes(values, known) for values in (weights.values, weights.written) if values is not None]
+        return max(ways, key=lambda values: len(known.keys() & values.keys()))
+
     def as_json(self) -> dict[str, Any]:
         """Return what was taken, and what was not, by name."""
         transfer = self._done
         assert transfer is not None, "asked before a network was given its weights"
         return {
             "file": str(self.weights.file),
+            "digest": self.weights.digest,
             "taken": list(transfer.taken),
             "adapted": list(transfer.adapted),
             "new": list(transfer.new),

@@ -1,12 +1,13 @@
-"""Trained networks: with their weights, and with what a prediction may still set differently."""
+"""Networks of a source before they are built, and trained networks with what a prediction may set differently."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from volseg.checkpointing.components import require_components
 from volseg.checkpointing.file import CHECKPOINTS, load_checkpoint
@@ -17,6 +18,7 @@ from volseg.data.cases import Task
 from volseg.data.preprocessed import Preprocessing
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment.building import build_predictor, preprocessing_of
+from volseg.experiment.network_plan import NetworkPlan
 from volseg.experiment.placed_network import build_model, choose_device
 from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing
@@ -24,8 +26,9 @@ from volseg.inference.predictor import Predictor
 from volseg.inference.shared_predictor import SharedPredictor
 from volseg.models.weights import load_weights
 from volseg.parallel import FastKernels
+from volseg.planning import Like
 
-__all__ = ["PREDICTION_KEYS", "Trained", "load_run", "require_keys"]
+__all__ = ["PREDICTION_KEYS", "SourceNetwork", "Trained", "open_run", "require_keys"]
 
 PREDICTION_KEYS = (
     "inference",
@@ -46,6 +49,8 @@ class Trained:
     """What was named: a run folder, a cross-validation's, a file; the first one of several."""
     config: ExperimentConfig
     """With what is overridden for the prediction."""
+    spec: Mapping[str, Any]
+    """Name and all parameters of the network."""
     task: Task
     preprocessing: Preprocessing
     """Of an image on its way to the networks."""
@@ -80,49 +85,151 @@ def _copy_to(model: nn.Module, device: torch.device) -> nn.Module:
     return copy.deepcopy(model).to(device).eval()
 
 
-def load_run(folder: RunFolder, checkpoint: str = "latest", overrides: Sequence[str] = ()) -> Trained:
-    """Build a run's network and load its weights, averaged ones where the training kept them.
+@dataclass(frozen=True, kw_only=True)
+class SourceNetwork:
+    """A network of a source: its weights, and what the source says of it. Nothing is built yet."""
+
+    source: Path
+    """Path that names this network only: a run folder, a fold, a file."""
+    file: Path
+    """Of the weights, for messages."""
+    values: Mapping[str, Any]
+    """A ``state_dict``."""
+    average: Mapping[str, Tensor] | None = None
+    """Of the parameters, if the training kept one."""
+    written: Mapping[str, Any] | None = None
+    """The values by the names of the program that wrote them, where these differ."""
+    digest: str
+    """Equal weights, and files that decide how they predict: equal digest."""
+    config: ExperimentConfig | None = None
+    """With what is overridden for a prediction; None for weights only, which cannot predict."""
+    unknown: str = "no config says how images are prepared and which network this is"
+    """Why there is no config."""
+    task: Task | None = None
+    plan: NetworkPlan = field(default_factory=NetworkPlan)
+    preprocessing: Preprocessing | None = None
+    axcodes: str | None = None
+    """Directions of the network's axes, if no step of the config's preprocessing says them. nnU-Net takes the axes of a
+    file slowest first, in files of which most point to the right, to the front and to the head."""
+    run: RunFolder | None = None
+    """Describes the network, if ``volseg train`` made it."""
+    mirror_axes: tuple[int, ...] = (0, 1, 2)
+    kind: type[Predictor] = Predictor
+    postprocessing: Postprocessing | None = None
+
+    def list_cases(self) -> frozenset[str]:
+        """Return the cases that the network was trained on, as far as they are known."""
+        known = self.run is not None and self.run.split_file.exists()
+        return frozenset(self.run.split().training) if known and self.run is not None else frozenset()
+
+    def require_config(self) -> tuple[ExperimentConfig, Task]:
+        """Return config and task.
+
+        Raises
+        ------
+        ConfigError
+            If the source holds weights only.
+        """
+        if self.config is None or self.task is None:
+            raise ConfigError(
+                f"{self.file} holds weights only: {self.unknown}. Name a run folder, a file of volseg export or a "
+                "model folder of nnU-Net 2; a training can begin with weights only, by training.start_from"
+            )
+        return self.config, self.task
+
+    def as_like(self) -> Like:
+        """Return what the plan of another training takes over, so that the weights fit.
+
+        Raises
+        ------
+        ConfigError
+            If the source holds weights only.
+        """
+        config, _ = self.require_config()
+        steps = (component.spec() for component in config.preprocessing)
+        turned = next((step.get("axcodes", "RAS") for step in steps if step["name"] == "Orientation"), "RAS")
+        network = self.plan.complete(config).network
+        outputs = {} if network.outputs == ("logits",) else {"outputs": list(network.outputs)}
+        return Like(
+            source=str(self.source.absolute()),
+            network={**network.spec(), **outputs},
+            patch=config.patch.size,
+            batch=config.patch.batch,
+            spacing=self.plan.spacing,
+            axcodes=turned if self.axcodes is None else self.axcodes,
+        )
+
+    def build(self) -> Trained:
+        """Build the network on its device and load the weights, averaged ones where there are any.
+
+        Raises
+        ------
+        ConfigError
+            If there is no config, or components or devices are not here.
+        CheckpointError
+            If the weights are of another network.
+        """
+        config, task = self.require_config()
+        if self.run is not None:
+            require_components(self.run.path, resumes=False)
+        complete = self.plan.complete(config)
+        try:
+            model = build_model(complete, task, choose_device(config), trains=False)
+        except ConfigError as fault:  # this machine is another one than that of the training
+            raise ConfigError(f"{fault} (in the config of {self.source})") from fault
+        try:
+            load_weights(model, self.values, self.average)
+        except CheckpointError as fault:
+            raise CheckpointError(f"{self.file} is not of the network in its config: {fault}") from fault
+        return Trained(
+            source=self.source,
+            config=config,
+            spec=complete.network.spec(),
+            task=task,
+            preprocessing=preprocessing_of(config) if self.preprocessing is None else self.preprocessing,
+            models=(model.eval(),),
+            weights=self.digest,
+            mirror_axes=self.mirror_axes,
+            kind=self.kind,
+            postprocessing=self.postprocessing,
+        )
+
+
+def open_run(folder: RunFolder, checkpoint: str | Path = "latest", overrides: Sequence[str] = ()) -> SourceNetwork:
+    """Read what a run says of its network, and the weights of a checkpoint.
 
     Parameters
     ----------
     folder : RunFolder
         Of the training.
-    checkpoint : str
-        A key of `CHECKPOINTS`.
+    checkpoint : str or path
+        A key of `CHECKPOINTS`, or one of the run's checkpoint files.
     overrides : sequence of str
         Such as ``inference.mirror=false``; see `require_keys`.
 
     Raises
     ------
     ConfigError
-        If the folder is no run, the checkpoint has another name, or the run's devices are not there.
+        If the folder is no run.
     CheckpointError
-        If the checkpoint is absent, damaged, or of another network.
+        If the checkpoint is absent or damaged.
     """
-    if checkpoint not in CHECKPOINTS:
-        raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
-    config, task, plan = folder.config(overrides), folder.task(), folder.plan()
-    require_components(folder.path, resumes=False)
-    path = folder.checkpoints / CHECKPOINTS[checkpoint]
+    config = folder.config(overrides)
+    path = checkpoint if isinstance(checkpoint, Path) else folder.checkpoints / CHECKPOINTS[checkpoint]
     try:
         state = load_checkpoint(path, "cpu")
     except CheckpointError as fault:
-        raise CheckpointError(f"{fault}{_name_others(folder, checkpoint)}") from fault
-    try:
-        model = build_model(plan.complete(config), task, choose_device(config), trains=False)
-    except ConfigError as fault:  # this machine is another one than that of the training
-        raise ConfigError(f"{fault} (in {folder.config_file})") from fault
-    try:
-        load_weights(model, state.model, state.averaged)
-    except CheckpointError as fault:
-        raise CheckpointError(f"{path} is not of the network in {folder.config_file}: {fault}") from fault
-    return Trained(
+        raise CheckpointError(f"{fault}{_name_others(folder, path.name)}") from fault
+    return SourceNetwork(
         source=folder.path,
+        file=path,
+        values=state.model,
+        average=state.averaged,
+        digest=digest_file(path),
         config=config,
-        task=task,
-        preprocessing=preprocessing_of(config),
-        models=(model.eval(),),
-        weights=digest_file(path),
+        task=folder.task(),
+        plan=folder.plan(),
+        run=folder,
     )
 
 
@@ -148,10 +255,10 @@ def require_keys(overrides: Sequence[str], allowed: Sequence[str] = PREDICTION_K
         raise ConfigError(f"--set {assignment}: {why}. What may be set once a network is trained: {', '.join(known)}")
 
 
-def _name_others(folder: RunFolder, checkpoint: str) -> str:
+def _name_others(folder: RunFolder, file: str) -> str:
     """Return how to take another checkpoint: other weights are never taken in silence."""
     ways = []
-    for other in CHECKPOINTS.keys() - {checkpoint}:
+    for other in (name for name, of in CHECKPOINTS.items() if of != file):
         try:
             state = load_checkpoint(folder.checkpoints / CHECKPOINTS[other])
         except CheckpointError:

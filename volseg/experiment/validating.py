@@ -30,8 +30,8 @@ from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.report import dice_table
 from volseg.experiment.scoring import build_scoring
-from volseg.experiment.sources import find_folds
-from volseg.experiment.trained import PREDICTION_KEYS, Trained, load_run, require_keys
+from volseg.experiment.sources import require_runs
+from volseg.experiment.trained import PREDICTION_KEYS, Trained, open_run, require_keys
 from volseg.monitoring.progress import progress
 from volseg.workflow.validation import Validated, Validation
 
@@ -88,7 +88,7 @@ def validate(
     """
     require_keys(overrides, VALIDATION_KEYS)
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
-    trained = load_run(folder, checkpoint, overrides)
+    trained = open_run(folder, checkpoint, overrides).build()
     target = Path(output) if output is not None else folder.path / _name(folder, checkpoint, overrides)
     _require_new(target, overwrite=overwrite, is_named=output is not None)
     chosen = _choose(folder, trained.config)
@@ -117,9 +117,7 @@ def validate_folds(
         If the folder is no cross-validation, no fold is finished, or there is a validation already.
     """
     require_keys(overrides, VALIDATION_KEYS)
-    folds = find_folds(Path(folder))
-    if not folds:
-        raise ConfigError(f"{folder} is no run folder and no cross-validation; name the folder that holds config.yaml")
+    folds = require_runs(folder)
     name = _name(folds[0], checkpoint, overrides)
     target = Path(output) if output is not None else Path(folder) / name
     targets = [target / fold.path.name if output is not None else fold.path / name for fold in folds]

@@ -1,97 +1,69 @@
-"""Read the weights that a training starts from, and what is known of the run that wrote them.
+"""Open files of weights: checkpoints outside of their run, nnU-Net's, safetensors, and any ``state_dict``.
 
-Each kind of file has one reader, which compares checksums before it reads a value. If that reader refuses a file, no
-other reader tries it.
+Each kind of file has one reader, which compares checksums before it reads a value, if the file has any. If that reader
+refuses a file, no other reader tries it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from volseg.checkpointing.file import LATEST, load_checkpoint, parse_checkpoint
-from volseg.checkpointing.folder import RunFolder
-from volseg.checkpointing.state import TrainingState
-from volseg.data.cases import Task
+from volseg.checkpointing.file import parse_checkpoint
 from volseg.errors import CheckpointError, ConfigError
-from volseg.exchange.archive import is_archive
+from volseg.exchange.nnunet.checkpoint import parse_nnunet
+from volseg.exchange.nnunet.folder import read_alone
 from volseg.exchange.tensors import unpack_tensors
 from volseg.exchange.torch_file import read_torch_file
-from volseg.experiment.imported import open_archive
+from volseg.experiment.imported import open_nnunet
+from volseg.experiment.trained import SourceNetwork
+from volseg.files import digest_file
 
-__all__ = ["Weights", "read_weights"]
+__all__ = ["find_weights", "open_weights"]
 
-CONTAINERS = ("state_dict", "network_weights", "model")
+SUFFIXES = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".ts", ".safetensors")
+"""Of files that hold weights; a file of ``torch.save`` may have another one."""
+
+CONTAINERS = ("state_dict", "network_weights", "model", "model_state_dict")
 """Keys under which others keep a ``state_dict``: Lightning, nnU-Net, and many scripts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """Weights from a file; `volseg.models.weights` loads them into a network."""
-
-    file: Path
-    values: Mapping[str, Any]
-    """A ``state_dict``."""
-    average: Mapping[str, Tensor] | None = None
-    """Of the parameters, if the training kept one."""
-    task: Task | None = None
-    """Task of the run that wrote them, if it is known."""
-    cases: frozenset[str] = frozenset()
-    """Cases that this run trained on, if they are known."""
+def find_weights(path: Path) -> Path | None:
+    """Return the file of weights that a path means, which may be a MONAI bundle; None if it means none."""
+    if (path / "configs").is_dir() and (path / "models").is_dir():
+        candidates = [path / "models" / name for name in ("model.pt", "model.ts")]
+        return next((file for file in candidates if file.is_file()), None)
+    is_weights = path.is_file() and (path.suffix.lower() in SUFFIXES or zipfile.is_zipfile(path))
+    return path if is_weights else None
 
 
-def read_weights(path: Path) -> Weights:
-    """Return the weights of a run's latest checkpoint, a checkpoint, an exported run, or a file with a ``state_dict``.
+def open_weights(file: Path, overrides: Sequence[str] = ()) -> Iterator[SourceNetwork]:
+    """Yield the network of a file; only a checkpoint of nnU-Net says which network it is.
 
     Raises
     ------
-    ConfigError
-        If ``path`` is none of these.
     CheckpointError
-        If the file is damaged, or cannot be read without running code.
+        If the file is damaged, holds no weights, or cannot be read without running code.
     """
-    if path.is_dir():
-        folder = RunFolder(path)
-        folder.config()  # raises for a folder that is no run
-        return _read_run(folder.checkpoints / LATEST, load_checkpoint(folder.checkpoints / LATEST))
-    if not path.is_file():
-        raise ConfigError(
-            f"training.start_from: {path} does not exist; name a run folder, a checkpoint, a file of volseg export or "
-            "a state_dict"
-        )
-    if path.suffix == ".safetensors":
-        raise ConfigError(
-            f"training.start_from: {path} carries no checksums, so damage would change weights without an error; "
-            "convert it once by torch.save(safetensors.torch.load_file(FILE), 'weights.pt')"
-        )
-    if is_archive(path):
-        return _read_archive(path)
-    content = read_torch_file(path)
-    if (state := parse_checkpoint(content, path)) is not None:
-        return _read_run(path, state)
-    return Weights(file=path, values=_find_state_dict(content, path))
-
-
-def _read_run(file: Path, state: TrainingState) -> Weights:
-    """Return the weights of a checkpoint, with its task and cases if the file is in the folder of its run."""
-    weights = Weights(file=file, values=state.model, average=state.averaged)
-    folder = RunFolder(file.absolute().parent.parent)
-    if not (folder.exists and file.absolute().parent == folder.checkpoints.absolute()):
-        return weights
-    return replace(weights, task=folder.task(), cases=frozenset(folder.split().training))
-
-
-def _read_archive(path: Path) -> Weights:
-    with open_archive(path) as archive:
-        if len(archive.networks) != 1:
-            raise ConfigError(
-                f"training.start_from: {path} holds {len(archive.networks)} networks; export the run of one fold and "
-                "name that file"
-            )
-        [(run, weights)] = archive.networks
-        return Weights(file=path, values=unpack_tensors(weights, str(path)), task=run.task())
+    weights = SourceNetwork(source=file, file=file, values={}, digest=digest_file(file))
+    if file.suffix.lower() == ".safetensors":  # it carries no checksum, so start.json keeps its digest
+        yield replace(weights, values=unpack_tensors(file.read_bytes(), str(file)))
+        return
+    content = read_torch_file(file)
+    if (state := parse_checkpoint(content, file)) is not None:
+        yield replace(weights, values=state.model, average=state.averaged)
+        return
+    unknown = weights.unknown
+    if isinstance(content, Mapping) and {"network_weights", "init_args", "trainer_name"} <= content.keys():
+        try:
+            yield from open_nnunet(read_alone(file, parse_nnunet(content, file)), overrides)
+            return
+        except ConfigError as fault:  # a network of its own may take these weights by their own names
+            unknown = str(fault)
+    yield replace(weights, values=_find_state_dict(content, file), unknown=unknown)
 
 
 def _find_state_dict(content: Any, path: Path) -> Mapping[str, Any]:
@@ -102,12 +74,12 @@ def _find_state_dict(content: Any, path: Path) -> Mapping[str, Any]:
             break
         if len(found) > 1:
             raise CheckpointError(
-                f"training.start_from: {path} holds weights under {' and '.join(found)}; save the ones that you want: "
+                f"{path} holds weights under {' and '.join(found)}; save the ones that you want: "
                 "torch.save(network.state_dict(), FILE)"
             )
         content = content[found[0]]
     if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
-        raise CheckpointError(f"training.start_from: {path} holds no state_dict, which maps names to tensors")
+        raise CheckpointError(f"{path} holds no state_dict, which maps names to tensors")
     if odd := [name for name in content if not isinstance(name, str)]:
-        raise CheckpointError(f"training.start_from: {path} should map names to tensors, got the key {odd[0]!r}")
+        raise CheckpointError(f"{path} should map names to tensors, got the key {odd[0]!r}")
     return content

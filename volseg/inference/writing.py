@@ -18,7 +18,7 @@ from volseg.inference.nifti_header import place
 from volseg.transforms.grid import Grid
 from volseg.transforms.slabs import run_over_slabs
 
-__all__ = ["write_prediction"]
+__all__ = ["build_label_image", "write_prediction"]
 
 COMPRESSION = 2
 """ISA-L's level: a label map takes a quarter more than by zlib's level 6, in a thirtieth of the time."""
@@ -59,16 +59,7 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
     path = Path(path)
     if not path.name.lower().endswith((".nii", ".nii.gz")):
         raise DataError(f"a prediction is written as NIfTI: {path} must end in .nii or .nii.gz")
-    grid = Grid.original(reference)
-    voxels = torch.as_tensor(label_map).detach().cpu()
-    if voxels.shape not in (grid.shape, (1, *grid.shape)):
-        raise GridError(
-            f"{path} needs a label map on the image's own grid of {grid.shape} voxels, got {tuple(voxels.shape)}; "
-            "bring it there with volseg.inference.original_grid.resample"
-        )
-    image = place(
-        nib.Nifti1Image(_to_integers(voxels.reshape(grid.shape), path), grid.affine.numpy()), grid, reference.meta
-    )
+    image = build_label_image(label_map, reference, path)
     content = io.BytesIO()
     image.to_stream(content)
     if path.name.lower().endswith(".gz"):
@@ -76,6 +67,20 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
     with replacing(path) as partial:
         partial.write_bytes(content.getbuffer())
     return path
+
+
+def build_label_image(label_map: Tensor, reference: MetaTensor, path: Path) -> nib.Nifti1Image:
+    """Return the image that `write_prediction` writes; ``path`` names it in messages."""
+    grid = Grid.original(reference)
+    voxels = torch.as_tensor(label_map).detach().cpu()
+    if voxels.shape not in (grid.shape, (1, *grid.shape)):
+        raise GridError(
+            f"{path} needs a label map on the image's own grid of {grid.shape} voxels, got {tuple(voxels.shape)}; "
+            "bring it there with volseg.inference.original_grid.resample"
+        )
+    return place(
+        nib.Nifti1Image(_to_integers(voxels.reshape(grid.shape), path), grid.affine.numpy()), grid, reference.meta
+    )
 
 
 def _compress(content: memoryview) -> io.BytesIO:

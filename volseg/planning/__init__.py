@@ -3,6 +3,7 @@
 from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 from volseg.planning.fingerprint import Taken, take_fingerprint
 from volseg.planning.geometry import PRESETS, Geometry
+from volseg.planning.like import Like
 from volseg.planning.plan import DEFAULT_MEMORY, Plan, choose_name, parse_memory, plan
 from volseg.planning.published import published_fingerprint
 from volseg.planning.settings import Setting
@@ -16,6 +17,7 @@ __all__ = [
     "Fingerprint",
     "Geometry",
     "Intensities",
+    "Like",
     "Plan",
     "Setting",
     "Taken",

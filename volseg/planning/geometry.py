@@ -65,13 +65,16 @@ class Geometry:
     """The axis of the largest spacing."""
     patch: Sides
     batch: int
-    topology: Topology
-    features: int
+    topology: Topology | None = None
+    """None for a network that is taken over."""
+    features: int = 0
     """Of one patch; see `volseg.planning.features`."""
-    reference: float
+    reference: float = 0.0
     """How many fit, with a batch of two."""
     num_gpus: int = 1
     """That share each volume."""
+    axcodes: str = "RAS"
+    """Directions in the patient to which D, H, W point."""
 
 
 def plan_geometry(fingerprint: Fingerprint, preset: str, gpu_memory: float) -> Geometry:

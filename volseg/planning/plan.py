@@ -12,6 +12,7 @@ from volseg.data.proposed_groups import GroupProposal
 from volseg.errors import ConfigError
 from volseg.planning.facts import Fingerprint
 from volseg.planning.geometry import PRESETS, Geometry, plan_geometry
+from volseg.planning.like import Like, plan_geometry_like
 from volseg.planning.settings import Setting, list_settings
 
 __all__ = ["DEFAULT_MEMORY", "Plan", "choose_name", "parse_memory", "plan"]
@@ -32,6 +33,8 @@ class Plan:
     settings: tuple[Setting, ...]
     patients: GroupProposal | None = None
     """How the cases are grouped by patient; None where each counts as one of its own."""
+    like: Like | None = None
+    """The trained network that grid, patch and network are taken over from."""
 
     def values(self) -> dict[str, Any]:
         """Return the settings as a config file holds them."""
@@ -59,6 +62,7 @@ def plan(
     skip_bad: bool = False,
     given_folds: int = 0,
     patients: GroupProposal | None = None,
+    like: Like | None = None,
 ) -> Plan:
     """Plan the training of a task: every value of its config, by nnU-Net's rules where it has one.
 
@@ -80,12 +84,17 @@ def plan(
         Folds that the data set itself names (`Task.splits`), of which the first is taken; with none, five are made.
     patients : GroupProposal, optional
         How the cases are grouped by patient (`propose_groups`), where that is evident.
+    like : Like, optional
+        A trained network, whose grid, patch and network are taken over, so that a training begins with its weights.
 
     Raises
     ------
     ConfigError
-        For an unknown preset, no case, or a memory in which nothing fits.
+        For a preset beside ``like``, an unknown preset, no case, or a memory in which nothing fits.
     """
+    if like is not None and preset != "unet":
+        raise ConfigError(f"the network is that of {like.source}, not of the preset {preset}; leave one of them out")
+    preset = preset if like is None else like.preset
     if preset not in PRESETS:
         raise ConfigError(f"no preset is called {preset!r}; {did_you_mean(preset, PRESETS)}")
     if not fingerprint.cases:
@@ -94,7 +103,7 @@ def plan(
         )
     if not gpu_memory > 0:
         raise ConfigError(f"the memory of a GPU must be positive, got {gpu_memory} GiB")
-    geometry = plan_geometry(fingerprint, preset, gpu_memory)
+    geometry = plan_geometry(fingerprint, preset, gpu_memory) if like is None else plan_geometry_like(fingerprint, like)
     settings = list_settings(
         fingerprint,
         geometry,
@@ -104,6 +113,7 @@ def plan(
         skip_bad=skip_bad,
         given_folds=given_folds,
         patients=patients,
+        like=like,
     )
     return Plan(
         fingerprint=fingerprint,
@@ -112,6 +122,7 @@ def plan(
         geometry=geometry,
         settings=tuple(settings),
         patients=patients,
+        like=like,
     )
 
 

@@ -14,6 +14,7 @@ from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
 from volseg.models.topology import VNET_MONAI
 from volseg.planning.facts import Fingerprint, Intensities
 from volseg.planning.geometry import LARGEST_SHARE, PRESETS, Geometry
+from volseg.planning.like import Like
 from volseg.planning.spacing import is_flat
 from volseg.transforms.grid import find_coarse_axis
 
@@ -54,6 +55,7 @@ def list_settings(
     skip_bad: bool,
     given_folds: int = 0,
     patients: GroupProposal | None = None,
+    like: Like | None = None,
 ) -> Iterator[Setting]:
     """Yield the settings in the order in which they stand in the file.
 
@@ -73,16 +75,21 @@ def list_settings(
         Folds that the data set itself names.
     patients : GroupProposal, optional
         How its cases are grouped by patient.
+    like : Like, optional
+        The trained network that ``geometry`` is taken over from.
     """
     yield Setting(key="name", value=name)
     yield from _list_data(fingerprint, geometry, root, skip_bad)
     yield from _list_split(len(fingerprint.cases), given_folds, patients)
     yield from _list_preprocessing(fingerprint, geometry)
-    yield from _list_patch(geometry, preset)
+    yield from _list_patch(geometry, preset) if like is None else _list_patch_like(geometry, like)
     yield from _list_augmentation(fingerprint, geometry, preset)
-    yield from _list_network(geometry, preset)
+    yield from _list_network(geometry, preset) if like is None else _list_network_like(like)
     yield from _list_losses(fingerprint)
     yield from _list_training(geometry, preset)
+    if like is not None:
+        reason = "initial weights; leave it out to train the same network from scratch"
+        yield Setting(key="training.start_from", value=like.source, reason=reason)
     yield from _list_inference(fingerprint, geometry, preset)
 
 
@@ -117,7 +124,7 @@ def _list_split(num_cases: int, given_folds: int, patients: GroupProposal | None
 
 
 def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry) -> Iterator[Setting]:
-    orientation = {"name": "Orientation", "axcodes": "RAS"}
+    orientation = {"name": "Orientation", "axcodes": geometry.axcodes}
     reason = "axes mean the same in every case, however its file is stored; nnU-Net takes them as they are stored"
     yield Setting(key="preprocessing.0", value=orientation, reason=reason)
     kept = [case.kept for case in fingerprint.cases]
@@ -213,6 +220,21 @@ def _list_patch(geometry: Geometry, preset: str) -> Iterator[Setting]:
         )
 
 
+def _list_patch_like(geometry: Geometry, like: Like) -> Iterator[Setting]:
+    reason = f"that of {like.source}"
+    yield Setting(key="patch.size", value=list(geometry.patch), reason=reason)
+    yield Setting(key="patch.batch", value=geometry.batch, reason=reason)
+    reason = "share of a batch that surely holds foreground: nnU-Net's number"
+    yield Setting(key="patch.foreground", value=0.33, reason=reason)
+
+
+def _list_network_like(like: Like) -> Iterator[Setting]:
+    reason = f"the network of {like.source}, into which its weights fit"
+    for key, value in {"name": like.network["name"], **like.network}.items():
+        yield Setting(key=f"network.{key}", value=value, reason=reason)
+        reason = ""
+
+
 def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str) -> Iterator[Setting]:
     if preset == "whole":
         yield Setting(
@@ -240,10 +262,11 @@ def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str
         yield Setting(key="augmentation.low_resolution", value={"axes": others}, reason="likewise")
     if sides := _find_sides(fingerprint):
         reason = (
-            f"{sides[0]} and {sides[1]} differ by their side of the body, which mirroring along D (left to right) "
-            "would swap; nnU-Net mirrors nevertheless"
+            f"{sides[0]} and {sides[1]} differ by their side of the body, which mirroring from left to right would "
+            "swap; nnU-Net mirrors nevertheless"
         )
-        yield Setting(key="augmentation.mirror", value={"axes": [False, True, True]}, reason=reason)
+        axes = [letter not in "LR" for letter in geometry.axcodes]
+        yield Setting(key="augmentation.mirror", value={"axes": axes}, reason=reason)
 
 
 def _find_sides(fingerprint: Fingerprint) -> tuple[str, str] | None:
@@ -258,6 +281,7 @@ def _find_sides(fingerprint: Fingerprint) -> tuple[str, str] | None:
 
 def _list_network(geometry: Geometry, preset: str) -> Iterator[Setting]:
     topology = geometry.topology
+    assert topology is not None, "of a planned network"
     if preset == "vnet":
         yield Setting(key="network.name", value="VNet", reason=PRESETS[preset])
         if topology != VNET_MONAI:

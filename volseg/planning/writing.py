@@ -17,6 +17,8 @@ __all__ = ["write_config"]
 
 WIDTH = 110
 
+DIRECTIONS = {"R": "right", "L": "left", "A": "front", "P": "back", "S": "head", "I": "feet"}
+
 SOURCES = (
     "Rules: docs/planning.md. Spacing, patch, batch, network, intensities are nnU-Net's (Isensee et al. 2021,",
     "doi:10.1038/s41592-020-01008-z; its residual encoders: Isensee et al. 2024, arXiv:2404.09556).",
@@ -52,11 +54,13 @@ def write_config(plan: Plan, path: str | Path, *, overwrite: bool = False) -> Pa
 def _list_lines(plan: Plan) -> Iterator[str]:
     fingerprint = plan.fingerprint
     yield refer_to_schema()
+    network = PRESETS[plan.preset] if plan.like is None else f"the network of {plan.like.source}"
+    directions = [DIRECTIONS[letter] for letter in plan.geometry.axcodes]
     yield from _comment(
-        f"{fingerprint.task}: {PRESETS[plan.preset]}, for {plan.geometry.num_gpus} GPU(s) of {plan.gpu_memory:g} GiB. "
+        f"{fingerprint.task}: {network}, for {plan.geometry.num_gpus} GPU(s) of {plan.gpu_memory:g} GiB. "
         f"Planned by volseg {__version__} from {len(fingerprint.cases)} cases of {len(fingerprint.channels)} "
         f"channel(s) ({', '.join(fingerprint.channels)}) and {len(fingerprint.labels)} labels. D, H, W of a case "
-        "point to the right, to the front and to the head."
+        f"point to the {directions[0]}, to the {directions[1]} and to the {directions[2]}."
     )
     yield from (f"# {line}" for line in SOURCES)
     section = ""

@@ -1,15 +1,16 @@
 """Read the weights and settings that a prediction needs from nnU-Net's checkpoints."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from volseg.errors import CheckpointError
 from volseg.exchange.torch_file import read_torch_file
 
-__all__ = ["NnunetWeights", "read_checkpoint"]
+__all__ = ["NnunetWeights", "parse_nnunet", "read_checkpoint"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +22,8 @@ class NnunetWeights:
     mirror_axes: tuple[int, ...]
     """Axes (0, 1, 2 are D, H, W as the network sees them) along which it may be mirrored."""
     weights: Mapping[str, Tensor]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the trainer: ``plans`` and ``dataset_json`` are those of the model folder."""
 
 
 def read_checkpoint(path: Path) -> NnunetWeights:
@@ -33,7 +36,11 @@ def read_checkpoint(path: Path) -> NnunetWeights:
     """
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; name the checkpoint by --checkpoint, or copy the whole folder")
-    content = read_torch_file(path)
+    return parse_nnunet(read_torch_file(path), path)
+
+
+def parse_nnunet(content: Any, path: Path) -> NnunetWeights:
+    """Return what a prediction needs of a checkpoint's content; the errors are those of `read_checkpoint`."""
     wanted = ("network_weights", "init_args", "trainer_name")
     if not isinstance(content, dict) or any(key not in content for key in wanted):
         raise CheckpointError(f"{path} should hold {', '.join(wanted)}, as nnU-Net 2 writes; it is another program's")
@@ -53,4 +60,5 @@ def read_checkpoint(path: Path) -> NnunetWeights:
         trainer=str(content["trainer_name"]),
         mirror_axes=tuple(listed),
         weights=weights,
+        arguments=arguments or {},
     )

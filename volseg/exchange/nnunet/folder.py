@@ -13,9 +13,9 @@ from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import read_channel_names, read_regions
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.exchange.nnunet.checkpoint import NnunetWeights, read_checkpoint
-from volseg.exchange.nnunet.plans import NnunetPlan, read_plan
+from volseg.exchange.nnunet.plans import NnunetPlan, parse_plan, read_plan
 
-__all__ = ["CHECKPOINT", "FILES", "NnunetModel", "is_nnunet_model", "read_nnunet"]
+__all__ = ["CHECKPOINT", "FILES", "NnunetModel", "find_nnunet", "is_nnunet_model", "read_alone", "read_nnunet"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class NnunetModel:
     """What a model folder holds."""
 
     folder: Path
+    """Of the model; of a checkpoint that lies elsewhere, its file."""
     plan: NnunetPlan
     task: Task
     mirror_axes: tuple[int, ...]
@@ -52,6 +53,47 @@ class NnunetModel:
 def is_nnunet_model(path: str | Path) -> bool:
     """Say whether a folder is a model folder of nnU-Net 2."""
     return all((Path(path) / name).is_file() for name in FILES) and any(Path(path).glob("fold_*"))
+
+
+def find_nnunet(path: Path, checkpoint: str) -> tuple[Path, str, list[str] | None] | None:
+    """Return the model folder, the checkpoint's name and the folds that a path means; None for another path.
+
+    Parameters
+    ----------
+    path : path
+        A model folder, one of its folds, or a checkpoint in a fold.
+    checkpoint : str
+        Name of the checkpoint, unless ``path`` names it.
+    """
+    if is_nnunet_model(path):
+        return path, checkpoint, None
+    fold, name = (path.parent, path.name) if path.is_file() else (path, checkpoint)
+    is_fold = fold.name.startswith("fold_") and is_nnunet_model(fold.parent)
+    return (fold.parent, name, [fold.name.removeprefix("fold_")]) if is_fold else None
+
+
+def read_alone(file: Path, weights: NnunetWeights) -> NnunetModel:
+    """Return the model of a checkpoint that lies outside of its folder: it holds the plans it was trained by.
+
+    Raises
+    ------
+    ConfigError, CheckpointError, DataError
+        As `read_nnunet`.
+    """
+    missing = [key for key in ("plans", "dataset_json") if not isinstance(weights.arguments.get(key), dict)]
+    if missing:
+        raise ConfigError(f"{file} holds no {missing[0]} in its init_args, which its model folder holds")
+    _require_trainer(weights, file)
+    plan = parse_plan(weights.arguments["plans"], file, weights.configuration)
+    return NnunetModel(
+        folder=file,
+        plan=plan,
+        task=_parse_task(weights.arguments["dataset_json"], file, file.parent, plan),
+        mirror_axes=weights.mirror_axes,
+        folds=(str(weights.arguments.get("fold")),),
+        checkpoints=(file,),
+        weights=(weights.weights,),
+    )
 
 
 def read_nnunet(
@@ -131,7 +173,10 @@ def _require_trainer(weights: NnunetWeights, folder: Path) -> None:
 
 def _read_task(folder: Path, plan: NnunetPlan) -> Task:
     file = folder / "dataset.json"
-    declared = read_json(file)
+    return _parse_task(read_json(file), file, folder, plan)
+
+
+def _parse_task(declared: object, file: Path, root: Path, plan: NnunetPlan) -> Task:
     if not isinstance(declared, dict):
         raise DataError(f"{file} should describe nnU-Net's data set; copy the model folder again")
     channels, labels = read_channel_names(declared, file), read_regions(declared, file)
@@ -143,7 +188,7 @@ def _read_task(folder: Path, plan: NnunetPlan) -> Task:
         raise DataError(f"{file} declares the labels {sorted(labels.labels)}; nnU-Net writes 0, 1, 2 ... without a gap")
     return Task(
         name=plan.dataset,
-        root=folder,
+        root=root,
         modalities=channels,
         labels=labels.labels,
         regions=labels.regions,

@@ -69,10 +69,11 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
         "filters": _repeat(given["features_per_stage"], stages),
         "blocks": _repeat(given[counts], stages),
         "decoder_blocks": _repeat(given["n_conv_per_stage_decoder"], stages - 1),
+        "deep_supervision": True,  # while it trains
     }
     for key, of_stages in spec.items():
         count, kind = stages - (key == "decoder_blocks"), _is_size if key in ("strides", "kernel_size") else _is_count
-        if key != "name" and not (len(of_stages) == count and all(map(kind, of_stages))):
+        if key not in ("name", "deep_supervision") and not (len(of_stages) == count and all(map(kind, of_stages))):
             raise ConfigError(
                 f"{where} builds {name} with {key} {of_stages!r:.200}; needed: {count} positive whole numbers"
             )
@@ -144,7 +145,7 @@ def rename_weights(weights: Mapping[str, Tensor], network: nn.Module, where: str
     names: dict[str, list[str]] = {}
     for name in bare:
         names.setdefault(_resolve_alias(name), []).append(name)
-    # Heads of deep supervision: trained with, never predicted with.
+    # Heads of deep supervision, also that of the coarsest stage, whose loss nnU-Net gives no weight.
     heads = {f"decoder.seg_layers.{stage}.{kind}" for stage in range(last) for kind in ("weight", "bias")}
     if missing := [name for name in table.values() if name not in names]:
         raise CheckpointError(f"{where} has no tensor {missing[0]!r}, which the network of its plans needs")
@@ -189,8 +190,8 @@ def _pair_names(places: Iterable[str], last: int) -> Iterator[tuple[str, str]]:
                 yield ours, f"decoder.transpconvs.{stage}.{kind}"
             case "decoder", [stage, block, layer, kind]:
                 yield ours, f"decoder.stages.{stage}.convs.{block}.{_layer(layer)}.{kind}"
-            case "heads", ["0", kind]:
-                yield ours, f"decoder.seg_layers.{last}.{kind}"
+            case "heads", [number, kind]:  # the finest first here, the coarsest first there
+                yield ours, f"decoder.seg_layers.{last - int(number)}.{kind}"
 
 
 def _layer(number: str) -> str:

@@ -12,7 +12,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.exchange.nnunet.network import read_network
 from volseg.exchange.nnunet.resampling import Resampling, is_number
 
-__all__ = ["CONFIGURATIONS", "NnunetPlan", "read_plan"]
+__all__ = ["CONFIGURATIONS", "NnunetPlan", "parse_plan", "read_plan"]
 
 CONFIGURATIONS = ("3d_fullres", "3d_lowres")
 
@@ -39,6 +39,7 @@ class NnunetPlan:
     dataset: str
     network: Mapping[str, Any]
     patch: tuple[int, int, int]
+    batch: int
     spacing: Sides
     """Voxel sides (mm) that the network sees, in the order of its axes."""
     transpose: tuple[int, int, int]
@@ -63,7 +64,11 @@ def read_plan(file: Path, name: str) -> NnunetPlan:
     DataError
         If the file is damaged.
     """
-    plans = read_json(file, has_nan=True)
+    return parse_plan(read_json(file, has_nan=True), file, name)
+
+
+def parse_plan(plans: Any, file: Path, name: str) -> NnunetPlan:
+    """Return configuration ``name`` of plans that ``file`` holds; the errors are those of `read_plan`."""
     try:
         return _read_plan(plans, file, name)
     except (TypeError, AttributeError, KeyError, IndexError) as fault:  # a value of a wrong type
@@ -107,6 +112,7 @@ def _read_plan(plans: Any, file: Path, name: str) -> NnunetPlan:
         dataset=str(plans.get("dataset_name") or file.parent.parent.name),
         network=network,
         patch=patch,
+        batch=given["batch_size"] if type(given.get("batch_size")) is int else 2,
         spacing=_three(given.get("spacing"), float, f"{where}: spacing"),
         transpose=_read_transpose(plans, file),
         turns_to_ras=READERS[reader],

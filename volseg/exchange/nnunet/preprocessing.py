@@ -6,6 +6,7 @@ cropped and the resampled grid are one, as in nnU-Net; hence sides that differ f
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,10 @@ LEAST_DEVIATION = 1e-8
 def build_preprocessing(plan: NnunetPlan) -> Preprocessing:
     """Return nnU-Net's preprocessing of images."""
     turn = [orientation(["image"], axcodes="RAS")] if plan.turns_to_ras else []
-    return Preprocessing([RememberGrid(["image"]), *turn, _AsNnunet(plan), StoreVoxels(["image"])])
+    preprocessing = Preprocessing([RememberGrid(["image"]), *turn, _AsNnunet(plan), StoreVoxels(["image"])])
+    followed = {key: value for key, value in asdict(plan).items() if key not in ("name", "dataset", "network", "batch")}
+    preprocessing.components = [{"name": "nnU-Net", **followed}]  # by which two are compared
+    return preprocessing
 
 
 class _AsNnunet(MapTransform):

@@ -1,0 +1,244 @@
+"""A training begins with whatever predicts, and with weights only; a plan takes over the network that they fit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_trainings import DYNUNET, FirstWeights, config_factory
+from torch import nn
+from typer.testing import CliRunner
+
+import volseg
+from volseg.cli import app
+from volseg.data.synthetic import make_task
+from volseg.errors import ConfigError
+from volseg.exchange.nnunet import read_nnunet
+from volseg.exchange.nnunet.checkpoint import read_checkpoint
+from volseg.exchange.nnunet.plans import read_plan
+from volseg.exchange.tensors import pack_tensors
+from volseg.experiment import REGISTRIES, configure, export, load_config, train
+from volseg.experiment.sources import load_trained, read_weights
+from volseg.models import build_network
+from volseg.workflow import Hook, load_checkpoint
+
+NNUNET = Path(__file__).parents[1] / "exchange" / "nnunet" / "model"
+FOLD = NNUNET / "fold_0"
+CHECKPOINT = FOLD / "checkpoint_final.pth"
+
+
+@pytest.fixture(scope="module")
+def config_of(tmp_path_factory):
+    return config_factory(tmp_path_factory.mktemp("begin"))
+
+
+@pytest.fixture(scope="module")
+def run(config_of, tmp_path_factory):
+    """Return a run whose network names its layers twice, and which keeps averaged weights."""
+    folder = tmp_path_factory.mktemp("first") / "run"
+    train(config_of(folder, DYNUNET))
+    return folder
+
+
+class FirstLoss(Hook):
+    """Keep the loss and the weights that a training begins with, and stop it."""
+
+    def on_training_begin(self, training):
+        image = torch.rand(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            logits = training.network(image)
+        self.loss = float(torch.nn.functional.cross_entropy(logits, (image[:, 0] > 0.5).long()))
+        training.stop("seen")
+
+
+def write_sources(run, folder):
+    """Return files that hold the averaged weights of a run, by the kind of each."""
+    state = load_trained(run, overrides=["device=cpu"]).models[0].state_dict()
+    (folder / "weights.safetensors").write_bytes(pack_tensors(state))
+    wrapped = {f"module._orig_mod.{name}": value for name, value in state.items()}
+    torch.save({"epoch": 3, "state_dict": wrapped}, folder / "wrapped.ckpt")
+    (folder / "bundle" / "configs").mkdir(parents=True)
+    (folder / "bundle" / "models").mkdir()
+    torch.save(dict(state), folder / "bundle" / "models" / "model.pt")
+    return {
+        "run": run,
+        "checkpoint": run / "checkpoints" / "latest.pt",
+        "archive": export(run, folder / "model.zip"),
+        "safetensors": folder / "weights.safetensors",
+        "prefixes": folder / "wrapped.ckpt",
+        "bundle": folder / "bundle",
+        "bundle's file": folder / "bundle" / "models" / "model.pt",
+    }
+
+
+def test_every_form_of_a_run_begins_at_the_same_loss(run, config_of, tmp_path):
+    (tmp_path / "sources").mkdir()
+    begun, digests = {}, {}
+    for kind, source in write_sources(run, tmp_path / "sources").items():
+        losses, first = FirstLoss(), tmp_path / "begun" / kind
+        train(config_of(first, DYNUNET, f"training.start_from={json.dumps(str(source))}"), hooks=[losses])
+        told = json.loads((first / "start.json").read_text(encoding="utf-8"))
+        assert told["new"] == told["left"] == told["adapted"] == []
+        begun[kind], digests[kind] = losses.loss, told["digest"]
+    assert len(set(begun.values())) == 1, begun
+    assert len(digests["safetensors"]) == 32
+    raw = load_checkpoint(run / "checkpoints" / "latest.pt").model
+    torch.save(dict(raw), tmp_path / "raw.pt")
+    losses = FirstLoss()
+    train(config_of(tmp_path / "raw", DYNUNET, f"training.start_from={tmp_path / 'raw.pt'}"), hooks=[losses])
+    assert losses.loss != begun["run"]  # the weights of all of them are the averaged ones
+
+
+def test_a_fold_is_named_by_its_path_and_several_are_refused(cross_validated, tmp_path):
+    archive = export(cross_validated, tmp_path / "model.zip")
+    for source in (cross_validated, archive):
+        with pytest.raises(ConfigError, match=r"training\.start_from: .* holds several networks; .*fold_0 or .*fold_1"):
+            read_weights(source)
+    expected = read_weights(cross_validated / "fold_2")
+    found = read_weights(archive / "fold_2")
+    averaged = dict(expected.values) | dict(expected.average)
+    assert all(torch.equal(found.values[name], averaged[name]) for name in averaged)
+    with pytest.raises(ConfigError, match=r"model\.zip has no fold_9; it has fold_0, fold_1, fold_2"):
+        read_weights(archive / "fold_9")
+
+
+def test_a_file_of_weights_has_no_other_checkpoint(run):
+    """The option was passed over for a file that names a checkpoint."""
+    best = run / "checkpoints" / "latest.pt"
+    assert len(load_trained(best, overrides=["device=cpu"]).models) == 1
+    with pytest.raises(ConfigError, match=r"latest\.pt is one file of weights; name its folder to take the best"):
+        load_trained(best, "best")
+
+
+@pytest.fixture(scope="module")
+def hippocampus(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("data") / "Task00_Small", num_cases=6, num_test=0)
+
+
+def plan_like(task, source, folder):
+    """Return the config that ``volseg configure --like`` writes, as the command writes it."""
+    file = folder / "planned.yaml"
+    words = ["configure", str(task), "-o", str(file), "--like", str(source)]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return file
+
+
+def lone_checkpoint(tmp_path):
+    return shutil.copy(CHECKPOINT, tmp_path / "weights_from_somewhere.pth")
+
+
+@pytest.mark.parametrize("source", [NNUNET, FOLD, CHECKPOINT, lone_checkpoint], ids=["model", "fold", "file", "alone"])
+def test_a_plan_like_nnunets_model_begins_with_all_its_weights(source, hippocampus, tmp_path):
+    source = source(tmp_path) if callable(source) else source
+    file = plan_like(hippocampus, source, tmp_path)
+    config = load_config(
+        file, ["training.epochs=1", "training.iterations=1", "device=cpu", f"output={tmp_path / 'run'}"]
+    )
+    read = read_nnunet(NNUNET)
+    assert config.patch.size == read.plan.patch
+    assert config.network.spec() == dict(read.plan.network)
+    steps = {step.name: step.spec() for step in config.preprocessing}
+    assert steps["Spacing"]["spacing"] == pytest.approx(read.plan.spacing)
+    assert steps["Orientation"]["axcodes"] == "".join("SAR"[axis] for axis in read.plan.transpose)
+    seen = FirstWeights()
+    train(config, hooks=[seen])
+    told = json.loads((tmp_path / "run" / "start.json").read_text(encoding="utf-8"))
+    assert told["adapted"] == ["encoder.0.0.0.weight"]  # two channels there and one here
+    assert sorted(told["new"]) == ["heads.0.bias", "heads.0.weight"]  # two regions there and three classes here
+    assert told["left"] == []
+    assert torch.equal(seen.weights["ups.1.weight"], read.weights[0]["decoder.transpconvs.1.weight"])
+
+
+def name_theirs(ours, last):
+    """Return nnU-Net's name of a tensor of `PlainConvUNet`."""
+    part, stage, *rest = ours.split(".")
+    if part == "heads":
+        return f"decoder.seg_layers.{last - int(stage)}.{rest[0]}"
+    if part == "ups":
+        return f"decoder.transpconvs.{stage}.{rest[0]}"
+    block, layer, kind = rest
+    inner = "stages.{}.0.convs" if part == "encoder" else "stages.{}.convs"
+    return f"{part}.{inner.format(stage)}.{block}.{('conv', 'norm')[int(layer)]}.{kind}"
+
+
+def test_heads_of_deep_supervision_are_taken_too(tmp_path):
+    """A prediction needs the finest head, and a training begins with all that have a loss."""
+    model = shutil.copytree(NNUNET, tmp_path / "model")
+    plans = json.loads((model / "plans.json").read_text(encoding="utf-8"))
+    base = plans["configurations"]["base"]
+    sizes = {"n_stages": 4, "features_per_stage": [2, 4, 4, 4], "kernel_sizes": [[3, 3, 3]] * 4}
+    strides = {"strides": [[1, 1, 1], [1, 2, 2], [2, 2, 2], [1, 2, 2]]}
+    counts = {"n_conv_per_stage": [2] * 4, "n_conv_per_stage_decoder": [2] * 3}
+    base["architecture"]["arch_kwargs"] |= {**sizes, **strides, **counts}
+    (model / "plans.json").write_text(json.dumps(plans), encoding="utf-8")
+    spec = read_plan(model / "plans.json", "3d_fullres").network
+    network = build_network(spec, in_channels=2, out_channels=2).state_dict()
+    content = torch.load(CHECKPOINT, weights_only=False)
+    content["network_weights"] = {name_theirs(name, 2): value for name, value in network.items()}
+    coarsest = {"weight": torch.zeros(2, 4, 1, 1, 1), "bias": torch.zeros(2)}  # no loss trains it
+    content["network_weights"] |= {f"decoder.seg_layers.0.{kind}": value for kind, value in coarsest.items()}
+    torch.save(content, model / "fold_0" / "checkpoint_final.pth")
+    found = read_weights(model).values
+    assert "heads.1.weight" in found
+    torch.testing.assert_close(dict(found), dict(network), rtol=0, atol=0)
+
+
+def test_a_plan_like_a_run_takes_over_its_grid_and_begins_with_its_weights(trained, task, tmp_path):
+    file = plan_like(task, trained.folder.path, tmp_path)
+    config = load_config(
+        file, ["training.epochs=1", "training.iterations=1", "device=cpu", f"output={tmp_path / 'run'}"]
+    )
+    first = trained.folder.config()
+    assert config.patch.size == first.patch.size
+    assert config.network == trained.folder.plan().complete(first).network
+    assert next(step.spec() for step in config.preprocessing if step.name == "Spacing")["spacing"] == [1.5, 1.5, 1.5]
+    assert config.training.start_from == trained.folder.path
+    train(config)
+    told = json.loads((tmp_path / "run" / "start.json").read_text(encoding="utf-8"))
+    assert told["new"] == told["left"] == told["adapted"] == []
+
+
+def test_what_cannot_be_planned_like_is_refused_before_a_case_is_read(trained, tmp_path):
+    torch.save({"a": torch.zeros(1)}, tmp_path / "plain.pt")
+    with pytest.raises(ConfigError, match=r"plain\.pt holds weights only"):
+        configure(tmp_path / "no_data", like=tmp_path / "plain.pt")
+    with pytest.raises(ConfigError, match="does not exist; name a run folder"):
+        configure(tmp_path / "no_data", like=tmp_path / "gone")
+
+
+class Theirs(nn.Module):
+    """A network with the names of the stored checkpoint."""
+
+    divisors = (1, 1, 1)
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.out_channels = out_channels
+        for name, value in read_checkpoint(CHECKPOINT).weights.items():
+            *path, last = name.split(".")
+            module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module._modules[part]
+            module.register_parameter(last, nn.Parameter(torch.zeros_like(value)))
+
+    def forward(self, image):
+        return sum(one.sum() for one in self.parameters()) + image[:, :1].expand(-1, self.out_channels, -1, -1, -1)
+
+
+def test_nnunets_weights_begin_a_network_that_has_nnunets_names(hippocampus, tmp_path):
+    """A network of the user's own may be nnU-Net's code; its names are those of the checkpoint."""
+    volseg.register("network", "Theirs")(Theirs)
+    try:
+        seen, file = FirstWeights(), plan_like(hippocampus, CHECKPOINT, tmp_path)
+        plain = ["network={name: Theirs}", "training.epochs=1", "training.iterations=1", "device=cpu"]
+        train(load_config(file, [*plain, f"output={tmp_path / 'run'}"]), hooks=[seen])
+    finally:
+        REGISTRIES["network"].forget("Theirs")
+    told = json.loads((tmp_path / "run" / "start.json").read_text(encoding="utf-8"))
+    written = read_checkpoint(CHECKPOINT).weights
+    assert len(told["taken"]) == len(written)
+    assert all(torch.equal(value, seen.weights[name]) for name, value in written.items())

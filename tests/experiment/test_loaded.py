@@ -1,0 +1,191 @@
+"""A model that stays in memory: the numbers of ``volseg predict``, for every kind of image."""
+
+import gc
+import shutil
+import threading
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import SimpleITK
+import torch
+from monai.data import MetaTensor
+
+import volseg
+from volseg.errors import CheckpointError, ConfigError, DataError
+from volseg.experiment import predict
+from volseg.experiment.exporting import export
+from volseg.experiment.loaded import Segmentation
+
+NNUNET = Path(__file__).parents[1] / "exchange" / "nnunet"
+
+
+@pytest.fixture(scope="module")
+def image(task):
+    """Return the path of an image that no training saw."""
+    return next((task / "imagesTs").glob("*.nii.gz"))
+
+
+@pytest.fixture(scope="module")
+def model(trained):
+    return volseg.load(trained.folder.path, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def predicted(trained, image, tmp_path_factory):
+    """Return what ``volseg predict`` writes for the image."""
+    folder = tmp_path_factory.mktemp("predicted")
+    made = predict(trained.folder.path, image, folder, overrides=["device=cpu"], probabilities=True).require_all()
+    return nibabel.load(next(iter(made.values()))), nibabel.load(next((folder / "probabilities").iterdir()))
+
+
+def test_every_kind_of_image_gives_the_bits_that_predict_writes(model, image, predicted, tmp_path):
+    expected = np.asarray(predicted[0].dataobj)
+    assert len(np.unique(expected)) > 1
+    file, volume, loaded = volseg.read_volume(image), volseg.read_volume(image), nibabel.load(image)
+    for given in (image, str(image), volume):
+        labels = model(given).labels
+        assert isinstance(labels, MetaTensor)
+        assert np.array_equal(labels[0].numpy(), expected)
+        torch.testing.assert_close(labels.affine, volume.affine, rtol=0, atol=0)
+    assert torch.equal(file.as_tensor(), volume.as_tensor())  # an image is never written to
+
+    labels = model(loaded).labels
+    assert labels.to_bytes() == predicted[0].to_bytes()  # header too
+    in_memory = nibabel.Nifti1Image.from_bytes(loaded.to_bytes())
+    assert model(in_memory).labels.to_bytes() == predicted[0].to_bytes()
+
+    array = model(np.asarray(loaded.dataobj), loaded.affine).labels
+    assert isinstance(array, np.ndarray)
+    assert np.array_equal(array, expected)
+    tensor = model(volume.as_tensor(), volume.affine).labels
+    assert type(tensor) is torch.Tensor
+    assert np.array_equal(tensor.numpy(), expected)
+
+
+def test_an_image_of_simpleitk_comes_back_as_one_on_its_grid(model, trained, image, tmp_path):
+    loaded = nibabel.load(image)
+    turned = SimpleITK.GetImageFromArray(np.asarray(loaded.dataobj, dtype=np.float32).transpose(2, 1, 0))
+    turned.SetSpacing((1.1, 0.9, 1.3))
+    turned.SetOrigin((-20.0, 7.5, 3.25))
+    turned.SetDirection((0, -1, 0, 1, 0, 0, 0, 0, 1))
+    SimpleITK.WriteImage(turned, str(tmp_path / "turned.mha"))
+    made = predict(trained.folder.path, tmp_path / "turned.mha", tmp_path / "out", overrides=["device=cpu"])
+    expected = np.asarray(nibabel.load(made.label_maps["turned"]).dataobj)
+    found = model(turned)
+    assert np.array_equal(SimpleITK.GetArrayFromImage(found.labels).transpose(2, 1, 0), expected)
+    for place in ("GetSpacing", "GetOrigin", "GetDirection", "GetSize"):
+        assert getattr(found.labels, place)() == getattr(turned, place)()
+    voxel = 1.1 * 0.9 * 1.3 / 1000
+    assert found.volumes == pytest.approx({n: voxel * (expected == v).sum() for v, n in found.names.items()})
+
+
+def test_probabilities_names_and_volumes(model, image, predicted):
+    found = model(image, probabilities=True)
+    assert isinstance(found, Segmentation)
+    assert found.names == {1: "Anterior", 2: "Posterior"}
+    assert found.outputs == ("background", "Anterior", "Posterior")
+    np.testing.assert_allclose(
+        np.moveaxis(np.asarray(predicted[1].dataobj), -1, 0), found.probabilities.numpy(), atol=1 / 65535
+    )
+    assert torch.equal(found.probabilities.argmax(0), found.labels[0].long())
+    labels = np.asarray(predicted[0].dataobj)
+    voxel = abs(np.linalg.det(predicted[0].affine[:3, :3])) / 1000
+    assert found.volumes == pytest.approx({"Anterior": voxel * (labels == 1).sum(),
+                                           "Posterior": voxel * (labels == 2).sum()})  # fmt: skip
+    assert model(image).probabilities is None
+
+
+def test_mirror_folds_and_every_source_that_predicts(cross_validated, trained, image, tmp_path):
+    archive = export(cross_validated, tmp_path / "model.zip")
+    runs, overrides = [cross_validated / "fold_0", cross_validated / "fold_2"], ["device=cpu", "inference.mirror=true"]
+    made = predict(runs, image, tmp_path / "out", overrides=overrides, probabilities=True)
+    expected = nibabel.load(next((made.folder / "probabilities").iterdir())).get_fdata()
+    for source in (cross_validated, archive):
+        found = volseg.load(source, folds=[0, 2], mirror=True, device="cpu")(image, probabilities=True)
+        np.testing.assert_allclose(np.moveaxis(found.probabilities.numpy(), 0, -1), expected, atol=1 / 65535)
+    one, other = (volseg.load(source, device="cpu") for source in (cross_validated / "fold_1", archive / "fold_1"))
+    assert torch.equal(one(image, probabilities=True).probabilities, other(image, probabilities=True).probabilities)
+    for source, wanted, message in ((archive, [7], "has no fold_7; it has fold_0, fold_1, fold_2"),
+                                    (cross_validated, [], "which networks of one source")):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            volseg.load(source, folds=wanted)
+    with pytest.raises(ConfigError, match=r"device should be auto, cpu, cuda, or cuda:N of \d GPUs, got cuda:99"):
+        volseg.load(trained.folder.path, device="cuda:99")
+
+
+def test_nnunets_model_gives_what_nnunet_predicts(tmp_path):
+    images = tuple(sorted((NNUNET / "images").iterdir()))
+    expected = np.asarray(nibabel.load(NNUNET / "theirs" / "case_0.nii.gz").dataobj)
+    alone = shutil.copy(NNUNET / "model" / "fold_0" / "checkpoint_final.pth", tmp_path)
+    found = [volseg.load(source, device="cpu")(images) for source in (NNUNET / "model", alone)]
+    for one in found:
+        assert (one.labels[0].numpy() == expected).mean() >= 0.9999  # nnU-Net sums logits in float16
+        assert one.volumes["whole"] > one.volumes["core"] > 0  # regions that overlap
+    assert torch.equal(found[0].labels, found[1].labels)
+
+
+def test_what_no_model_can_segment_is_refused(model, image, tmp_path):
+    volume = volseg.read_volume(image)
+    for given, affine, message in (
+        (volume.numpy(), None, "given as ndarray needs an affine"),
+        (volume, np.eye(4), "given as MetaTensor has a place of its own: give no affine"),
+        (volume.numpy(), np.eye(3), r"should be 4 x 4 .* got the shape \(3, 3\)"),
+        (volume.numpy(), np.zeros((4, 4)), "does not place voxels in three dimensions"),
+        (torch.zeros(4, 4), torch.eye(4), "needs three axes"),
+        (torch.zeros(1, 8, 8, 8), torch.eye(4), "is constant"),
+        (torch.full((1, 8, 8, 8), torch.nan), torch.eye(4), "the image in memory .*NaN"),
+        (torch.cat([volume, volume]).as_tensor(), np.eye(4), r"has 2 channel\(s\).*, but the task declares 1"),
+        (volume.numpy().astype(complex), np.eye(4), "stores voxels of type complex"),
+        (object(), None, "an image should be a path, .* got object"),
+        (tmp_path / "gone.nii.gz", None, "does not exist"),
+    ):
+        with pytest.raises(DataError, match=message):
+            model(given, affine)
+
+
+def test_weights_only_cannot_predict(trained, tmp_path):
+    torch.save({"model": {"a": torch.zeros(1)}}, tmp_path / "plain.pt")
+    with pytest.raises(ConfigError, match=r"plain\.pt holds weights only: no config says"):
+        volseg.load(tmp_path / "plain.pt")
+    (tmp_path / "bad.pt").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"bad\.pt is damaged"):
+        volseg.load(tmp_path / "bad.pt")
+
+
+def test_threads_that_call_one_model_get_what_one_gets(model, task):
+    images = sorted((task / "imagesTr").glob("*.nii.gz"))
+    expected = {path: model(path).labels for path in images}
+    found = {}
+
+    def segment(path):
+        found[path] = model(path).labels
+
+    threads = [threading.Thread(target=segment, args=[path]) for path in images]
+    before = torch.get_num_threads()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.get_num_threads() == before
+    assert len(found) == len(images)
+    assert all(torch.equal(found[path], expected[path]) for path in images)
+
+
+def test_fifty_calls_hold_no_more_tensors_than_one(model, image):
+    """Counted are the bytes of all tensors alive, which no allocator and no other process changes."""
+
+    def count():
+        gc.collect()
+        held = {}
+        for one in gc.get_objects():
+            if issubclass(type(one), torch.Tensor):
+                held[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        return sum(held.values())
+
+    model(image)
+    before = count()
+    for _ in range(50):
+        model(image)
+    assert count() <= before

@@ -1,0 +1,200 @@
+"""A trained model that stays in memory: loaded once, called with images."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from monai.data import MetaTensor
+
+from volseg.data.cases import Task
+from volseg.data.checks.kinds import KINDS
+from volseg.data.checks.volumes import find_grid_faults, find_image_faults
+from volseg.data.preprocessed import preprocess
+from volseg.errors import ConfigError, DataError
+from volseg.experiment.out_of_memory import explaining_memory
+from volseg.experiment.sources import Source, load_trained, path_of
+from volseg.experiment.trained import Trained
+from volseg.inference.in_memory import as_kind_of, to_volume
+from volseg.inference.preparing_on_device import prepare_on, suits
+
+__all__ = ["LoadedModel", "Segmentation", "load"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Segmentation:
+    """What a model says about one image."""
+
+    labels: Any
+    """Label map on the image's grid, of the kind that was given; see `LoadedModel`."""
+    names: dict[int, str]
+    """Name of each value, without the background."""
+    volumes: dict[str, float]
+    """Volume of each label or region (ml)."""
+    probabilities: MetaTensor | None = None
+    """(K, D, H, W) float32 on the image's grid, if they were asked for."""
+    outputs: tuple[str, ...] = ()
+    """Names of the K."""
+
+
+class LoadedModel:
+    """Networks that stay on their device; called with an image, they return its `Segmentation`.
+
+    The numbers are those of ``volseg predict``, to the bit. Several threads may call one model: a lock lets one call
+    compute at a time.
+
+    Parameters
+    ----------
+    trained : Trained
+        The networks, and what a prediction needs besides.
+    postprocessing : bool
+        Apply what `volseg postprocess` measured to help, if it was measured.
+    """
+
+    def __init__(self, trained: Trained, *, postprocessing: bool = True) -> None:
+        self._trained, self._lock = trained, Lock()
+        self._predictor = trained.build_predictor()
+        self._postprocessing = trained.postprocessing if postprocessing else None
+
+    @property
+    def task(self) -> Task:
+        """Channels that an image must have, labels and regions."""
+        return self._trained.task
+
+    @property
+    def device(self) -> torch.device:
+        """Where the networks are."""
+        return torch.device(self._predictor.device or "cpu")
+
+    def __call__(self, volume: Any, affine: Any = None, *, probabilities: bool = False) -> Segmentation:
+        """Return the segmentation of an image.
+
+        Parameters
+        ----------
+        volume : path, sequence of paths, MetaTensor, array, Tensor, or image of nibabel or SimpleITK
+            The image; see `volseg.inference.in_memory.to_volume`.
+        affine : array, optional
+            Of an array or a tensor: 4 x 4, voxel index to RAS+ position (mm).
+        probabilities : bool
+            Return these as well, K times the image's voxels in float32.
+
+        Raises
+        ------
+        DataError
+            If the image cannot be read, or has other channels than the task or values that are not finite.
+        OutOfMemoryError
+            If the image does not fit the device.
+        """
+        image = to_volume(volume, affine)
+        self._require_sound(image)
+        case: dict[str, Any] = {"case": str(image.meta.get("filename_or_obj", "image")), "image": image}
+        config, device, preprocessing = self._trained.config, self.device, self._trained.preprocessing
+        on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with self._lock, on_device, explaining_memory(config):
+            if suits(preprocessing, device):
+                prepared = prepare_on(device, case, preprocessing)
+            else:
+                prepared = preprocess(case, case, preprocessing, keep_reference=False)
+            ((_, predicted),) = self._predictor.stream([prepared], also=["probabilities"] if probabilities else [])
+            labels = predicted.labels.cpu()
+        if self._postprocessing is not None:
+            labels = self._postprocessing(labels)
+        task = self.task
+        return Segmentation(
+            labels=as_kind_of(volume, labels, image),
+            names=task.foreground,
+            volumes=_measure(labels, task),
+            probabilities=predicted.probabilities,
+            outputs=tuple(task.regions) or tuple(task.labels[value] for value in task.class_values),
+        )
+
+    def _require_sound(self, image: MetaTensor) -> None:
+        """Raise for what ``volseg predict`` refuses in an image, all of it at once."""
+        faults = [*find_grid_faults(image), *find_image_faults(image, self.task)]
+        if bad := [fault.text for fault in faults if KINDS[fault.kind].severity == "bad"]:
+            raise DataError(f"{image.meta.get('filename_or_obj', 'the image')} {'; '.join(bad)}")
+
+
+def load(
+    source: Source | Sequence[Source],
+    *,
+    device: str | None = None,
+    mirror: bool | None = None,
+    folds: Sequence[int | str] | None = None,
+    checkpoint: str = "latest",
+    overrides: Sequence[str] = (),
+    postprocessing: bool = True,
+) -> LoadedModel:
+    """Load a trained model once, to segment many images in this process.
+
+    Parameters
+    ----------
+    source : path, RunFolder, or sequence of them
+        A run, a cross-validation, ``model.zip``, a model folder of nnU-Net 2 or a checkpoint from it; see
+        `volseg.experiment.sources.open_source`. The probabilities of several networks are averaged.
+    device : str, optional
+        ``auto``, ``cpu``, ``cuda``, or one GPU: ``cuda:1``; as the training's config says by default.
+    mirror : bool, optional
+        Average over mirrorings; as the training's config says by default.
+    folds : sequence of int, optional
+        Of a cross-validation, an archive or a model folder: only these.
+    checkpoint : str
+        ``latest``, ``best`` or ``previous``.
+    overrides : sequence of str
+        Further settings, such as ``inference.overlap=0.25``.
+    postprocessing : bool
+        Apply what `volseg postprocess` measured to help, if it was measured.
+
+    Returns
+    -------
+    LoadedModel
+        Called with an image, it returns the image's `Segmentation`.
+
+    Raises
+    ------
+    ConfigError
+        If the source cannot predict, or there is no such device or fold.
+    CheckpointError
+        If weights are absent or damaged.
+
+    Examples
+    --------
+    >>> model = volseg.load("runs/task04_unet", device="cuda")  # doctest: +SKIP
+    >>> found = model("scan.nii.gz")  # doctest: +SKIP
+    >>> found.volumes  # doctest: +SKIP
+    {'Anterior': 1.62, 'Posterior': 1.41}
+    """
+    if folds is not None:
+        if not isinstance(source, Source) or not folds:
+            raise ConfigError(f"folds says which networks of one source to take, got {folds!r} of {source}")
+        source = [path_of(source) / f"fold_{fold}" for fold in folds]
+    settings = [*overrides] if device is None else [*overrides, f"device={device.partition(':')[0]}"]
+    if mirror is not None:
+        settings.append(f"inference.mirror={'true' if mirror else 'false'}")
+    with _choose_gpu(device):
+        return LoadedModel(load_trained(source, checkpoint, settings), postprocessing=postprocessing)
+
+
+def _choose_gpu(device: str | None) -> Any:
+    """Return a block in which networks are placed on the GPU that was named."""
+    if device is None or ":" not in device:
+        return nullcontext()
+    number = device.partition(":")[2]
+    if not device.startswith("cuda:") or not number.isdecimal() or int(number) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device should be auto, cpu, cuda, or cuda:N of {torch.cuda.device_count()} GPUs, got {device}"
+        )
+    return torch.cuda.device(int(number))
+
+
+def _measure(labels: MetaTensor, task: Task) -> dict[str, float]:
+    """Return the volume of each label or region (ml)."""
+    counts = torch.bincount(labels.as_tensor().flatten()).tolist()
+    voxel = abs(float(torch.linalg.det(labels.affine[:3, :3].double()))) / 1000
+    volumes = {}
+    for values, name in task.structures.items():
+        each = values if isinstance(values, tuple) else (values,)
+        volumes[name] = voxel * sum(counts[value] for value in each if value < len(counts))
+    return volumes
