@@ -34,8 +34,8 @@ MARGINS = {"recorded": 1.02, "spatial": 1.04, "recomputed": 1.065}
 measured without them, and are up to 5 % below it with them."""
 
 MORE_STEPS = 4
-"""Steps that are added to those of the trace near the end of the memory. A U-Net at 800 x 160 x 160 in 16 GiB was out of
-memory in its third step."""
+"""Steps that are added to those of the trace near the end of the memory: a DynUNet at 800 x 160 x 160 in 16 GiB was out
+of memory in its third step."""
 
 Resize = Callable[[Sides], tuple[Work, int]]
 """Makes the work on volumes of other sides, and says how many bytes of a GPU something else takes then."""
