@@ -61,13 +61,11 @@ def test_what_was_compiled_beforehand_is_what_a_launch_finds(compiled):
 
 @pytest.mark.kernels
 @with_compiler
-def test_a_patch_of_another_size_takes_the_same_kernels_of_loss_and_first_convolution(compiled, tmp_path):
+def test_a_patch_of_another_size_takes_the_same_kernels(compiled, tmp_path):
     """Sides of which only bounds and quotients are taken changed no instruction, and took 4 of 14 s of compiling."""
     growth = ["--set", "patch.growth=[{until: 0.5, size: [8, 8, 16]}]"]
     counts = [compiled["counts"], compile_and_launch(tmp_path, *UNET, *growth, "--count")["counts"]]
-    assert sum(counts[1].values()) > sum(counts[0].values())
-    shared = ("_gradient_kernel", "_weight_kernel", "_exchange_coefficients_kernel", "_exchange_backward_kernel")
-    assert [counts[1][name] for name in shared] == [counts[0][name] for name in shared]
+    assert counts[1] == counts[0]
 
 
 @pytest.mark.slow

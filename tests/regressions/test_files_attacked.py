@@ -285,7 +285,7 @@ def test_what_fails_in_a_check_is_one_named_case_too(tmp_path, monkeypatch):
     assert "needs more memory" in problems[0].message
 
 
-SCRIPT = Path(__file__).parents[2] / "workflows" / "benchmarks" / "mutated_files.py"
+SCRIPT = Path(__file__).parents[1] / "mutated_files.py"
 KINDS = ["nii", "nii.gz", "nrrd", "nhdr", "mha", "mhd", "dicom"]
 
 

@@ -13,8 +13,8 @@ import torch
 import volseg
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment import REGISTRIES
-from volseg.experiment.imported import load_nnunet
 from volseg.experiment.placed_network import build_model
+from volseg.experiment.sources import load_trained
 from volseg.models import build_network
 
 STORED = Path(__file__).parents[1] / "exchange" / "nnunet" / "model"
@@ -97,11 +97,11 @@ def test_plans_with_wrong_sizes_are_refused(place, value, message, tmp_path):
     of[place] = value
     (model / "plans.json").write_text(json.dumps(plans), encoding="utf-8")
     with pytest.raises((ConfigError, CheckpointError, DataError), match=f"(?s){message}"):
-        load_nnunet(model)
+        load_trained(model)
 
 
 def test_a_patch_that_does_not_fit_into_memory_is_refused():
-    trained = load_nnunet(STORED)
+    trained = load_trained(STORED)
     patch = trained.config.patch.model_copy(update={"size": (10**6,) * 3})
     config = trained.config.model_copy(update={"patch": patch})
     with pytest.raises(ConfigError, match=r"patch.size .* and this machine has"):

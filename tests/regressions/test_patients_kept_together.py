@@ -185,7 +185,7 @@ def test_an_invalid_group_is_refused(frames, tmp_path, group, said):
 
 def test_the_check_finds_cut_patients_of_a_split_and_proposes_a_group(frames, tmp_path):
     plain = call("data", "check", frames)
-    assert "several cases are of one patient" in plain.output
+    assert "several cases belong to one patient" in plain.output
     assert "split.group: ^(patient[-_ ]?\\d+)" in plain.output
     split = write_cut_split(tmp_path / "splits.json")
     for words in ([], ["--group", r"^(patient\d+)"]):
@@ -289,5 +289,5 @@ def test_possible_groups_are_reported_and_not_set(tmp_path, caplog):
     assert "12 cases may be of 6 patients" in caplog.text
     said = call("data", "check", root)
     # A kind of the check: "patients-possible".
-    assert re.search("look +data set +patients-possible +several cases may be of one patient", said.output)
+    assert re.search("look +data set +patients-possible +several cases may belong to one patient", said.output)
     assert "patient" not in call("data", "check", root, "--group", "none").output

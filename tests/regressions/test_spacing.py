@@ -14,7 +14,7 @@ from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.experiment import building, training
 from volseg.experiment.network_plan import NetworkPlan
-from volseg.experiment.trained import load_run
+from volseg.experiment.trained import open_run
 from volseg.models import build_network
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.augmentation.spatial import voxel_steps
@@ -80,7 +80,7 @@ def test_the_spacing_step_reaches_network_and_augmentation(config, augmentations
     [written] = [json.loads((config().folder / "network.json").read_text(encoding="utf-8"))]
     assert written["spacing"] == [2, 2, 4]
     assert written["network"]["kernel_size"][0] == [3, 3, 1]
-    trained = load_run(RunFolder(config().folder))
+    trained = open_run(RunFolder(config().folder)).build()
     assert list(trained.models[0].net.kernel_size[0]) == [3, 3, 1]
 
 
@@ -115,7 +115,7 @@ def test_without_a_spacing_step_the_datas_median_is_taken_and_kept(config, task,
     assert plan.network["kernel_size"][0] == [3, 3, 1]
     for path in stretched.glob("*/*.nii.gz"):  # the folder, not the data, says which network was trained
         path.unlink()
-    assert load_run(RunFolder(config().folder)).models[0].net.kernel_size[0] == [3, 3, 1]
+    assert open_run(RunFolder(config().folder)).build().models[0].net.kernel_size[0] == [3, 3, 1]
 
 
 def test_resuming_takes_the_plan_of_the_run_folder(config, augmentations):
@@ -134,7 +134,7 @@ def test_a_run_of_before_keeps_its_network(config, augmentations, monkeypatch):
     (config().folder / "network.json").unlink()
     monkeypatch.undo()
     monkeypatch.setattr(building, "BatchAugmentation", noting(augmentations))
-    assert load_run(RunFolder(config().folder)).models[0].net.kernel_size[0] == (3, 3, 3)
+    assert open_run(RunFolder(config().folder)).build().models[0].net.kernel_size[0] == (3, 3, 3)
     experiment.train(config("training.epochs=2"), resume=True)
     assert [augmentation.spacing for augmentation in augmentations] == [(1, 1, 1), (1, 1, 1)]
 
@@ -143,7 +143,7 @@ def test_a_plan_that_is_none_is_refused(config):
     experiment.train(config())
     (config().folder / "network.json").write_text('{"spacing": [1, 0, 1], "network": {}}', encoding="utf-8")
     with pytest.raises(DataError, match=r"network\.json should hold the spacing"):
-        load_run(RunFolder(config().folder))
+        open_run(RunFolder(config().folder)).build()
 
 
 def test_cases_that_the_plan_does_not_fit_are_remarked_on(config, tmp_path, caplog):

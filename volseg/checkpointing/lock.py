@@ -16,6 +16,7 @@ from pathlib import Path
 
 from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, ConfigError, DataError
+from volseg.signals import deferring_signals
 
 try:
     import fcntl
@@ -43,22 +44,31 @@ def only_process_in(folder: Path) -> Iterator[Callable[[], None]]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
-    descriptor = _locked(path)
+    descriptor: int | None = None
     try:
-        os.ftruncate(descriptor, 0)
+        with deferring_signals():  # one in between would leave the file behind
+            descriptor = _locked(path)
+        held = descriptor
+        os.ftruncate(held, 0)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.write(descriptor, json.dumps(holder).encode())
-        yield lambda: _require_own(descriptor, path)
+        os.write(held, json.dumps(holder).encode())
+        yield lambda: _require_own(held, path)
     finally:
-        is_own = _is_at(descriptor, path)
-        if fcntl is None:  # Windows removes no open file
-            os.close(descriptor)
-        if is_own:
-            path.unlink()  # while it is still held
-        if fcntl is not None:
-            os.close(descriptor)
-        if is_own and not any(folder.iterdir()):
-            folder.rmdir()
+        if descriptor is not None:
+            _release(descriptor, path)
+
+
+def _release(descriptor: int, path: Path) -> None:
+    """Give the lock up, and remove its file and an empty folder."""
+    is_own = _is_at(descriptor, path)
+    if fcntl is None:  # Windows removes no open file
+        os.close(descriptor)
+    if is_own:
+        path.unlink()  # while it is still held
+    if fcntl is not None:
+        os.close(descriptor)
+    if is_own and not any(path.parent.iterdir()):
+        path.parent.rmdir()
 
 
 def _require_own(descriptor: int, path: Path) -> None:

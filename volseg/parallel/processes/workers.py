@@ -251,8 +251,9 @@ class WorkerPool:
         """End all workers, and wait for them; ``at_once``: with all that they have started, whatever these do."""
         for worker in self.running:
             if at_once:
-                with suppress(ProcessLookupError, PermissionError):  # all have ended
-                    os.killpg(worker.process.pid, signal.SIGKILL)
+                if worker.process.returncode is None:  # else its number may be that of another process by now
+                    with suppress(ProcessLookupError, PermissionError):  # all have ended
+                        os.killpg(worker.process.pid, signal.SIGKILL)
                 worker.process.kill()
             else:
                 worker.process.terminate()
