@@ -210,10 +210,10 @@ def record(call: Callable[[], object], count: int, stream: torch.cuda.Stream) ->
     """Return a recording of some calls, on a stream on which the call has run: libraries keep workspaces per stream."""
     torch.cuda.synchronize()
     collects = gc.isenabled()
-    gc.disable()  # graphs and events that go while another graph is recorded would break it
     graph = Graph(stream)
-    graph.begin()
+    gc.disable()  # graphs and events that go while another graph is recorded would break it
     try:
+        graph.begin()
         for _ in range(count):
             call()
     finally:

@@ -176,6 +176,8 @@ def serve_kernels(compile_each: Callable[..., CompiledKernels] = compile_kernels
     """Be the worker: compile what the training that started this process orders, note it, and say so."""
     channel = open_channel()
     order = channel.receive()
+    if order is None:  # the training has ended
+        return
 
     def say_ready() -> None:
         """Let the training go on, and have the rest compiled where that leaves it a core."""
