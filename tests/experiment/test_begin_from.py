@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tiny_trainings import DYNUNET, FirstWeights, config_factory
 from torch import nn
 from typer.testing import CliRunner
@@ -13,14 +14,15 @@ from typer.testing import CliRunner
 import volseg
 from volseg.cli import app
 from volseg.data.synthetic import make_task
-from volseg.errors import ConfigError
+from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.nnunet import read_nnunet
 from volseg.exchange.nnunet.checkpoint import read_checkpoint
 from volseg.exchange.nnunet.plans import read_plan
 from volseg.exchange.tensors import pack_tensors
 from volseg.experiment import REGISTRIES, configure, export, load_config, train
-from volseg.experiment.sources import load_trained, read_weights
+from volseg.experiment.sources import load_trained, open_source, read_weights
 from volseg.models import build_network
+from volseg.models.weights import strip_prefixes
 from volseg.workflow import Hook, load_checkpoint
 
 NNUNET = Path(__file__).parents[1] / "exchange" / "nnunet" / "model"
@@ -206,6 +208,12 @@ def test_what_cannot_be_planned_like_is_refused_before_a_case_is_read(trained, t
         configure(tmp_path / "no_data", like=tmp_path / "plain.pt")
     with pytest.raises(ConfigError, match="does not exist; name a run folder"):
         configure(tmp_path / "no_data", like=tmp_path / "gone")
+    run = shutil.copytree(trained.folder.path, tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    config["preprocessing"] = [step for step in config["preprocessing"] if step["name"] != "Orientation"]
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match="was trained on the axes of its files"):
+        configure(tmp_path / "no_data", like=run)
 
 
 class Theirs(nn.Module):
@@ -242,3 +250,12 @@ def test_nnunets_weights_begin_a_network_that_has_nnunets_names(hippocampus, tmp
     written = read_checkpoint(CHECKPOINT).weights
     assert len(told["taken"]) == len(written)
     assert all(torch.equal(value, seen.weights[name]) for name, value in written.items())
+
+
+def test_a_file_without_weights_is_refused(trained, tmp_path):
+    """Names without any prefix were looked at for ever."""
+    file = tmp_path / "empty.safetensors"
+    file.write_bytes(pack_tensors({}))
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        list(open_source(file))
+    assert strip_prefixes({}, ["a"]) == {}

@@ -11,6 +11,7 @@ import pytest
 import SimpleITK
 import torch
 from monai.data import MetaTensor
+from monai.transforms import Flip
 
 import volseg
 from volseg.errors import CheckpointError, ConfigError, DataError
@@ -132,7 +133,7 @@ def test_what_no_model_can_segment_is_refused(model, image, tmp_path):
         (volume.numpy(), None, "given as ndarray needs an affine"),
         (volume, np.eye(4), "given as MetaTensor has a place of its own: give no affine"),
         (volume.numpy(), np.eye(3), r"should be 4 x 4 .* got the shape \(3, 3\)"),
-        (volume.numpy(), np.zeros((4, 4)), "does not place voxels in three dimensions"),
+        (volume.numpy(), np.diag([0, 0, 0, 1]), "does not place voxels in three dimensions"),
         (torch.zeros(4, 4), torch.eye(4), "needs three axes"),
         (torch.zeros(1, 8, 8, 8), torch.eye(4), "is constant"),
         (torch.full((1, 8, 8, 8), torch.nan), torch.eye(4), "the image in memory .*NaN"),
@@ -189,3 +190,64 @@ def test_fifty_calls_hold_no_more_tensors_than_one(model, image):
     for _ in range(50):
         model(image)
     assert count() <= before
+
+
+def shear(affine):
+    """Return an affine whose last row is none of an affine."""
+    return affine + np.eye(4)[3][:, None] * [0.001, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("give", "message"),
+    [
+        (lambda v: (Flip(0)(v.clone()), None), "transforms were applied"),
+        (lambda v: (Flip(0, lazy=True)(v.clone()), None), "transforms were applied"),
+        (lambda v: (v[:, 1:], None), "transforms were applied"),
+        (lambda v: (v[:, :0], None), r"shape \(C, D, H, W\)"),
+        (lambda v: (v.to(torch.complex64), None), "dense, real"),
+        (lambda v: (v.as_tensor().to_sparse(), v.affine), "dense, real"),
+        (lambda v: (v.as_tensor().to("meta"), v.affine), "dense, real"),
+        (lambda v: (v.as_tensor(), v.affine.T), "must be transposed"),
+        (lambda v: (v.as_tensor(), 2 * v.affine), "last row of an affine"),
+        (lambda v: (v.numpy(), shear(v.affine.numpy())), "last row of an affine"),
+        (lambda v: (v.numpy(), "abc"), "4 x 4 numbers"),
+        (lambda v: (v.numpy(), [[1, 0], [1]]), "4 x 4 numbers"),
+        (lambda v: ([v.numpy(), v.numpy()], None), "stack arrays"),
+        (lambda v: (np.ma.masked_array(v.numpy(), mask=v.numpy() > 0), v.affine), "masked array"),
+    ],
+)
+def test_an_image_whose_place_or_values_are_unclear_is_refused(give, message, model, image):
+    volume, affine = give(volseg.read_volume(image))
+    with pytest.raises(DataError, match=message):
+        model(volume, affine)
+
+
+def test_tensors_that_numpy_does_not_know_are_taken(model, image):
+    volume = volseg.read_volume(image)
+    half = volume.as_tensor().bfloat16()
+    affine = volume.affine.clone().requires_grad_()
+    assert torch.equal(model(half, affine).labels, model(half.float(), volume.affine).labels)
+    assert torch.equal(model(volume.clone().requires_grad_()).labels, model(volume).labels)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mirror": "no"}, {"folds": 1}, {"folds": np.array([0])}, {"device": 0}, {"overrides": "inference.mirror=false"}],
+)
+def test_options_of_another_type_are_refused(options, trained):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} should be"):
+        volseg.load(trained.folder.path, **options)
+
+
+def test_a_device_of_torch_is_taken_and_no_source_is_refused(trained):
+    assert volseg.load(trained.folder.path, device=torch.device("cpu")).device.type == "cpu"
+    with pytest.raises(ConfigError, match="a source should be a path"):
+        volseg.load(None)
+
+
+def test_what_predict_warns_of_is_logged(model, image, tmp_path, caplog):
+    loaded = nibabel.load(image)
+    loaded.set_sform(np.diag([-1, 1, 1, 1]) @ loaded.affine, code=1)
+    loaded.set_qform(nibabel.load(image).affine, code=1)
+    model(nibabel.Nifti1Image.from_bytes(loaded.to_bytes()))
+    assert "sform and qform" in caplog.text

@@ -1,5 +1,6 @@
 """A trained model that stays in memory: loaded once, called with images."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from volseg.experiment.sources import Source, load_trained, path_of
 from volseg.experiment.trained import Trained
 from volseg.inference.in_memory import as_kind_of, to_volume
 from volseg.inference.preparing_on_device import prepare_on, suits
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["LoadedModel", "Segmentation", "load"]
 
@@ -111,16 +114,20 @@ class LoadedModel:
         )
 
     def _require_sound(self, image: MetaTensor) -> None:
-        """Raise for what ``volseg predict`` refuses in an image, all of it at once."""
+        """Raise for what ``volseg predict`` refuses in an image, all of it at once; warn of the rest."""
         faults = [*find_grid_faults(image), *find_image_faults(image, self.task)]
+        name = image.meta.get("filename_or_obj", "the image")
         if bad := [fault.text for fault in faults if KINDS[fault.kind].severity == "bad"]:
-            raise DataError(f"{image.meta.get('filename_or_obj', 'the image')} {'; '.join(bad)}")
+            raise DataError(f"{name} {'; '.join(bad)}")
+        for fault in faults:
+            kind = KINDS[fault.kind]
+            logger.warning("%s: %s (%s): %s", name, kind.says, fault.text, kind.remedy)
 
 
 def load(
     source: Source | Sequence[Source],
     *,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     mirror: bool | None = None,
     folds: Sequence[int | str] | None = None,
     checkpoint: str = "latest",
@@ -134,7 +141,7 @@ def load(
     source : path, RunFolder, or sequence of them
         A run, a cross-validation, ``model.zip``, a model folder of nnU-Net 2 or a checkpoint from it; see
         `volseg.experiment.sources.open_source`. The probabilities of several networks are averaged.
-    device : str, optional
+    device : str or torch.device, optional
         ``auto``, ``cpu``, ``cuda``, or one GPU: ``cuda:1``; as the training's config says by default.
     mirror : bool, optional
         Average over mirrorings; as the training's config says by default.
@@ -166,6 +173,14 @@ def load(
     >>> found.volumes  # doctest: +SKIP
     {'Anterior': 1.62, 'Posterior': 1.41}
     """
+    device = str(device) if isinstance(device, torch.device) else device
+    for name, value, kind in (("device", device, str), ("mirror", mirror, bool), ("folds", folds, tuple | list)):
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{name} should be of the type {kind}, got {value!r}")
+    if not isinstance(source, Source | tuple | list):
+        raise ConfigError(f"a source should be a path, a RunFolder or several of these, got {source!r}")
+    if not isinstance(overrides, tuple | list):
+        raise ConfigError(f"overrides should be a list of settings, got {overrides!r}")
     if folds is not None:
         if not isinstance(source, Source) or not folds:
             raise ConfigError(f"folds says which networks of one source to take, got {folds!r} of {source}")

@@ -143,11 +143,17 @@ class SourceNetwork:
         Raises
         ------
         ConfigError
-            If the source holds weights only.
+            If the source holds weights only, or was trained on the axes of its files.
         """
         config, _ = self.require_config()
         steps = (component.spec() for component in config.preprocessing)
-        turned = next((step.get("axcodes", "RAS") for step in steps if step["name"] == "Orientation"), "RAS")
+        turned = next((step.get("axcodes", "RAS") for step in steps if step["name"] == "Orientation"), None)
+        axcodes = turned if self.axcodes is None else self.axcodes
+        if axcodes is None:
+            raise ConfigError(
+                f"{self.source} was trained on the axes of its files: its preprocessing turns none (Orientation), so "
+                "that no plan of other files can be like it; train it anew with Orientation"
+            )
         network = self.plan.complete(config).network
         outputs = {} if network.outputs == ("logits",) else {"outputs": list(network.outputs)}
         return Like(
@@ -156,7 +162,7 @@ class SourceNetwork:
             patch=config.patch.size,
             batch=config.patch.batch,
             spacing=self.plan.spacing,
-            axcodes=turned if self.axcodes is None else self.axcodes,
+            axcodes=axcodes,
         )
 
     def build(self) -> Trained:

@@ -50,7 +50,10 @@ def open_weights(file: Path, overrides: Sequence[str] = ()) -> Iterator[SourceNe
     """
     weights = SourceNetwork(source=file, file=file, values={}, digest=digest_file(file))
     if file.suffix.lower() == ".safetensors":  # it carries no checksum, so start.json keeps its digest
-        yield replace(weights, values=unpack_tensors(file.read_bytes(), str(file)))
+        values = unpack_tensors(file.read_bytes(), str(file))
+        if not values:
+            raise CheckpointError(f"{file} holds no weights; name another file")
+        yield replace(weights, values=values)
         return
     content = read_torch_file(file)
     if (state := parse_checkpoint(content, file)) is not None:

@@ -45,34 +45,71 @@ def to_volume(given: Any, affine: Any = None) -> MetaTensor:
     DataError
         If the image is of another kind, or its voxels have no place in the patient.
     """
+    if isinstance(given, np.ma.MaskedArray):
+        raise DataError("a masked array has voxels without values: fill them first (array.filled(value))")
     is_bare = isinstance(given, np.ndarray | Tensor) and not isinstance(given, MetaTensor)
     if is_bare != (affine is not None):
         needs = (
             "needs an affine (4 x 4, voxel index to RAS+ mm)" if is_bare else "has a place of its own: give no affine"
         )
         raise DataError(f"an image given as {type(given).__name__} {needs}")
+    if isinstance(given, tuple | list) and not all(isinstance(one, str | Path) for one in given):
+        raise DataError(
+            "several files are paths, one per channel; stack arrays to one of the shape (C, D, H, W) with an affine"
+        )
     if isinstance(given, str | Path | tuple | list):
         return read_volume(given)
+    if isinstance(given, Tensor) and (given.layout is not torch.strided or given.is_meta or given.is_complex()):
+        raise DataError(f"a tensor should be dense, real and with values, got {given.layout} of {given.dtype}")
     if isinstance(given, MetaTensor):
-        if given.ndim != 4:
-            raise DataError(f"a volume should have the shape (C, D, H, W), got {tuple(given.shape)}")
-        return given if given.dtype == torch.float32 else given.to(torch.float32)
+        _require_as_read(given)
+        return given.detach().to(torch.float32)
     if isinstance(given, nibabel.Nifti1Image | nibabel.Nifti2Image):
         return convert_nifti(given, NOWHERE)
     if _is_simpleitk(given):
         voxels, affine = image_voxels(given, NOWHERE), image_affine(given)
     elif is_bare:
-        voxels = given.numpy(force=True) if isinstance(given, Tensor) else given
+        if isinstance(given, Tensor):
+            given = given.float() if given.dtype is torch.bfloat16 else given  # NumPy has no bfloat16
+            given = given.numpy(force=True)
+        voxels = given
         voxels = voxels[None] if voxels.ndim == 3 else voxels
     else:
         raise DataError(
             f"an image should be a path, a volume of volseg.read_volume, an array with an affine, or an image of "
             f"nibabel (NIfTI) or SimpleITK; got {type(given).__name__}"
         )
-    matrix = np.asarray(affine, dtype=np.float64)
+    return as_volume(voxels, _read_affine(affine), NOWHERE, stored=voxels.dtype)
+
+
+def _read_affine(affine: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return an affine as numbers, 4 x 4."""
+    try:
+        matrix = np.asarray(affine.detach().cpu() if isinstance(affine, Tensor) else affine, dtype=np.float64)
+    except (TypeError, ValueError) as fault:
+        raise DataError(f"an affine should be 4 x 4 numbers (voxel index to RAS+ mm): {fault}") from fault
     if matrix.shape != (4, 4):
         raise DataError(f"an affine should be 4 x 4 (voxel index to RAS+ mm), got the shape {matrix.shape}")
-    return as_volume(voxels, matrix, NOWHERE, stored=voxels.dtype)
+    if matrix[3].tolist() != [0, 0, 0, 1]:
+        raise DataError(
+            f"the last row of an affine should be 0, 0, 0, 1, got {', '.join(f'{value:g}' for value in matrix[3])}; "
+            "a matrix for row vectors must be transposed"
+        )
+    return matrix
+
+
+def _require_as_read(volume: MetaTensor) -> None:
+    """Raise unless a volume lies on the grid of its file."""
+    if volume.ndim != 4 or not volume.numel():
+        raise DataError(f"a volume should have the shape (C, D, H, W), got {tuple(volume.shape)}")
+    original, sides = volume.meta.get("original_affine"), volume.meta.get("spatial_shape")
+    has_moved = original is not None and not np.array_equal(np.asarray(original), np.asarray(volume.affine))
+    is_cut = sides is not None and tuple(map(int, sides)) != tuple(volume.shape[1:])
+    if has_moved or is_cut or volume.applied_operations or volume.pending_operations:
+        raise DataError(
+            "a volume should lie on the grid of its file, and transforms were applied to this one: give the voxels and "
+            "their affine (volume.as_tensor(), volume.affine), or the file"
+        )
 
 
 def as_kind_of(given: Any, label_map: MetaTensor, image: MetaTensor) -> Any:

@@ -134,7 +134,7 @@ def strip_prefixes(values: Mapping[str, Any], known: Iterable[str]) -> Mapping[s
     {'model.head.bias': 0}
     """
     known, best, bare = {*known}, values, values
-    while prefix := next((one for one in PREFIXES if all(str(name).startswith(one) for name in bare)), None):
+    while bare and (prefix := next((one for one in PREFIXES if all(str(name).startswith(one) for name in bare)), None)):
         bare = {name.removeprefix(prefix): value for name, value in bare.items()}
         if len(known & bare.keys()) > len(known & best.keys()):
             best = bare
