@@ -182,7 +182,8 @@ class SourceNetwork:
         try:
             model = build_model(complete, task, choose_device(config), trains=False)
         except ConfigError as fault:  # this machine is another one than that of the training
-            raise ConfigError(f"{fault} (in the config of {self.source})") from fault
+            where = f"the config of {self.source}" if self.run is None else self.run.config_file
+            raise ConfigError(f"{fault} (in {where})") from fault
         try:
             load_weights(model, self.values, self.average)
         except CheckpointError as fault:
@@ -216,10 +217,12 @@ def open_run(folder: RunFolder, checkpoint: str | Path = "latest", overrides: Se
     Raises
     ------
     ConfigError
-        If the folder is no run.
+        If the folder is no run, or there is no such key.
     CheckpointError
         If the checkpoint is absent or damaged.
     """
+    if not isinstance(checkpoint, Path) and checkpoint not in CHECKPOINTS:
+        raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
     config = folder.config(overrides)
     path = checkpoint if isinstance(checkpoint, Path) else folder.checkpoints / CHECKPOINTS[checkpoint]
     try:
