@@ -20,6 +20,7 @@ from volseg.experiment.sources import Source, load_trained, path_of
 from volseg.experiment.trained import Trained
 from volseg.inference.in_memory import as_kind_of, to_volume
 from volseg.inference.preparing_on_device import prepare_on, suits
+from volseg.parallel.devices import list_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -196,11 +197,9 @@ def _choose_gpu(device: str | None) -> Any:
     """Return a block in which networks are placed on the GPU that was named."""
     if device is None or ":" not in device:
         return nullcontext()
-    number = device.partition(":")[2]
-    if not device.startswith("cuda:") or not number.isdecimal() or int(number) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device should be auto, cpu, cuda, or cuda:N of {torch.cuda.device_count()} GPUs, got {device}"
-        )
+    number, count = device.partition(":")[2], len(list_gpus())
+    if not device.startswith("cuda:") or not number.isdecimal() or int(number) >= count:
+        raise ConfigError(f"device should be auto, cpu, cuda, or cuda:N of {count} GPUs, got {device}")
     return torch.cuda.device(int(number))
 
 
