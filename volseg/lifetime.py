@@ -49,9 +49,7 @@ UNWRITTEN = 120
 PR_SET_PDEATHSIG = 1
 """Of Linux's ``prctl``."""
 
-ENDED_SILENTLY = (
-    "what ends a process so is mostly a lack of memory (the system's log tells), or whoever owns the machine"
-)
+ENDED_SILENTLY = "the usual cause is a lack of memory (see the system's log), or the owner of the machine ended it"
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """After which a process looks again whether it still has its parent."""

@@ -241,7 +241,7 @@ def test_options_of_another_type_are_refused(options, trained):
 
 def test_a_device_of_torch_is_taken_and_no_source_is_refused(trained):
     assert volseg.load(trained.folder.path, device=torch.device("cpu")).device.type == "cpu"
-    with pytest.raises(ConfigError, match="a source should be a path"):
+    with pytest.raises(ConfigError, match="source should be a path"):
         volseg.load(None)
 
 

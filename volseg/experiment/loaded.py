@@ -175,13 +175,15 @@ def load(
     {'Anterior': 1.62, 'Posterior': 1.41}
     """
     device = str(device) if isinstance(device, torch.device) else device
-    for name, value, kind in (("device", device, str), ("mirror", mirror, bool), ("folds", folds, tuple | list)):
-        if value is not None and not isinstance(value, kind):
-            raise ConfigError(f"{name} should be of the type {kind}, got {value!r}")
-    if not isinstance(source, Source | tuple | list):
-        raise ConfigError(f"a source should be a path, a RunFolder or several of these, got {source!r}")
-    if not isinstance(overrides, tuple | list):
-        raise ConfigError(f"overrides should be a list of settings, got {overrides!r}")
+    for name, value, kinds, wanted in (
+        ("source", source, Source | tuple | list, "a path, a RunFolder or several of these"),
+        ("device", device, str | None, "a text such as cuda:1, or a torch.device"),
+        ("mirror", mirror, bool | None, "True or False"),
+        ("folds", folds, tuple | list | None, "a list such as [0, 2]"),
+        ("overrides", overrides, tuple | list, 'a list such as ["inference.overlap=0.25"]'),
+    ):
+        if not isinstance(value, kinds):
+            raise ConfigError(f"{name} should be {wanted}, got {value!r}")
     if folds is not None:
         if not isinstance(source, Source) or not folds:
             raise ConfigError(f"folds says which networks of one source to take, got {folds!r} of {source}")

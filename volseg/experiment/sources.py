@@ -9,7 +9,6 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
-from volseg.checkpointing.file import CHECKPOINTS
 from volseg.checkpointing.folder import RunFolder
 from volseg.data.names import list_some
 from volseg.errors import CheckpointError, ConfigError
@@ -18,7 +17,7 @@ from volseg.exchange.nnunet import is_nnunet_model
 from volseg.exchange.nnunet.folder import find_nnunet, read_nnunet
 from volseg.experiment.folds import find_final_state
 from volseg.experiment.imported import NNUNET_CHECKPOINTS, open_archive, open_nnunet
-from volseg.experiment.trained import SourceNetwork, Trained, open_run, require_keys
+from volseg.experiment.trained import SourceNetwork, Trained, open_run, require_checkpoint, require_keys
 from volseg.experiment.weights import find_weights, open_weights
 from volseg.inference.postprocessing import Postprocessing
 from volseg.transforms.preprocessing import Preprocessing
@@ -155,8 +154,7 @@ def open_source(source: Source, checkpoint: str = "latest", overrides: Sequence[
     CheckpointError
         If weights are absent or damaged.
     """
-    if checkpoint not in CHECKPOINTS:
-        raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
+    require_checkpoint(checkpoint)
     path = path_of(source)
     if checkpoint != "latest" and path.is_file() and not is_archive(path):
         raise ConfigError(f"{path} is one file of weights; name its folder to take the {checkpoint} checkpoint of it")

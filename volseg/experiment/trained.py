@@ -28,7 +28,7 @@ from volseg.models.weights import load_weights
 from volseg.parallel import FastKernels
 from volseg.planning import Like
 
-__all__ = ["PREDICTION_KEYS", "SourceNetwork", "Trained", "open_run", "require_keys"]
+__all__ = ["PREDICTION_KEYS", "SourceNetwork", "Trained", "open_run", "require_checkpoint", "require_keys"]
 
 PREDICTION_KEYS = (
     "inference",
@@ -202,6 +202,12 @@ class SourceNetwork:
         )
 
 
+def require_checkpoint(name: str) -> None:
+    """Raise for a name that is no key of `CHECKPOINTS`."""
+    if name not in CHECKPOINTS:
+        raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {name!r}")
+
+
 def open_run(folder: RunFolder, checkpoint: str | Path = "latest", overrides: Sequence[str] = ()) -> SourceNetwork:
     """Read what a run says of its network, and the weights of a checkpoint.
 
@@ -221,8 +227,8 @@ def open_run(folder: RunFolder, checkpoint: str | Path = "latest", overrides: Se
     CheckpointError
         If the checkpoint is absent or damaged.
     """
-    if not isinstance(checkpoint, Path) and checkpoint not in CHECKPOINTS:
-        raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
+    if not isinstance(checkpoint, Path):
+        require_checkpoint(checkpoint)
     config = folder.config(overrides)
     path = checkpoint if isinstance(checkpoint, Path) else folder.checkpoints / CHECKPOINTS[checkpoint]
     try:

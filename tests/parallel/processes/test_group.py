@@ -56,7 +56,7 @@ def test_an_error_is_told_first_and_once(tmp_path: Path, capfd: pytest.CaptureFi
 def test_sigkill_is_named(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(
         ParallelError,
-        match=r"process 1 of 2 \(.*\) was killed by SIGKILL: what ends a process so is mostly a lack of memory",
+        match=r"process 1 of 2 \(.*\) was killed by SIGKILL: the usual cause is a lack of memory",
     ):
         launch([*SCRIPT, "kill", str(tmp_path)], 2)
     assert "Traceback" not in capfd.readouterr().err
