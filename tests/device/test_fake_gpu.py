@@ -1,32 +1,14 @@
 """GPUs that are not there."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
 
+from tests.fake_gpus import Gpu, KernelObserver
 from volseg.device import fake_gpu, streams, triton_tiles
 from volseg.device.norm import passes
 from volseg.device.triton_kernels import INSTALLED
 from volseg.errors import ParallelError
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str = "a GPU"
-    processors: int = 132
-    capability: tuple[int, int] = (9, 0)
-
-
-class Noting(fake_gpu.GpuObserver):
-    """Keeps the kernels."""
-
-    def __init__(self) -> None:
-        self.noted: list[fake_gpu.NotedKernel] = []
-
-    def on_kernel(self, kernel: fake_gpu.NotedKernel) -> None:
-        self.noted.append(kernel)
 
 
 def test_a_numbered_cpu_is_a_gpu_where_gpus_are_faked() -> None:
@@ -44,7 +26,7 @@ def test_a_numbered_cpu_is_a_gpu_where_gpus_are_faked() -> None:
 
 
 def test_kernels_are_noted_on_fake_gpus() -> None:
-    observer = Noting()
+    observer = KernelObserver()
     x, scale = torch.zeros(1, 4, 2, 2, 2), torch.ones(1, 4)
     with fake_gpu.faking(Gpu(), observer):
         passes.affine(x, scale, scale)

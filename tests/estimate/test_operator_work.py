@@ -1,33 +1,15 @@
 """What kernels of our own move, as a forecast counts it."""
 
-from dataclasses import dataclass
-
 import torch
 
+from tests.fake_gpus import Gpu, KernelObserver
 from volseg.device import fake_gpu
 from volseg.device.norm import passes
 from volseg.estimate.operator_work import describe_noted
 
 
-@dataclass(frozen=True)
-class Gpu:
-    name: str = "a GPU"
-    processors: int = 132
-    capability: tuple[int, int] = (9, 0)
-
-
-class Noting(fake_gpu.GpuObserver):
-    """Keeps the kernels."""
-
-    def __init__(self) -> None:
-        self.noted: list[fake_gpu.NotedKernel] = []
-
-    def on_kernel(self, kernel: fake_gpu.NotedKernel) -> None:
-        self.noted.append(kernel)
-
-
 def count_bytes(ends: tuple[int, int] | None) -> int:
-    observer = Noting()
+    observer = KernelObserver()
     x, scale = torch.zeros(1, 32, 16, 16, 16, dtype=torch.bfloat16), torch.ones(1, 32)
     x = x.contiguous(memory_format=torch.channels_last_3d)
     with fake_gpu.faking(Gpu(), observer):

@@ -6,13 +6,10 @@ fork, and threads of collectives would be copied in the middle of what they do. 
 
 import multiprocessing
 import os
-import signal
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import torch
@@ -22,9 +19,9 @@ from volseg.device.torch_internals import is_in_bad_fork
 from volseg.errors import ParallelError
 from volseg.lifetime import bind_copy
 from volseg.parallel.devices import has_process_group, is_launched
-from volseg.signals import ENDING
+from volseg.signals import deferring_signals
 
-__all__ = ["ForkedWorkers", "ask_copy", "holding_signals_back"]
+__all__ = ["ForkedWorkers", "ask_copy"]
 
 Shared = TypeVar("Shared")
 Asked = ParamSpec("Asked")
@@ -121,32 +118,11 @@ def _can_copy() -> bool:
 def _submit(
     pool: ProcessPoolExecutor, function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs
 ) -> Future[Answer]:
-    with holding_signals_back(), warnings.catch_warnings():
+    # Python calls its own functions around a fork and ignores what they raise: Ctrl-C was lost there.
+    with deferring_signals(), warnings.catch_warnings():
         # Python warns of threads, which copies lack; those are torch's, and a copy that uses one thread needs none.
         warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
         return pool.submit(function, *args, **kwargs)
-
-
-@contextmanager
-def holding_signals_back() -> Iterator[None]:
-    """Let what signals raise be raised behind this block, in which processes are forked.
-
-    Python calls its own functions around a fork, and passes over what they raise: Ctrl-C was lost there, and this
-    process went on.
-    """
-    if threading.current_thread() is not threading.main_thread():  # the only one that they raise in
-        yield
-        return
-    heard: list[int] = []
-    raising = [number for number in ENDING if callable(signal.getsignal(number))]
-    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in raising}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    for caught in heard:
-        signal.raise_signal(caught)
 
 
 def _make_pool(cores: int, *, hides_gpus: bool) -> ProcessPoolExecutor:
