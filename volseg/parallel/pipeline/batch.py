@@ -1,6 +1,7 @@
 """Let the micro-batches of a batch flow through the stages; or run the network where nothing of it remains."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,14 @@ from volseg.parallel.state.random import own_random_numbers
 from volseg.parallel.timeline import Timeline, find_timeline
 
 __all__ = ["lend_untraced", "run_batch"]
+
+logger = logging.getLogger(__name__)
+
+SPLIT_BATCH_NORM = (
+    "batch norm in a pipeline normalises each micro-batch with its own mean and variance, so outputs and gradients in "
+    "training differ from those of the plain network; the running statistics are those of the whole batch. Instance "
+    "norm, group norm and strategy='spatial' are exact"
+)
 
 
 def run_batch(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Behaviour | None = None) -> Any:
@@ -81,8 +90,9 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Beha
     for copied, passage in passages:
         passage.wait(copied)
     statistics.commit()
-    if statistics.splits_batch_norm:
-        placement.warn_of_batch_norm()
+    if statistics.splits_batch_norm and not placement.has_warned:
+        placement.has_warned = True
+        logger.warning(SPLIT_BATCH_NORM)
     placement.forget_marks(outputs)
     return outputs
 

@@ -6,7 +6,6 @@ of the last one called. All of it is ordinary autograd, so backward needs no cod
 device, and the micro-batches flow back as they came.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,8 +33,6 @@ from volseg.parallel.pipeline.observe.trace import Trace, find_segments, find_se
 from volseg.parallel.timeline import find_timeline
 
 __all__ = ["Location", "PlacedRun", "Placement", "place"]
-
-logger = logging.getLogger(__name__)
 
 MARKS = ("_volseg_location", "_volseg_order", "_volseg_copies")
 """Notes on tensors."""
@@ -90,16 +87,6 @@ class Placement:
             for buffer in get_buffers(module).values():
                 if buffer is not None:
                     _unmark(buffer)
-
-    def warn_of_batch_norm(self) -> None:
-        """Warn, once, that a batch norm in training is not that of the plain network."""
-        if not self.has_warned:
-            self.has_warned = True
-            logger.warning(
-                "batch norm in a pipeline normalises each micro-batch with its own mean and variance, so outputs and "
-                "gradients in training differ from those of the plain network; the running statistics are those of the "
-                "whole batch. Instance norm, group norm and strategy='spatial' are exact"
-            )
 
     def start_late_run(self) -> "PlacedRun":
         """Return a run for a module called on its own: by the user, or by checkpoint's recomputation in backward."""
