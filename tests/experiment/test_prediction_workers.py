@@ -113,7 +113,7 @@ def test_a_process_that_dies_is_named_and_the_others_go_on():
     assert sorted(results) == [case["case"] for case in CASES]
     failed = [result for result in results.values() if result.state == "failed"]
     assert [result.case for result in failed] == ["case_2"]
-    assert "was killed by SIGKILL: what ends a process so" in failed[0].message
+    assert "was killed by SIGKILL: the usual cause is a lack of memory" in failed[0].message
     assert "| the GPU fell off the bus" in failed[0].message
 
 
