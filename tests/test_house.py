@@ -1,4 +1,4 @@
-"""The order of the house: no circle of imports, no import in a function without a reason, one word for one thing."""
+"""The order of the house: no circle of imports, no import in a function without a reason, no class name twice."""
 
 import ast
 import re
@@ -146,73 +146,8 @@ def test_an_unexplained_import_is_seen(tmp_path: Path) -> None:
     assert unexplained(path) == [3, 11]
 
 
-NEVER = {
-    "captur": "record, recording",
-    "sharding": "spatial",
-    "launch": "run, start: only processes are launched",
-    "program": "recording",
-}
-"""Words that no module, class, function, argument or field is named by, and what the glossary says instead."""
-
-TRITONS_OWN = {"per_program"}
-"""Triton calls one instance of a kernel a program."""
-
-STARTS_PROCESSES = {
-    "volseg.cli.running": {"_run_launched", "launch"},
-    "volseg.experiment.launching": {"launching"},
-    "volseg.launched": {"Launch", "find_launch", "launched"},
-    "volseg.lifetime": {"end_with_launcher"},
-    "volseg.parallel.devices": {"count_launched", "is_launched"},
-    "volseg.parallel.processes.first_error": {"_is_told_by_launcher"},
-    "volseg.parallel.processes.launcher": {"launch", "launcher"},
-    "volseg.parallel.processes.rendezvous": {"launch"},
-    "volseg.parallel.processes.group": {"launch"},
-}
-"""Where to launch is the right word."""
-
-NAMES_OF_BEFORE: dict[str, set[str]] = {}
-"""Names that still hold such a word, with the reason where they may. The list only shrinks."""
-
 CLASSES_OF_BEFORE: set[str] = set()
 """Class names that stand for two things. The list only shrinks."""
-
-DOCS_NEVER = re.compile(r"captur|\bsharding\b", re.IGNORECASE)
-DOCS_OF_BEFORE: dict[str, int] = {}
-"""Lines of pages that still use a word of before. The list only shrinks."""
-
-TELL_OF_BEFORE = {"docs/measurements.md", "CHANGELOG.md"}
-"""Pages that say what something was called before."""
-
-
-def names_of(tree: ast.AST) -> Iterator[str]:
-    """List the names that a module gives to classes, functions, arguments and fields."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id
-
-
-def forbidden(module: str, text: str) -> set[str]:
-    """Return the names of a module that hold a word which the glossary has another one for."""
-    names = {*names_of(ast.parse(text)), module.rpartition(".")[2]} - TRITONS_OWN - STARTS_PROCESSES.get(module, set())
-    return {name for name in names for word in NEVER if word in name.lower()}
-
-
-def test_names_obey_the_glossary() -> None:
-    found = {
-        module: names
-        for module, path in MODULES.items()
-        if (names := forbidden(module, path.read_text(encoding="utf-8")))
-    }
-    more = {module: sorted(names - NAMES_OF_BEFORE.get(module, set())) for module, names in found.items()}
-    more = {module: names for module, names in more.items() if names}
-    assert not more, f"the glossary (CONTRIBUTING.md) has other words for these: {more}\n{NEVER}"
-    fewer = {module: sorted(names - found.get(module, set())) for module, names in NAMES_OF_BEFORE.items()}
-    fewer = {module: names for module, names in fewer.items() if names}
-    assert not fewer, f"take off the list: {fewer}"
 
 
 def test_no_two_classes_have_one_name() -> None:
@@ -225,37 +160,6 @@ def test_no_two_classes_have_one_name() -> None:
     more = {name: modules for name, modules in twice.items() if name not in CLASSES_OF_BEFORE}
     assert not more, f"one word for one thing: {more}"
     assert twice.keys() >= CLASSES_OF_BEFORE, f"take off the list: {sorted(CLASSES_OF_BEFORE - twice.keys())}"
-
-
-def test_pages_obey_the_glossary() -> None:
-    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "configs").glob("*.yaml")]
-    found = {}
-    for page in pages:
-        name = str(page.relative_to(REPOSITORY))
-        # The glossary itself names the words that it forbids.
-        lines = [
-            line
-            for line in page.read_text(encoding="utf-8").splitlines()
-            if name != "CONTRIBUTING.md" or line[:2] != "| "
-        ]
-        count = sum(bool(DOCS_NEVER.search(line)) for line in lines)
-        if count and name not in TELL_OF_BEFORE:
-            found[name] = count
-    assert found == DOCS_OF_BEFORE, "words of before on these pages (more than listed, or fewer: then shorten the list)"
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("class CaptureRun: ...", {"CaptureRun"}),
-        ("def launch_kernel(x, programs): ...", {"launch_kernel", "programs"}),
-        ("class A:\n    captured: int = 0", {"captured"}),
-        ("def record(per_program): capture = 1", set()),
-    ],
-)
-def test_a_forbidden_name_is_seen(text: str, names: set[str]) -> None:
-    assert forbidden("volseg.some.module", text) == names
-    assert forbidden("volseg.sharding", text) == names | {"sharding"}
 
 
 MODES = re.compile(r"[rwax+t]+")

@@ -89,7 +89,7 @@ class LoggingConfig(ConfigModel):
     """Where the numbers of a training go; ``history.jsonl``, ``status.json`` and ``times.json`` are always written."""
 
     loggers: tuple[ComponentConfig, ...] = (ComponentConfig(name="tensorboard"),)
-    """``tensorboard``, ``wandb`` (pip install 'volseg[wandb]'), ``mlflow`` (pip install 'volseg[mlflow]') or loggers of
+    """``tensorboard``, ``wandb`` (pip install wandb), ``mlflow`` (pip install mlflow-skinny) or loggers of
     your own; names alone, or with parameters: ``[tensorboard, {name: wandb, mode: offline}]``. ``[]`` for none."""
     channel: NonNegative | str = 0
     """Channel of the images that pictures show, in loggers and in the report: its number from 0 on, or its name in the

@@ -78,7 +78,7 @@ def write_onnx(network: nn.Module, shapes: Sizes, path: Path) -> Path:
         import onnxscript
     except ImportError as fault:
         raise ConfigError(
-            f"ONNX needs packages that are not installed ({fault.name}): pip install 'volseg[onnx]'"
+            f"ONNX needs packages that are not installed ({fault.name}): pip install onnx onnxruntime onnxscript"
         ) from fault
     del onnxscript  # torch imports it
     with TemporaryDirectory() as folder:

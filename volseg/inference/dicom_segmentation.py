@@ -4,7 +4,7 @@ One segment per label or region, one bit per voxel (``BINARY``): regions may ove
 segmentations shows these; the newer ``LABELMAP`` few do. Patient and study are the source's own, copied by highdicom,
 and what the source leaves empty stays empty. Whatever is not a series of single-frame DICOM slices is refused.
 
-highdicom is an extra (``pip install 'volseg[dicom]'``), imported when a segmentation is written.
+highdicom is optional (``pip install highdicom``) and imported when a segmentation is written.
 """
 
 import colorsys
@@ -152,7 +152,7 @@ def _import_highdicom() -> Any:
         import highdicom.seg
     except ImportError as fault:
         raise ConfigError(
-            f"a DICOM segmentation needs highdicom ({fault}); install it by: pip install 'volseg[dicom]'"
+            f"a DICOM segmentation needs highdicom ({fault}); install it by: pip install highdicom"
         ) from fault
     return highdicom
 

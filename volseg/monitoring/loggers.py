@@ -106,7 +106,7 @@ class History(Logger):
             self._lines.close()
 
 
-def import_package(name: str, *, extra: str) -> Any:
+def import_package(name: str, *, distribution: str) -> Any:
     """Return a package that volseg does not depend on.
 
     Raises
@@ -118,7 +118,7 @@ def import_package(name: str, *, extra: str) -> Any:
         return import_module(name)
     except ImportError as fault:
         raise ConfigError(
-            f"the package {name} is needed ({fault}); install it by: pip install 'volseg[{extra}]'"
+            f"the package {name} is needed ({fault}); install it by: pip install {distribution}"
         ) from fault
 
 

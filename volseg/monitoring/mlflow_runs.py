@@ -23,7 +23,7 @@ class MLflow(Logger):
     """
 
     def __init__(self, experiment: str = "volseg", uri: str | None = None) -> None:
-        self._client = import_package("mlflow", extra="mlflow").MlflowClient(tracking_uri=uri)
+        self._client = import_package("mlflow", distribution="mlflow-skinny").MlflowClient(tracking_uri=uri)
         self._experiment = experiment
         self._epoch = 0
 

@@ -22,7 +22,7 @@ class WeightsAndBiases(Logger):
     """
 
     def __init__(self, project: str = "volseg", **settings: Any) -> None:
-        self._wandb = import_package("wandb", extra="wandb")
+        self._wandb = import_package("wandb", distribution="wandb")
         self._settings = {"project": project, **settings}
 
     def begin(self, run: LoggedRun) -> None:

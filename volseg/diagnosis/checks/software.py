@@ -19,7 +19,7 @@ def check_python(facts: Facts) -> list[MachineFinding]:
     if python.in_environment:
         return [ok("python", told)]
     why = "packages of other projects and of the system get between those of volseg"
-    remedy = "python3 -m venv .venv && . .venv/bin/activate && pip install volseg"
+    remedy = "python3 -m venv .venv && . .venv/bin/activate && pip install .   (in the checkout)"
     return [MachineFinding(check="python", level="note", found=f"{told}, the system's", why=why, remedy=remedy)]
 
 
