@@ -25,14 +25,18 @@ NEEDED = (
     "volseg/configs/msd/task09_spleen.yaml",
 )
 
-USER = """import volseg
+USER = """import torch
+import volseg
 from volseg.config.loading import load_config
 from volseg.errors import ConfigError
 reveal_type(volseg.__version__)
 reveal_type(load_config("a.yaml").training.epochs)
 load_config(3)
+volseg.Trainning
+volseg.ModelParallel(torch.nn.ReLU(), strategi="spatial")
+volseg.ModelParallel(torch.nn.ReLU(), strategy="spatial", offload=True)
 """
-"""What a user of the library may write; of its last line a type checker has something to say."""
+"""What a user of the library may write; a type checker reports lines 7 to 9."""
 
 
 def run(*command: str | Path, folder: Path, status: int = 0) -> str:
@@ -103,10 +107,12 @@ def check_types(scripts: Path, folder: Path) -> None:
     kept = folder / "mypy" if not (ROOT / ".mypy_cache").is_dir() else ROOT / ".mypy_cache" / "of_the_wheel"
     options = ["--follow-imports=silent", "--ignore-missing-imports", "--cache-dir", kept]
     said = run(scripts / "python", "-m", "mypy", *options, "user.py", folder=folder, status=1)
-    assert 'user.py:4: note: Revealed type is "str"' in said.replace("builtins.str", "str"), said
-    assert 'user.py:5: note: Revealed type is "int"' in said.replace("builtins.int", "int"), said
-    assert 'user.py:6: error: Argument 1 to "load_config"' in said, said
-    assert "Found 1 error" in said, said
+    assert 'user.py:5: note: Revealed type is "str"' in said.replace("builtins.str", "str"), said
+    assert 'user.py:6: note: Revealed type is "int"' in said.replace("builtins.int", "int"), said
+    assert 'user.py:7: error: Argument 1 to "load_config"' in said, said
+    assert 'user.py:8: error: Module has no attribute "Trainning"' in said, said
+    assert 'user.py:9: error: Unexpected keyword argument "strategi"' in said, said
+    assert "Found 3 errors" in said, said
 
 
 def main() -> None:

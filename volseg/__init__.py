@@ -16,8 +16,8 @@ from volseg.version import __version__
 
 TYPE_CHECKING = False  # without typing, whose import takes longer than that of this package
 if TYPE_CHECKING:
-    import typing
-
+    from volseg import experiment as experiment
+    from volseg import parallel as parallel
     from volseg.config.loading import load_config
     from volseg.data.layouts import load_task
     from volseg.data.readers import read_volume
@@ -99,12 +99,14 @@ _PACKAGES = ("experiment", "parallel")
 """Reached without a second import: volseg.experiment.configure; volseg.parallel.verify, whole."""
 
 
-def __getattr__(name: str) -> "typing.Any":
-    if name in _PACKAGES:
-        return import_late(f"volseg.{name}")
-    if name not in __all__:
-        raise AttributeError(_explain_absence(name))
-    return getattr(import_late(_HOMES.get(name, "volseg.workflow")), name)
+if not TYPE_CHECKING:  # else a type checker takes any name for one of the package's
+
+    def __getattr__(name):
+        if name in _PACKAGES:
+            return import_late(f"volseg.{name}")
+        if name not in __all__:
+            raise AttributeError(_explain_absence(name))
+        return getattr(import_late(_HOMES.get(name, "volseg.workflow")), name)
 
 
 def __dir__() -> list[str]:

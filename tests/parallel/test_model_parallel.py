@@ -190,8 +190,14 @@ def test_an_option_that_a_strategy_does_not_have_is_refused_with_the_name_of_the
     with pytest.raises(ParallelError, match=message):
         ModelParallel(net(), devices=["cpu"] * 2, **keywords)
     if keywords.get("strategy") == "spatial":
-        with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
+        with pytest.raises(TypeError, match=r"no option 'nothing'\. Options of strategies: axes, batched"):
             ModelParallel(net(), strategy="spatial", nothing=1)
+
+
+@pytest.mark.parametrize(("given", "near"), [("strategi", "strategy"), ("ofload", "offload"), ("device", "devices")])
+def test_a_misspelt_option_is_answered_with_a_near_one(given, near):
+    with pytest.raises(TypeError, match=f"no option '{given}'; did you mean '{near}'"):
+        ModelParallel(net(), **{given: "cpu"})
 
 
 def test_a_pipeline_says_that_it_cuts_no_volumes_and_records_by_itself():

@@ -28,6 +28,7 @@ from volseg.parallel.devices import (
     list_gpus,
     require_devices,
 )
+from volseg.parallel.model_parallel import StrategyOptions
 from volseg.parallel.processes.group import largest_over_processes
 from volseg.workflow.parts import find_frozen_norms, freeze_parts
 from volseg.workflow.precision import Precision
@@ -160,7 +161,8 @@ def _place_on_several(
             "training.kernels: auto takes the fast kernels by itself (or set that to fast)"
         )
     group = None if mesh is None else mesh.mesh.spatial_group
-    options = {"fixed_order": True} if config.training.deterministic and parallel.model_strategy == "spatial" else {}
+    fixed_order = config.training.deterministic and parallel.model_strategy == "spatial"
+    options = StrategyOptions(fixed_order=True) if fixed_order else StrategyOptions()
     return ModelParallel(
         network,
         strategy=parallel.model_strategy,

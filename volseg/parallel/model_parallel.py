@@ -18,8 +18,9 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -44,7 +45,7 @@ from volseg.parallel.state.module import REGISTRIES
 from volseg.parallel.state.random import CommonSeeds
 from volseg.parallel.strategy import Devices, Options, Strategy
 
-__all__ = ["ModelParallel", "check_network"]
+__all__ = ["ModelParallel", "StrategyOptions", "check_network"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,21 @@ OWN_REGISTRIES = REGISTRIES.difference(SHARED_REGISTRIES)
 """Attributes in which the wrapper has hooks of its own."""
 
 Copy = TypeVar("Copy", bound="ModelParallel")
+
+
+class StrategyOptions(TypedDict, total=False):
+    """Options of ``Spatial`` and ``Pipeline`` that ``ModelParallel`` passes on, so that type checkers know them."""
+
+    axes: Sequence[str] | str | None
+    grid: Sequence[int] | None
+    channels_last: bool | None
+    offload: bool
+    fixed_order: bool
+    cuts: Sequence[str] | None
+    record: bool | Literal["auto"]
+    batched: Sequence[int | str] | None
+    replicated: bool
+
 
 STRATEGIES: dict[str, type[Spatial] | type[Pipeline]] = {"spatial": Spatial, "pipeline": Pipeline}
 
@@ -87,7 +103,8 @@ class ModelParallel(nn.Module):
     on_unsupported, checkpoint
         See ``Spatial``.
     options
-        Further options of the strategy, see ``Spatial`` and ``Pipeline``.
+        Further options of the strategy, see ``Spatial`` and ``Pipeline``. ``replicated=False`` says that all processes
+        hold the same weights already.
 
     Attributes
     ----------
@@ -97,12 +114,15 @@ class ModelParallel(nn.Module):
     Raises
     ------
     ParallelError
-        If the strategy is unknown, an option is not one of its own, or the devices do not fit it or are not there.
+        If the strategy is unknown, an option belongs to the other strategy, or the devices do not fit or do not exist.
+    TypeError
+        If no strategy has the option.
 
     Notes
     -----
-    A spatial split's outputs are sharded volumes; ``volseg.parallel.whole`` returns one as a plain tensor, for a metric
-    of your own for example.
+    A spatial split's outputs are sharded volumes. ``output.full_tensor()`` gathers one into a plain tensor.
+    ``volseg.parallel.whole(function)`` returns a function that gathers its arguments first, such as a metric that uses
+    NumPy.
 
     Examples
     --------
@@ -127,7 +147,7 @@ class ModelParallel(nn.Module):
         mesh: Any = None,
         on_unsupported: Literal["raise", "gather"] = "raise",
         checkpoint: str | int | None = None,
-        **options: Any,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         super().__init__()
         check_network(net)
@@ -284,6 +304,13 @@ def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options,
         name = "pipeline" if is_cut else "spatial"
         why = f"split_size={given['split_size']!r} was given" if is_cut else "no split_size was given"
     options = STRATEGIES[name]
+    known = set().union(*map(_list_names, STRATEGIES.values()))
+    for key in given.keys() - known:
+        near = get_close_matches(key, ["strategy", "devices", "mesh", *known], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise TypeError(
+            f"ModelParallel() has no option {key!r}{hint} Options of strategies: {', '.join(sorted(known))}"
+        )
     for other in STRATEGIES.values():
         foreign = (_list_names(other) - _list_names(options)) & given.keys()
         if foreign:
