@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from house import count_code, count_packages, count_rest
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "volseg"
@@ -218,3 +219,26 @@ def test_text_has_an_encoding() -> None:
 )
 def test_a_text_without_an_encoding_is_seen(text: str, lines: list[int]) -> None:
     assert without_encoding(text) == lines
+
+
+LIMITS = {
+    "lines of code": 65_300,
+    "modules": 665,
+    "lines of tests": 75_700,
+    "benchmark scripts": 31,
+    "lines of benchmarks": 7_900,
+    "words of docs": 62_000,
+}
+"""How large the house may be. Lower a number when the house shrinks; raise none: what a change adds, it takes away."""
+
+
+def test_the_house_does_not_grow() -> None:
+    packages = count_packages().values()
+    sizes = {"lines of code": sum(a for a, _ in packages), "modules": sum(b for _, b in packages), **count_rest()}
+    assert {name: size for name, size in sizes.items() if size > LIMITS.get(name, size)} == {}
+    loose = {name: size for name, size in sizes.items() if size < 0.98 * LIMITS.get(name, 0)}
+    assert not loose, f"the house is smaller: lower the limits of {loose}"
+
+
+def test_lines_of_code_are_counted_without_words() -> None:
+    assert count_code('"""A module."""\n\nx = 1  # one\n# a comment\ny = """\ntext"""\n') == 3
