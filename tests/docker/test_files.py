@@ -130,13 +130,19 @@ def test_only_what_is_named_goes_into_the_build():
     assert {path for line in copied for path in line.split()} == allowed
 
 
+def bind(source, target, **options):
+    """Return a mount that fails where the folder does not exist; Docker would make one that only root can write."""
+    return {"type": "bind", "source": source, "target": target, "bind": {"create_host_path": False}, **options}
+
+
 def test_compose_trains_without_privileges_and_waits_for_the_checkpoint():
     train = compose(DATA="/somewhere")["train"]
     assert train["stop_grace_period"] == "120s"
     assert (train["read_only"], train["cap_drop"], train["user"]) == (True, ["ALL"], "1000:1000")
     assert train["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "ports", "network_mode", "ipc", "pid"} & set(train)
-    assert train["volumes"] == ["/somewhere:/data:ro", "../runs:/runs", "cache:/cache"]
+    assert train["volumes"] == [bind("/somewhere", "/data", read_only=True), bind("../runs", "/runs"), "cache:/cache"]
+    assert train["restart"] == "no"  # after a spot notice it would start again on the machine that is taken away
     (gpus,) = train["deploy"]["resources"]["reservations"]["devices"]
     assert (gpus["driver"], gpus["count"], gpus["capabilities"]) == ("nvidia", "all", ["gpu"])
     with pytest.raises(KeyError, match="DATA: the folder of your data set"):
@@ -154,6 +160,15 @@ TEXT, TEXTS, DURATION = (
     {"type": "string", "pattern": r"^(\d+(us|ms|s|m|h))+$"},
 )
 DEVICE = one_of(driver=TEXT, count={"enum": ["all"]}, capabilities={**TEXTS, "minItems": 1}, required=["capabilities"])
+VOLUME = {"type": "string", "pattern": r"^[^:]+:/[^:]*(:(ro|rw))?$"}
+BIND = one_of(
+    type={"enum": ["bind"]},
+    source=TEXT,
+    target=TEXT,
+    read_only={"type": "boolean"},
+    bind=one_of(create_host_path={"type": "boolean"}),
+    required=["type", "source", "target"],
+)
 SERVICE = one_of(
     image=TEXT,
     build=one_of(context=TEXT, dockerfile=TEXT, args={"type": "object"}),
@@ -165,7 +180,7 @@ SERVICE = one_of(
     entrypoint=TEXTS,
     command=TEXTS,
     environment={"type": "object", "additionalProperties": TEXT},
-    volumes={"type": "array", "items": {"type": "string", "pattern": r"^[^:]+:/[^:]*(:(ro|rw))?$"}},
+    volumes={"type": "array", "items": {"anyOf": [VOLUME, BIND]}},
     shm_size={"type": "string", "pattern": r"^\d+(b|k|kb|m|mb|g|gb)$"},
     stop_grace_period=DURATION,
     restart={"type": "string", "pattern": r"^(no|always|unless-stopped|on-failure(:\d+)?)$"},
@@ -193,8 +208,20 @@ def test_compose_has_the_keys_and_values_of_the_specification():
     assert refusals_of_compose(compose(DATA="/somewhere")) == []
     whole = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))
     assert {key for key in whole if not key.startswith("x-")} == {"name", "services", "volumes"}
-    named = {volume.split(":")[0] for service in compose(DATA="/d")["train"]["volumes"] for volume in [service]}
-    assert {name for name in named if not name.startswith(("/", "."))} == set(whole["volumes"])
+    volumes = [volume for volume in compose(DATA="/d")["train"]["volumes"] if isinstance(volume, str)]
+    assert {volume.split(":")[0] for volume in volumes} == set(whole["volumes"])
+
+
+def test_the_override_for_machines_without_a_gpu_takes_the_reservation_away():
+    """Compose's tag ``!reset`` removes what the first file says."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!reset", lambda loader, node: "reset")
+    override = yaml.load((DOCKER / "compose.cpu.yaml").read_text(encoding="utf-8"), Loader)
+    assert override == {"services": {"train": {"deploy": "reset"}}}
+    assert "deploy" in compose(DATA="/somewhere")["train"]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +281,7 @@ def test_what_the_page_for_aws_sets_is_what_compose_reads():
 def test_tensorboard_is_reached_from_this_machine_only():
     tensorboard = compose(DATA="/somewhere")["tensorboard"]
     assert tensorboard["ports"] == ["127.0.0.1:6006:6006"]
-    assert tensorboard["volumes"] == ["../runs:/runs:ro"]
+    assert tensorboard["volumes"] == [bind("../runs", "/runs", read_only=True)]
     assert (tensorboard["read_only"], tensorboard["cap_drop"]) == (True, ["ALL"])
 
 
@@ -268,6 +295,7 @@ def test_the_command_line_in_compose_is_one_of_volseg():
         4,
     )
     assert parsed["restart"]
+    assert parsed["max_restarts"] == 3
     assert parsed["overrides"] == ["data.root=/data", "training.spot=aws"]
     assert (ROOT / str(parsed["config"])).exists()
 
