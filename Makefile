@@ -42,7 +42,7 @@ test: $(LINT)
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT)
 
 test-all: $(LINT)
-	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) -m "not gpu and not multi_gpu and not image"
+	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) --hypothesis-profile random -m "not gpu and not multi_gpu and not image"
 
 test-gpu: $(READY)
 	$(TESTER) -c 'import sys, torch; n = torch.cuda.device_count(); print(n, "GPUs, torch", torch.__version__); sys.exit(not n)'

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ def modules_of(folder: Path) -> dict[str, Path]:
 
 
 MODULES = modules_of(SOURCE)
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    """Return the tree of a file; several tests walk through all files."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def is_typing_only(node: ast.AST) -> bool:
@@ -55,11 +62,7 @@ def graph_of(modules: dict[str, Path]) -> dict[str, set[str]]:
     """Return what each module imports, when it is imported or when one of its functions is called."""
     known = set(modules)
     return {
-        name: {
-            other
-            for node, _ in imports_of(ast.parse(path.read_text(encoding="utf-8")))
-            for other in imported(node, known)
-        }
+        name: {other for node, _ in imports_of(parse(path)) for other in imported(node, known)}
         for name, path in modules.items()
     }
 
@@ -119,7 +122,7 @@ def unexplained(path: Path) -> list[int]:
     lines = path.read_text(encoding="utf-8").splitlines()
     explained: set[int] = set()
     missing = []
-    for node, inside in imports_of(ast.parse(path.read_text(encoding="utf-8"))):
+    for node, inside in imports_of(parse(path)):
         own = lines[node.lineno - 1 : node.end_lineno]
         above = lines[node.lineno - 2].strip()
         if any("#" in line for line in own) or above.startswith("#") or node.lineno - 1 in explained:
@@ -154,7 +157,7 @@ CLASSES_OF_BEFORE: set[str] = set()
 def test_no_two_classes_have_one_name() -> None:
     homes: dict[str, list[str]] = {}
     for module, path in MODULES.items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parse(path).body:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
     twice = {name: modules for name, modules in homes.items() if len(modules) > 1}
