@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from monai.data import MetaTensor
@@ -91,6 +91,11 @@ class Predictor:
     before_pass: Callable[[], object] | None = None
     skip_background: bool = False
 
+    step_kind: ClassVar[type[WindowStep]] = WindowStep
+    """How a batch of windows goes through the models."""
+    windowing: ClassVar[Windowing] = MONAI
+    """Where windows lie, and how much their voxels count."""
+
     def __post_init__(self) -> None:
         if unfit := [model for model in self.models if not callable(model) or hasattr(model, "outputs")]:
             raise ConfigError(
@@ -127,8 +132,8 @@ class Predictor:
 
     @property
     def window_step(self) -> WindowStep:
-        """How a batch of windows goes through the models."""
-        return WindowStep(
+        """What a batch of windows goes through."""
+        return self.step_kind(
             models=self.models,
             num_classes=self.num_classes,
             regions=self.regions,
@@ -137,11 +142,6 @@ class Predictor:
             before_pass=self.before_pass,
             samples_per_pass=self.samples_per_pass,
         )
-
-    @property
-    def windowing(self) -> Windowing:
-        """Where windows lie, and how much their voxels count."""
-        return MONAI
 
     def __call__(self, case: Mapping[str, Any]) -> MetaTensor:
         """Return the label map ``(1, D, H, W)`` of one preprocessed case, on its image's original grid.
@@ -206,10 +206,11 @@ class Predictor:
 
     def begin(self, image: MetaTensor, also: Collection[Also]) -> Decision:
         """Return the empty volumes of a prediction."""
-        return WayBack.of(image).begin(self._rule, also=also)
+        return WayBack.of(image).begin(self.rule, also=also)
 
     @property
-    def _rule(self) -> LabelRule:
+    def rule(self) -> LabelRule:
+        """What label maps hold."""
         of_logits = not self.window_step.link
         return LabelRule.of(self.num_classes, self.values, self.regions, of_logits=of_logits)
 
@@ -219,18 +220,7 @@ class Predictor:
         device = self._choose_device(images)
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use those.
         with torch.no_grad(), evaluating(self.models):
-            yield Streamer(
-                step=self.window_step,
-                rule=self._rule,
-                window=self.window,
-                overlap=self.overlap,
-                windows_per_step=self.windows_per_step,
-                device=device,
-                stitch_on=torch.device(self.stitch_on or device),
-                memory=self.memory,
-                windowing=self.windowing,
-                skip_background=self.skip_background,
-            )
+            yield Streamer(self, self.window_step, self.rule, device, torch.device(self.stitch_on or device))
 
     def _choose_device(self, images: Tensor) -> torch.device:
         if self.device is not None:
