@@ -141,7 +141,7 @@ def init(
 ) -> None:
     """Write a config to begin with, in which every value says what it means and what it may be."""
     from volseg.commands import spell  # what follows imports torch: not for --help
-    from volseg.experiment.starting_config import init_config
+    from volseg.experiment.configuring import init_config
 
     config = init_config(output, data=data, like=like, minimal=minimal, overwrite=overwrite)
     ways = (
@@ -159,7 +159,7 @@ def schema(
 ) -> None:
     """Print the JSON schema of configs, by which editors complete and check them."""
     from volseg.experiment import load_components  # imports torch: not for --help
-    from volseg.experiment.starting_config import config_schema, write_schema
+    from volseg.experiment.configuring import config_schema, write_schema
 
     load_components(components or ())
     if output is not None:

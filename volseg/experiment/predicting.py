@@ -15,8 +15,8 @@ from volseg.checkpointing.folder import RunFolder
 from volseg.data.cases import Case
 from volseg.data.readers import list_files
 from volseg.errors import ConfigError, DataError
-from volseg.experiment.fold_workers import choose_gpus
 from volseg.experiment.images import find_images
+from volseg.experiment.launching import choose_gpus
 from volseg.experiment.prediction_files import CaseResult, Predicted, PredictionFiles, PredictionRecord
 from volseg.experiment.prediction_queue import PredictionQueue
 from volseg.experiment.sources import Source, load_trained, path_of

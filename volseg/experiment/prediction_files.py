@@ -24,11 +24,10 @@ from volseg.data.readers import find_suffix, list_files
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file, replacing
+from volseg.inference.decision import Prediction
 from volseg.inference.dicom_segmentation import require_dicom_source, write_dicom_segmentation
-from volseg.inference.fractions import require_room, write_entropy, write_probabilities
 from volseg.inference.postprocessing import Postprocessing
-from volseg.inference.prediction import Prediction
-from volseg.inference.writing import write_prediction
+from volseg.inference.writing import require_room, write_entropy, write_prediction, write_probabilities
 
 __all__ = ["SUFFIXES", "CaseResult", "Predicted", "PredictionFiles", "PredictionRecord", "identify"]
 

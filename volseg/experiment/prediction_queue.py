@@ -33,11 +33,10 @@ from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.own_components import components_arguments
 from volseg.experiment.prediction_files import CaseResult, PredictionFiles, PredictionRecord, identify
 from volseg.experiment.trained import Trained
+from volseg.inference.decision import Prediction
 from volseg.inference.overlapped import CaseOutcome, overlapped
-from volseg.inference.prediction import Prediction
-from volseg.inference.predictor import Predictor
+from volseg.inference.predictor import Predictor, SharedPredictor
 from volseg.inference.preparing_on_device import prepare_on, suits
-from volseg.inference.shared_predictor import SharedPredictor
 from volseg.monitoring.progress import count_up
 from volseg.parallel.processes.workers import Worker, WorkerPool
 from volseg.workflow.interrupts import StopRequested

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from volseg.fields import Case
-from volseg.inference.prediction import Prediction
+from volseg.inference.decision import Prediction
 
 __all__ = ["CaseOutcome", "overlapped"]
 

@@ -10,7 +10,8 @@ All but the last is done slab by slab: see `streaming`.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,14 +20,13 @@ from monai.data import MetaTensor
 from torch import Tensor, nn
 
 from volseg.errors import BatchFieldError, ConfigError, NonFinitePredictionError
-from volseg.inference.decision import Also, Decision, LabelRule
+from volseg.inference.decision import Also, Decision, LabelRule, Prediction
 from volseg.inference.original_grid import WayBack
-from volseg.inference.prediction import Prediction
 from volseg.inference.streaming import Streamer, pad_shape
 from volseg.inference.window_step import Model, WindowStep, full_logits
 from volseg.inference.windows import MONAI, Windowing
 
-__all__ = ["Model", "Predictor", "explain_not_finite", "full_logits", "predict_case"]
+__all__ = ["Model", "Predictor", "SharedPredictor", "explain_not_finite", "full_logits", "predict_case"]
 
 
 PASSES_UNTIL_RECORDED = 3
@@ -289,3 +289,79 @@ def _require_volume(case: Mapping[str, Any], field: str) -> MetaTensor:
             f"{type(volume).__name__}; of plain tensors (B, C, D, H, W) take Predictor.probabilities"
         )
     return volume
+
+
+# One volume over several devices: each decides a part of it, along the axis in which the volume is streamed.
+#
+# ::
+#
+#     planes ->   | device 0 decides these      | device 1 decides these      |
+#                 | ---windows--- |     | ---windows--- |
+#                               | ---windows--- |   both compute the windows that reach across
+#
+# Each voxel's sum is that of one device, window by window in the same order, so labels do not depend on how many
+# devices there are, but for what a library's kernels make of the number of windows in a pass. A thread works for each;
+# what they decide goes into one label map on the CPU.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPredictor:
+    """Predictors that differ in their device, each of which has models of its own there."""
+
+    predictors: Sequence[Predictor]
+
+    def __post_init__(self) -> None:
+        if not self.predictors or self.predictors[0].window is None:
+            raise ConfigError(
+                "a volume is cut over devices along its windows, and inference.window is null; predict it on one "
+                "device, or set a window"
+            )
+
+    @property
+    def device(self) -> torch.device | str | None:
+        """Where images are prepared: the first one's."""
+        return self.predictors[0].device
+
+    def stream(
+        self,
+        cases: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int = 1,
+        field: str = "image",
+        also: Collection[Also] = (),
+    ) -> Iterator[tuple[Mapping[str, Any], Prediction]]:
+        """Yield each case with its prediction, on the CPU, one after the other; see `Predictor.stream`."""
+        del batch_size  # a volume that would be one of many is small, and its devices more than it needs
+        first, is_warm = self.predictors[0], False
+        with ThreadPoolExecutor(len(self.predictors), "share") as threads:
+            for case in cases:
+                image = case[field]
+                if not is_warm:
+                    self._warm_up(image)
+                    is_warm = True
+                volumes = first.begin(image, also)
+                parts = [
+                    threads.submit(self._predict_part, number, image, also, volumes)
+                    for number in range(len(self.predictors))
+                ]
+                found = [part.result() for part in parts]
+                if any(prediction is None for prediction in found) or found[0] is None:
+                    raise NonFinitePredictionError(explain_not_finite(case, image, first.autocast))
+                yield case, found[0]
+                del case, image, volumes, found, parts  # or they live on while the next one is read
+
+    def _warm_up(self, image: MetaTensor) -> None:
+        """Let each GPU record its network before there are threads: what one of them does must not end a recording."""
+        for predictor in self.predictors:
+            device = torch.device(predictor.device or "cpu")
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    predictor.warm_up(image)
+
+    def _predict_part(
+        self, number: int, image: MetaTensor, also: Collection[Also], volumes: Decision
+    ) -> Prediction | None:
+        predictor = self.predictors[number]
+        device = torch.device(predictor.device or "cpu")
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return predictor.predict_share(image, (number, len(self.predictors)), also, volumes)
