@@ -33,5 +33,5 @@ def _found() -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield where sides are kept, of the modules that somebody has imported: other tests do not wait for them."""
     if pictures := sys.modules.get("volseg.monitoring.pictures"):
         yield "pictures", pictures.draw_example.__kwdefaults__, "min_side"
-    if overlays := sys.modules.get("volseg.experiment.overlays"):
+    if overlays := sys.modules.get("volseg.experiment.report"):
         yield "overlays", vars(overlays), "MIN_SIDE"

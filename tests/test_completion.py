@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from volseg.cli.completion import complete_config, complete_kind, complete_run
+from volseg.cli.options import complete_config, complete_kind, complete_run
 from volseg.experiment import REGISTRIES
 
 # The first word of what bash is given is how it calls the program: here not installed, but put on the path.

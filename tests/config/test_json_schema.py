@@ -25,7 +25,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.config.shipped import list_shipped
 from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError
-from volseg.experiment.starting_config import config_schema
+from volseg.experiment.configuring import config_schema
 
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema, of the extra dev")
 

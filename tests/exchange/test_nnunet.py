@@ -17,7 +17,7 @@ from scipy.ndimage import zoom
 from volseg.data.readers import Read
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.exchange.nnunet import is_nnunet_model, read_nnunet
-from volseg.exchange.nnunet.checkpoint import read_checkpoint
+from volseg.exchange.nnunet.folder import read_checkpoint
 from volseg.exchange.nnunet.network import rename_weights
 from volseg.exchange.nnunet.plans import read_plan
 from volseg.exchange.nnunet.preprocessing import build_preprocessing

@@ -14,16 +14,15 @@ from typing import Any
 from volseg.cli import main
 from volseg.config.schema import ExperimentConfig
 from volseg.estimate.candidate import Candidate
-from volseg.experiment import kernel_worker, training
-from volseg.experiment.compiled_kernels import CompiledKernels
-from volseg.experiment.kernel_worker import KernelWorker, OwnGpu, make_order, serve_kernels
-from volseg.experiment.reading import Follower
+from volseg.experiment import compiled_kernels, training
+from volseg.experiment.compiled_kernels import CompiledKernels, KernelWorker, OwnGpu, make_order, serve_kernels
+from volseg.experiment.reading import CaseReading
 from volseg.lifetime import end_with_launcher
 from volseg.parallel.devices import count_processes, find_local_rank, find_rank
 
 GPU = OwnGpu(name="NVIDIA H200", processors=132, memory=140 * 2**30, capability=(9, 0))
 
-build_model, prepare = training.build_model, Follower.prepare
+build_model, prepare = training.build_model, CaseReading.prepare
 mode, folder = "", Path()
 
 
@@ -70,10 +69,10 @@ def prepare_or_end(*given: Any, **more: Any) -> Any:
 
 def take_for_gpus() -> None:
     """Put in place of what needs GPUs what does not."""
-    kernel_worker.find_note = lambda *given: folder / "note.json"
+    compiled_kernels.find_note = lambda *given: folder / "note.json"
     training.compile_for_training = compile_for_training
     training.build_model = build_and_tell
-    Follower.prepare = prepare_or_end  # type: ignore[method-assign]
+    CaseReading.prepare = prepare_or_end  # type: ignore[method-assign]
     KernelWorker.wait.__defaults__ = (1.0 if mode == "worker hangs" else 120.0,)
 
 

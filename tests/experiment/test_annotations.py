@@ -17,8 +17,7 @@ from volseg.data.synthetic_labels import make_annotated_task
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.summary import evaluate_files, read_structure, read_summary
 from volseg.experiment import load_config, predict, train, validate
-from volseg.experiment.building import build_batches, preprocessing_of
-from volseg.experiment.scoring import build_scoring
+from volseg.experiment.building import build_batches, build_scoring, preprocessing_of
 
 HEADS = {"regions": 2, "sparse": 3, "partial": 3, "gaps": 3}
 KEYS = {"regions": ["(1, 4)", "4"], "sparse": ["1", "2"], "partial": ["1", "2"], "gaps": ["7", "500"]}

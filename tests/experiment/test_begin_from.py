@@ -16,7 +16,7 @@ from volseg.cli import app
 from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.nnunet import read_nnunet
-from volseg.exchange.nnunet.checkpoint import read_checkpoint
+from volseg.exchange.nnunet.folder import read_checkpoint
 from volseg.exchange.nnunet.plans import read_plan
 from volseg.exchange.tensors import pack_tensors
 from volseg.experiment import REGISTRIES, configure, export, load_config, train

@@ -19,9 +19,10 @@ from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, DataError, NonFiniteLossError
 from volseg.evaluation.intervals import mean_intervals
 from volseg.evaluation.summary import read_summary, write_summary
-from volseg.experiment import RunFolder, cross_validate, fold_workers, train
-from volseg.experiment.fold_workers import choose_gpus, train_in_processes
+from volseg.experiment import RunFolder, cross_validate, launching, train
+from volseg.experiment.cross_validation import train_in_processes
 from volseg.experiment.folds import plan_folds
+from volseg.experiment.launching import choose_gpus
 from volseg.reporting import write_brief
 from volseg.workflow import load_checkpoint
 
@@ -328,7 +329,7 @@ def test_without_gpus_processes_share_the_cpu(quick):
 
 
 def test_without_gpus_processes_are_refused_unless_the_config_says_cpu(quick, monkeypatch):
-    monkeypatch.setattr(fold_workers, "count_gpus", lambda: 0)
+    monkeypatch.setattr(launching, "count_gpus", lambda: 0)
     with pytest.raises(ConfigError, match=r"--gpus 3 asks for more than the 0 .* leave it out to train one .*=cpu"):
         choose_gpus(quick(), 3)
 

@@ -15,7 +15,7 @@ from volseg.experiment import load_config, placed_network, settling, train
 from volseg.experiment.building import build_training
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.placed_network import build_model, choose_device
-from volseg.experiment.reading import choose_reading
+from volseg.experiment.reading import CaseReading
 from volseg.experiment.settling import Needed, join_processes, settle_mesh
 from volseg.parallel.devices import find_rank
 from volseg.workflow import Hook, load_checkpoint
@@ -45,7 +45,7 @@ def train_in_double(config_file, overrides):
     config, mesh = settle_mesh(config, chosen.task, device)
     seed_everything(config.seed)
     model = build_model(config, chosen.task, device, mesh=mesh).double()
-    reading = choose_reading(config, mesh)
+    reading = CaseReading(config, mesh)
     prepared = reading.prepare(chosen)
     batches = reading.make_batches(prepared, chosen.task, model, device)
     if isinstance(batches, GroupBatches):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from volseg.cli import app
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import predict, train
-from volseg.experiment.prediction_record import FILE
+from volseg.experiment.prediction_files import FILE
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 

@@ -14,7 +14,7 @@ from volseg.config.schema import ExperimentConfig, ParallelConfig, PatchConfig, 
 from volseg.config.shipped import list_shipped
 from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError
-from volseg.experiment.starting_config import PLAIN, init_config
+from volseg.experiment.configuring import PLAIN, init_config
 
 
 def test_it_reads_back_as_the_defaults(tmp_path: Path) -> None:

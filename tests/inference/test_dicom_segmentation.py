@@ -10,8 +10,7 @@ from volseg.data.cases import Task
 from volseg.data.readers import read_volume
 from volseg.errors import ConfigError, DataError, GridError
 from volseg.inference import dicom_segmentation
-from volseg.inference.coded_names import CODES, code_name
-from volseg.inference.dicom_segmentation import require_dicom_source, write_dicom_segmentation
+from volseg.inference.dicom_segmentation import CODES, code_name, require_dicom_source, write_dicom_segmentation
 from volseg.inference.writing import write_prediction
 from volseg.transforms.preprocessing import build_preprocessing
 

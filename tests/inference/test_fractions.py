@@ -12,10 +12,9 @@ from monai.data import MetaTensor
 from volseg.data.cases import Task
 from volseg.data.readers import read_volume
 from volseg.errors import DataError, GridError, OutOfMemoryError
-from volseg.inference import fractions
-from volseg.inference.fractions import require_room, write_entropy, write_probabilities
+from volseg.inference import writing
 from volseg.inference.predictor import Predictor
-from volseg.inference.writing import write_prediction
+from volseg.inference.writing import require_room, write_entropy, write_prediction, write_probabilities
 from volseg.transforms.preprocessing import build_preprocessing
 
 STEP = 0.5 / 65_535 + 1e-7
@@ -127,7 +126,7 @@ def test_other_shapes_and_suffixes_are_refused(read, tmp_path):
 
 def test_what_cannot_fit_is_refused_before_it_is_computed(monkeypatch):
     image = MetaTensor(torch.zeros(1, 2, 2, 2), meta={"spatial_shape": (512, 512, 600), "filename_or_obj": "ct.nii.gz"})
-    monkeypatch.setattr(fractions, "available_bytes", lambda: 64 * 2**30)
+    monkeypatch.setattr(writing, "available_bytes", lambda: 64 * 2**30)
     require_room(image, 15)
     words = (
         r"ct.nii.gz: the probabilities of 117 outputs on \(512, 512, 600\) voxels take 70.3 GiB .* 64.0 GiB are free"

@@ -21,7 +21,7 @@ from volseg.errors import ConfigError, DataError, NonFiniteLossError, ReaderErro
 from volseg.experiment.sources import load_trained
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
-from volseg.workflow.epoch_losses import EpochLosses
+from volseg.workflow.epoch import EpochLosses
 
 
 @pytest.fixture

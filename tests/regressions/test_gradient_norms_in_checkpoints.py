@@ -9,7 +9,7 @@ from volseg import Checkpoints, Named, Training
 from volseg.checkpointing.background import HostCopies
 from volseg.checkpointing.file import LATEST
 from volseg.workflow import load_checkpoint
-from volseg.workflow.epoch_losses import NORM
+from volseg.workflow.epoch import NORM
 
 
 def make_training(**options):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from volseg.workflow.glimpse import Glimpse
+from volseg.workflow.epoch import Glimpse
 
 
 def test_on_a_cpu_the_losses_of_each_batch_are_there_at_once():

@@ -4,8 +4,7 @@ from torch import nn
 
 from volseg.errors import ConfigError
 from volseg.models import FitGrid
-from volseg.workflow.components import build_optimizer
-from volseg.workflow.parts import find_frozen_norms, freeze_parts, group_parameters
+from volseg.workflow.components import build_optimizer, find_frozen_norms, freeze_parts, group_parameters
 
 
 class Network(nn.Module):

@@ -13,7 +13,7 @@ from volseg.data.bank import CaseBank
 from volseg.data.patches import PatchBatches
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.workflow import Named, Training
-from volseg.workflow.given_batches import to_device
+from volseg.workflow.step import to_device
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from volseg.checkpointing.random_state import restore_random_state
+from volseg.checkpointing.restore import restore_random_state
 from volseg.errors import ConfigError, NonFiniteLossError
 from volseg.workflow import Hook, Named, Patience, Training
 from volseg.workflow.interrupts import stop_if_requested

@@ -6,8 +6,7 @@ Read in this order:
 module             holds
 =================  =====================================================================================
 ``state``          what a checkpoint holds
-``random_state``   the state of every random number generator
-``restore``        loads a state into network, optimizer, average, gradient scaler and generators
+``restore``        the generators' states; loads a state into network, optimizer, average, scaler and generators
 ``file``           ``latest.pt``, ``previous.pt``, ``best.pt``: written as a whole, read without running code
 ``background``     the copy of a state on its way to the disk
 ``compatible``     the table of what may differ between a run and its continuation, and the checks
@@ -17,6 +16,6 @@ module             holds
 ``ranks``          which process of a job writes the run folder
 =================  =====================================================================================
 
-The first five know no config: `volseg.workflow` stands on them. The others belong to a run that was started from a
+The first four know no config: `volseg.workflow` stands on them. The others belong to a run that was started from a
 config. `volseg.workflow.Checkpoints` decides when a training is saved.
 """

@@ -1,4 +1,4 @@
-"""The verb that says what fits, and what is fastest, before the first GPU hour."""
+"""The verbs that say what a training takes before or without it: plan, profile and compile."""
 
 import sys
 from pathlib import Path
@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from volseg.cli.completion import complete_config
-from volseg.cli.options import Components, Overrides
+from volseg.cli.options import Channels, Classes, Components, ConfigFile, Overrides, SuggestingCommand, complete_config
 from volseg.streams import show
 
 __all__ = ["planning_app"]
 
 planning_app = typer.Typer()
+
 
 NOTHING_FITS = 3
 """Exit status where the training fits the machine in no way; 1 is for a config that cannot be planned for."""
@@ -39,10 +39,8 @@ def plan(
         bool,
         typer.Option("--calibrate", help="Measure the GPUs of this machine once, minutes, and keep what was found."),
     ] = False,
-    channels: Annotated[int | None, typer.Option(min=1, help="Of the images, where the data set is not there.")] = None,
-    classes: Annotated[
-        int | None, typer.Option(min=2, help="Of the label maps, with the background, where the data set is not there.")
-    ] = None,
+    channels: Channels = None,
+    classes: Classes = None,
     thorough: Annotated[bool, typer.Option("--all", help="Look at those ways too that cannot be the fastest.")] = False,
     numbers: Annotated[
         bool, typer.Option("--numbers", help="Say how much every way needs that does not fit, too; takes longer.")
@@ -82,3 +80,77 @@ def plan(
     sys.stdout.flush()
     if not fits:
         raise typer.Exit(NOTHING_FITS)
+
+
+@planning_app.command(cls=SuggestingCommand, epilog="Example: volseg profile configs/task04_unet.yaml -o profile")
+def profile(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are watched, after as many that are timed.")] = 5,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write page, table and trace there.")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="Forecast the step for a GPU that is not here, such as h200; runs nothing."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="With --gpu: how many; default what the config asks.")] = None,
+    channels: Channels = None,
+    classes: Classes = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; docs/profile.md says what is in it.")] = False,
+    components: Components = None,
+) -> None:
+    """Say where a training step's time goes: kernels by layer and direction, waiting, and what limits it.
+
+    Trains on random voxels for some seconds; needs no data, and leaves no run folder.
+    """
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.profiling.table import show_profile  # rich: not for --help
+
+    experiment.load_components(components or ())
+    loaded = experiment.load_config(config, overrides or ())
+    profiled = experiment.profile_training(
+        loaded, steps=steps, gpu=gpu, num_gpus=gpus, channels=channels, classes=classes
+    )
+    if experiment.is_main_process():
+        page = None if output is None else profiled.write(output)
+        if as_json:
+            show(profiled.to_json())
+        else:
+            show_profile(profiled.report)
+            if page is not None:
+                show(f"written: {page}")
+    experiment.leave_processes()
+
+
+@planning_app.command(
+    "compile", cls=SuggestingCommand, epilog="Example: volseg compile configs/task04_unet.yaml --gpu h200"
+)
+def compile_(
+    config: ConfigFile,
+    gpu: Annotated[str, typer.Option(metavar="KIND", help="What will train, such as h200; it need not be here.")],
+    overrides: Overrides = None,
+    channels: Channels = None,
+    classes: Classes = None,
+    components: Components = None,
+) -> None:
+    """Compile the kernels of a training on one GPU, without one, into Triton's cache: it then begins at once.
+
+    The cache is the folder TRITON_CACHE_DIR. Versions and config must be those of the training, but for data and name.
+    """
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.estimate.gpu_kinds import find_kind
+
+    experiment.load_components(components or ())
+    loaded = experiment.load_config(config, overrides or ())
+    compiled = experiment.compile_beforehand(loaded, find_kind(gpu), channels=channels, classes=classes)
+    show(f"{compiled.kernels} kernels of {loaded.name} are compiled for {find_kind(gpu).name}")
+
+
+@planning_app.command(hidden=True)
+def compile_kernels(components: Components = None) -> None:
+    """Compile the kernels of the training that started this process, while that reads its cases."""
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    experiment.serve_kernels()

@@ -1,4 +1,4 @@
-"""The verbs that use a trained network: validate and predict."""
+"""The verbs that use a trained network or judge label maps: validate, predict, postprocess, evaluate and compare."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from volseg.cli.completion import complete_run
-from volseg.cli.options import Checkpoint, Components
+from volseg.cli.options import Checkpoint, Components, complete_run
 from volseg.streams import show
 
 __all__ = ["prediction_app"]
 
 prediction_app = typer.Typer()
+
 
 SourceArgument = Annotated[
     Path,
@@ -157,3 +157,105 @@ def predict_cases(components: Components = None) -> None:
 
     experiment.load_components(components or ())
     experiment.serve_predictions()
+
+
+@prediction_app.command(
+    epilog="Example: volseg postprocess runs/task04_unet --apply predictions --output postprocessed"
+)
+def postprocess(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|CV", autocompletion=complete_run, help="Folder of `volseg train` or `volseg cross-validate`."
+        ),
+    ],
+    apply: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Change these label maps; what was measured before is not measured again."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="With --apply: folder for the changed ones.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --apply: replace those that are there.")] = False,
+    components: Components = None,
+) -> None:
+    """Try largest components and hole filling on the validation cases; keep what raises Dice and lowers no label's."""
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    if (apply is None) != (output is None):
+        raise typer.BadParameter("--apply names the label maps and --output where they go; give both or neither")
+    if apply is None or output is None or not experiment.RunFolder(source).postprocessing_file.exists():
+        measured = experiment.determine_postprocessing(source)
+        show("\n".join(measured.lines()))
+        show(experiment.RunFolder(source).postprocessing_file)
+    if apply is not None and output is not None:
+        for path in experiment.apply_postprocessing(source, apply, output, overwrite=overwrite):
+            show(path)
+
+
+@prediction_app.command(
+    epilog="Example: volseg evaluate --predictions predictions --labels Task04_Hippocampus/labelsTr --allow-missing"
+)
+def evaluate(
+    predictions: Annotated[Path, typer.Option(metavar="DIR", help="A label map for each case, of whatever program.")],
+    labels: Annotated[Path, typer.Option(metavar="DIR", help="The true label maps; or a data set.")],
+    names: Annotated[
+        str | None,
+        typer.Option(help="A dataset.json, or 1=liver,2=tumour; default the data set's, else the values found."),
+    ] = None,
+    metrics: Annotated[
+        list[str] | None, typer.Option(help="What the table shows: dice, nsd, hd95, assd ...; again for each.")
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, metavar="MM", help="Of NSD; default the public task's of that name.")
+    ] = None,
+    lesions: Annotated[
+        list[str] | None, typer.Option(metavar="LABEL", help="A label whose lesions are counted; again for each.")
+    ] = None,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Leave cases out that nobody predicted.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="For summary.json and cases.csv; default among the predictions."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print summary.json in place of the table.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace these files if they are there.")] = False,
+) -> None:
+    """Score label maps per case and label on their own grid. Exit status 1 if a case could not be scored."""
+    from volseg.evaluation import judging  # imports torch: not for --help
+
+    evaluated = judging.judge_folders(
+        predictions,
+        labels,
+        names=names,
+        metrics=metrics,
+        tolerance=tolerance,
+        lesions=lesions or (),
+        allow_missing=allow_missing,
+        output=output or predictions,
+        overwrite=overwrite,
+    )
+    show(judging.judging_json(evaluated) if as_json else judging.judging_words(evaluated, metrics))
+    if evaluated.faults:
+        raise typer.Exit(1)
+
+
+@prediction_app.command(epilog="Example: volseg compare runs/unet runs/resenc -o unet_or_resenc")
+def compare(
+    methods: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN RUN...", help="Runs, cross-validations, or predictions that were evaluated."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="For CSV, JSON and picture.")] = Path(
+        "comparison"
+    ),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+) -> None:
+    """Compare methods case by case: mean difference with its interval, wins and losses, Wilcoxon's test."""
+    from volseg.evaluation import judging  # imports torch: not for --help
+
+    show(judging.compare_folders(methods, output, overwrite=overwrite))

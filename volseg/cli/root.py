@@ -4,19 +4,11 @@ from typing import Annotated
 
 import typer
 
-from volseg.cli.compiling import compiling_app
-from volseg.cli.configs import configs_app
 from volseg.cli.data import data_app
-from volseg.cli.doctor import doctor_app
-from volseg.cli.evaluation import evaluation_app
-from volseg.cli.exchange import exchange_app
 from volseg.cli.options import JsonLogs, Quiet
 from volseg.cli.planning import planning_app
-from volseg.cli.postprocessing import postprocessing_app
 from volseg.cli.prediction import prediction_app
-from volseg.cli.profile import profile_app
-from volseg.cli.report import report_app
-from volseg.cli.status import status_app
+from volseg.cli.runs import runs_app
 from volseg.cli.tools import tools_app
 from volseg.cli.training import training_app
 from volseg.streams import show
@@ -31,20 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.add_typer(training_app)  # without a name: its verbs are the program's own
-app.add_typer(planning_app)
-app.add_typer(profile_app)
-app.add_typer(compiling_app)
-app.add_typer(evaluation_app)
-app.add_typer(prediction_app)
-app.add_typer(postprocessing_app)
-app.add_typer(report_app)
-app.add_typer(status_app)
-app.add_typer(tools_app)
-app.add_typer(doctor_app)
-app.add_typer(configs_app)
-app.add_typer(exchange_app)
-app.add_typer(data_app)
+for verbs in (training_app, planning_app, prediction_app, runs_app, tools_app, data_app):
+    app.add_typer(verbs)  # without a name, but for `data`: its verbs are the program's own
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""The verbs that help along: verify, quickstart and components."""
+"""The verbs that help along: verify, quickstart, components, doctor, init and schema."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,14 @@ from typing import Annotated
 
 import typer
 
-from volseg.cli.completion import complete_config, complete_kind, complete_network
-from volseg.cli.options import Components, Overrides
+from volseg.cli.options import (
+    Components,
+    ConfigFile,
+    Overrides,
+    complete_kind,
+    complete_network,
+    complete_shipped,
+)
 from volseg.streams import show
 
 __all__ = ["tools_app"]
@@ -19,10 +25,7 @@ tools_app = typer.Typer()
     epilog="Example: volseg verify configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus --network SegResNet"
 )
 def verify(
-    config: Annotated[
-        Path,
-        typer.Argument(metavar="CONFIG", help="YAML file of the experiment.", autocompletion=complete_config),
-    ],
+    config: ConfigFile,
     overrides: Overrides = None,
     devices: Annotated[
         int, typer.Option(min=2, help="Shards or stages; without as many GPUs, one device stands for all.")
@@ -90,3 +93,76 @@ def list_components(
     experiment.load_components(components or ())
     for line in experiment.list_components(kind):
         show(line)
+
+
+@tools_app.command(epilog="Example: volseg doctor --json > doctor.json")
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print findings and facts as JSON.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only what takes no computing: no sums between processes, no kernel.")
+    ] = False,
+    cache: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Of prepared cases; default $VOLSEG_CACHE, ~/.cache/volseg.")
+    ] = None,
+    runs: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Of the runs; default runs.")] = None,
+) -> None:
+    """Look at this machine: GPUs, driver, torch, links, memory, disks, limits; say what is wrong and how to mend it.
+
+    Exit status 1 if anything stops a training.
+    """
+    from volseg.diagnosis.doctor import diagnose  # pydantic: not for --help
+    from volseg.diagnosis.terminal import show_diagnosis
+
+    diagnosis = diagnose(quick=quick, cache=cache, runs=runs)
+    if as_json:
+        show(json.dumps(diagnosis.as_dict(), indent=2))
+    else:
+        show_diagnosis(diagnosis)
+    if not diagnosis.is_sound:
+        raise typer.Exit(1)
+
+
+@tools_app.command("init", epilog="Example: volseg init --like task04_unet --data DIR/Task04_Hippocampus -o mine.yaml")
+def init(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The config to write.")] = Path(
+        "experiment.yaml"
+    ),
+    data: Annotated[Path | None, typer.Option(metavar="FOLDER", help="The data set to train on.")] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Take the values of a config that comes with volseg: task04_unet, ...",
+            autocompletion=complete_shipped,
+        ),
+    ] = None,
+    minimal: Annotated[bool, typer.Option("--minimal", help="Only what differs from the defaults.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+) -> None:
+    """Write a config to begin with, in which every value says what it means and what it may be."""
+    from volseg.commands import spell  # what follows imports torch: not for --help
+    from volseg.experiment.configuring import init_config
+
+    config = init_config(output, data=data, like=like, minimal=minimal, overwrite=overwrite)
+    ways = (
+        [] if config.data.root.exists() else ["set data.root in it to your data set, or --set data.root=FOLDER below"]
+    )
+    show("\n  ".join([f"{output} is written. Next:", *ways, spell(f"volseg train {output}")]))
+
+
+@tools_app.command("schema", epilog="Example: volseg schema > volseg.schema.json")
+def schema(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Written anew; default: print it.")
+    ] = None,
+    components: Components = None,
+) -> None:
+    """Print the JSON schema of configs, by which editors complete and check them."""
+    from volseg.experiment import load_components  # imports torch: not for --help
+    from volseg.experiment.configuring import config_schema, write_schema
+
+    load_components(components or ())
+    if output is not None:
+        write_schema(output)
+    else:
+        show(json.dumps(config_schema(), indent=1))

@@ -6,8 +6,17 @@ from typing import Annotated
 
 import typer
 
-from volseg.cli.completion import complete_config, complete_run
-from volseg.cli.options import Components, JsonLogs, NoCache, Overrides, Quiet, SuggestingCommand
+from volseg.cli.options import (
+    Components,
+    ConfigFile,
+    JsonLogs,
+    NoCache,
+    Overrides,
+    Quiet,
+    SuggestingCommand,
+    complete_config,
+    complete_run,
+)
 from volseg.streams import show
 
 __all__ = ["training_app"]
@@ -144,10 +153,7 @@ def train(
     epilog="Example: volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2",
 )
 def cross_validate(
-    config: Annotated[
-        Path,
-        typer.Argument(metavar="CONFIG", help="YAML file of the experiment.", autocompletion=complete_config),
-    ],
+    config: ConfigFile,
     more_folds: Annotated[list[int] | None, typer.Argument(hidden=True)] = None,
     overrides: Overrides = None,
     output: Annotated[

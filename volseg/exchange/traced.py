@@ -7,6 +7,7 @@ other numbers, on several volumes at once and on another size, and refused where
 import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -108,22 +109,17 @@ def write_onnx(network: nn.Module, shapes: Sizes, path: Path) -> Path:
     return path
 
 
-class _refusing:  # noqa: N801  (a context manager, named as the verb it is)
+@contextmanager
+def _refusing(kind: str, network: nn.Module) -> Iterator[None]:
     """Turn whatever torch raises while it follows a network into words."""
-
-    def __init__(self, kind: str, network: nn.Module) -> None:
-        self.kind, self.network = kind, type(network).__name__
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: Any, fault: BaseException | None, __: Any) -> None:
-        if isinstance(fault, Exception):
-            lines = str(fault).strip().splitlines() or [type(fault).__name__]
-            raise ConfigError(
-                f"{self.network} cannot be written as {self.kind}: {lines[0]}; export it as an archive, "
-                "which volseg predicts with"
-            ) from fault
+    try:
+        yield
+    except Exception as fault:  # torch's exporters raise errors of many kinds
+        lines = str(fault).strip().splitlines() or [type(fault).__name__]
+        raise ConfigError(
+            f"{type(network).__name__} cannot be written as {kind}: {lines[0]}; export it as an archive, "
+            "which volseg predicts with"
+        ) from fault
 
 
 def _draw(shape: Sequence[int]) -> Tensor:
@@ -132,7 +128,7 @@ def _draw(shape: Sequence[int]) -> Tensor:
 
 def _compare(network: nn.Module, made: Callable[[Tensor], Any], shapes: Sizes, kind: str) -> None:
     """Raise unless both give the same logits on every shape."""
-    for image in _draw_each(shapes):
+    for image in map(_draw, shapes):
         with torch.no_grad(), _refusing(kind, network):
             expected, found = network(image), made(image)
         if not isinstance(found, Tensor) or found.shape != expected.shape:
@@ -143,8 +139,3 @@ def _compare(network: nn.Module, made: Callable[[Tensor], Any], shapes: Sizes, k
                 f"as {kind} the network gives other logits on {tuple(image.shape)}: they differ by {apart:.2g} of the "
                 f"largest one, at most {TOLERANCE:g} is allowed; it is not kept"
             )
-
-
-def _draw_each(shapes: Sizes) -> Iterator[Tensor]:
-    for shape in shapes:
-        yield _draw(shape)

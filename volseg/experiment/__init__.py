@@ -11,12 +11,11 @@ if TYPE_CHECKING:
     from volseg.checkpointing.compatible import find_finished_report
     from volseg.checkpointing.folder import RunFolder
     from volseg.config.loading import load_config
-    from volseg.experiment.compiled_kernels import compile_beforehand
+    from volseg.experiment.compiled_kernels import compile_beforehand, serve_kernels
     from volseg.experiment.configuring import configure, configure_words, is_data_set, plan_run
     from volseg.experiment.cross_validation import cross_validate
-    from volseg.experiment.cross_validation_report import CrossValidated, cross_validation_words
     from volseg.experiment.exporting import export
-    from volseg.experiment.kernel_worker import serve_kernels
+    from volseg.experiment.folds import CrossValidated, cross_validation_words
     from volseg.experiment.launching import count_workers, train_on
     from volseg.experiment.machines import calibrate_words, find_machine
     from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
@@ -78,7 +77,7 @@ __all__ = [
 
 _HOMES = {
     "REGISTRIES": "volseg.experiment.own_components",
-    "CrossValidated": "volseg.experiment.cross_validation_report",
+    "CrossValidated": "volseg.experiment.folds",
     "Outcome": "volseg.experiment.report",
     "RunFolder": "volseg.checkpointing.folder",
     "apply_postprocessing": "volseg.experiment.postprocessing",
@@ -89,7 +88,7 @@ _HOMES = {
     "configure_words": "volseg.experiment.configuring",
     "count_workers": "volseg.experiment.launching",
     "cross_validate": "volseg.experiment.cross_validation",
-    "cross_validation_words": "volseg.experiment.cross_validation_report",
+    "cross_validation_words": "volseg.experiment.folds",
     "determine_postprocessing": "volseg.experiment.postprocessing",
     "dice_table": "volseg.experiment.report",
     "export": "volseg.experiment.exporting",
@@ -109,7 +108,7 @@ _HOMES = {
     "profile_training": "volseg.experiment.profiling",
     "quickstart": "volseg.experiment.quickstarting",
     "register": "volseg.experiment.own_components",
-    "serve_kernels": "volseg.experiment.kernel_worker",
+    "serve_kernels": "volseg.experiment.compiled_kernels",
     "serve_predictions": "volseg.experiment.predicting",
     "require_weights": "volseg.experiment.starting",
     "train": "volseg.experiment.training",

@@ -1,9 +1,12 @@
 """From a config to the objects it describes but the network: every function here makes one of them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import BATCH_FIELDS, ExperimentConfig
@@ -14,10 +17,12 @@ from volseg.data.growing import GrowingBatches
 from volseg.data.labels import num_indices, targets_of
 from volseg.data.patches import PatchBatches
 from volseg.errors import ConfigError
+from volseg.evaluation.scoring import Scoring, choose_scoring
 from volseg.experiment.rehearsing import OneOutput
 from volseg.inference.predictor import Predictor
 from volseg.inference.recorded_model import choose_windows_per_step, record_models
 from volseg.models.networks import NETWORKS
+from volseg.monitoring.progress import progress
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.augmentation.own import OwnAugmentations
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing
@@ -28,7 +33,9 @@ from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.schedules import SCHEDULES
+from volseg.workflow.step import TrainingStep
 from volseg.workflow.training import Score, Training
+from volseg.workflow.validation import Validation
 
 __all__ = [
     "build_batches",
@@ -36,11 +43,16 @@ __all__ = [
     "build_metrics",
     "build_objective",
     "build_predictor",
+    "build_scoring",
+    "build_step",
     "build_training",
+    "build_validation",
     "check_components",
     "choose_channel",
+    "draw_batch",
     "preprocessing_of",
 ]
+
 
 CASE_FIELDS = ("image", "label", "pred", "spacing")
 """What a metric of the validation can read."""
@@ -219,6 +231,60 @@ def build_predictor(
     )
 
 
+def build_step(
+    config: ExperimentConfig,
+    task: Task,
+    model: nn.Module,
+    optimizer: Optimizer,
+    precision: Precision,
+    *,
+    record: bool,
+) -> TrainingStep:
+    """Return the step of the training by itself, which looks at no loss."""
+    return TrainingStep(
+        Named(model, inputs=["image"], outputs=config.network.outputs),
+        build_objective(config, task).to(next(model.parameters()).device),
+        optimizer,
+        precision,
+        clip=config.training.clip,
+        record=record,
+        batch_size=config.patch.batch,
+        look=lambda _: None,
+    )
+
+
+def draw_batch(task: Task, rows: int, sides: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """Return a batch of random voxels and labels."""
+    return {
+        "image": torch.randn(rows, task.num_channels, *sides, device=device),
+        "label": torch.randint(num_indices(task), (rows, 1, *sides), dtype=torch.uint8, device=device),
+    }
+
+
+def build_validation(
+    config: ExperimentConfig,
+    task: Task,
+    predictor: Predictor,
+    cases: Sequence[Case],
+    *,
+    folder: Path | None,
+    show: bool,
+) -> Validation:
+    """Return a validation of prepared cases, written to ``folder``; ``show`` asks for a bar that counts them."""
+    return Validation(
+        predictor,
+        cases,
+        task.structures,
+        ignore=task.ignore,
+        values=task.class_values,
+        metrics=build_metrics(config, task),
+        scoring=build_scoring(config, task),
+        folder=folder,
+        batch_size=config.inference.batch,
+        show=partial(progress, title="validating", total=len(cases)) if show else iter,
+    )
+
+
 def build_training(
     config: ExperimentConfig,
     model: nn.Module,
@@ -264,4 +330,23 @@ def build_training(
         average_decay=settings.ema,
         record=settings.record,
         hooks=hooks,
+    )
+
+
+def build_scoring(config: ExperimentConfig, task: Task) -> Scoring:
+    """Return what is measured of the task's structures.
+
+    Raises
+    ------
+    ConfigError
+        If the config names a label that is none.
+    """
+    asked = config.evaluation
+    return choose_scoring(
+        task.structures,
+        task.name,
+        distances=asked.distances,
+        tolerance=asked.tolerance,
+        lesions=asked.lesions,
+        lesion_overlap=asked.lesion_overlap,
     )

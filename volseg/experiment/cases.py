@@ -1,7 +1,7 @@
 """Which cases an experiment trains and validates on, and these cases as the network sees them."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -10,27 +10,38 @@ from volseg.data.cache_folder import choose_cache_folder
 from volseg.data.case_cache import CaseCache
 from volseg.data.cases import Case, Task
 from volseg.data.checks import summarise_remarks
-from volseg.data.groups import find_groups
+from volseg.data.groups import find_cut_patients, find_groups, propose_groups
 from volseg.data.layouts import load_task
 from volseg.data.preparing import PreparedCases, prepare_together
 from volseg.data.reading_group import ALONE, Readers
 from volseg.data.splits import Split, folds, read_splits
 from volseg.errors import ConfigError, DataError
-from volseg.experiment.patients import PatientWords, describe_patients
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import is_main_process
 from volseg.transforms.preprocessing import Preprocessing
 
 __all__ = [
     "ChosenCases",
+    "PatientWords",
     "choose_cases",
     "choose_split",
+    "describe_patients",
     "list_given_splits",
     "open_cache",
     "prepare_chosen",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatientWords:
+    """Report on the patients of a split; each should be on one side only."""
+
+    summary: str = ""
+    """Empty if each case counts as a patient of its own."""
+    warning: str = ""
+    """Empty if no patient is known to both train and validate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,3 +168,45 @@ def list_given_splits(config: ExperimentConfig, task: Task) -> Sequence[Split] |
     if config.split.file is not None:
         return read_splits(config.split.file, [case["case"] for case in task.training])
     return task.splits or None
+
+
+def describe_patients(task: Task, group: str | None, split: Split, *, is_given: bool) -> PatientWords:
+    """Return what to report about the patients of a training.
+
+    A split that cuts a patient is used nevertheless: published folds do so, and results on them are compared.
+
+    Parameters
+    ----------
+    group : str or None
+        As ``split.group``; with None, evident patients count.
+    split : Split
+        Of the training.
+    is_given : bool
+        Whether the split comes from a file; else it was computed.
+
+    Raises
+    ------
+    ConfigError, DataError
+        As `find_groups`.
+    """
+    groups: Mapping[str, str] | None = find_groups(task, group)
+    source = f"split.group: {group}"
+    if group is None and (proposed := propose_groups(task)) is not None and proposed.evident:
+        groups, source = proposed.patients, f"evident groups of the data set (split.group: {proposed.group})"
+    if groups is None:
+        return PatientWords()
+    names = [*split.training, *split.validation]
+    counted = f"{len({groups[name] for name in names})} patients of {len(names)} cases, by {source}"
+    if not split.validation:
+        return PatientWords(summary=counted)
+    if not (cut := find_cut_patients([split], groups)):
+        return PatientWords(summary=f"{counted}; none trains and validates")
+    if is_given:
+        remedy = "the split is given and used unchanged; make another one if results need not be comparable"
+    else:
+        remedy = "set split.group so, or to none if each case is of a patient of its own"
+    return PatientWords(
+        summary=f"{counted}; {len(cut)} train and validate",
+        warning=f"{len(cut)} patient(s) train and validate, of {counted}: {cut[0].training} trains and "
+        f"{cut[0].validation} validates, so the Dice of the validation is too high; {remedy}",
+    )

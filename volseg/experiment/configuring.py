@@ -1,20 +1,28 @@
 """From a folder of cases to a config, and to the config of a training that was given a folder only."""
 
+import json
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.commands import spell
+from volseg.config.commented import write_commented
+from volseg.config.json_schema import KINDS, KINDS_OF_FIELDS, describe_config, refer_to_schema
 from volseg.config.loading import load_config, require_sound_overrides
+from volseg.config.schema import ExperimentConfig
+from volseg.config.shipped import find_shipped
 from volseg.data import load_task
 from volseg.data.cases import Task
 from volseg.data.groups import propose_groups
 from volseg.data.layouts.table import TABLES
 from volseg.errors import ConfigError
+from volseg.experiment.own_components import REGISTRIES
 from volseg.experiment.sources import open_one
+from volseg.files import replacing, require_new
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import count_gpus, is_launched
 from volseg.planning import (
@@ -30,9 +38,19 @@ from volseg.planning import (
     write_config,
 )
 
-__all__ = ["PLANNED", "configure", "configure_words", "is_data_set", "plan_run"]
+__all__ = [
+    "PLANNED",
+    "config_schema",
+    "configure",
+    "configure_words",
+    "init_config",
+    "is_data_set",
+    "plan_run",
+    "write_schema",
+]
 
 logger = logging.getLogger(__name__)
+
 
 PLANNED = "planned.yaml"
 """In the run folder: the config that was planned for a training that was given a data set only."""
@@ -207,3 +225,74 @@ def plan_run(
     write_config(planned, file, overwrite=True)
     logger.info("%s", configure_words(planned, file))
     return file
+
+
+# A config to begin with, written out with all that can be said of it; and the schema with every component's name.
+
+
+PLAIN: dict[str, Any] = {
+    "name": "my_training",
+    "data": {"root": "DATA"},
+    "patch": {"size": (96, 96, 96)},
+    "network": {"name": "DynUNet", "deep_supervision": True},
+    "optimizer": {"name": "AdamW", "lr": 3e-3, "weight_decay": 1e-2},
+}
+"""What has no default."""
+
+
+def init_config(
+    output: str | Path,
+    *,
+    data: str | Path | None = None,
+    like: str | None = None,
+    minimal: bool = False,
+    overwrite: bool = False,
+) -> ExperimentConfig:
+    """Write a config to begin with: every value, its meaning, its bounds and its alternatives.
+
+    Parameters
+    ----------
+    output
+        The file.
+    data
+        Of the data set, in place of a word to be replaced.
+    like
+        Name of a config that comes with volseg, whose values are taken.
+    minimal
+        Write only what differs from the defaults.
+    overwrite
+        Replace a file that is there.
+
+    Raises
+    ------
+    ConfigError
+        If there is a file and ``overwrite`` is off, or nothing like ``like``.
+    """
+    output = Path(output)
+    require_new(output, overwrite=overwrite)
+    config = load_config(find_shipped(like)) if like is not None else ExperimentConfig.model_validate(PLAIN)
+    if data is not None:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"root": Path(data)})})
+    head = [
+        refer_to_schema(),
+        f"# volseg train {output}",
+        "# What stands here is the default where no comment names another one, and may be left out. `volseg configure",
+        "# DATA -o FILE` looks at the images of a data set, and says why each value is what it is.",
+    ]
+    write_commented(config, output, head=head, minimal=minimal, names=_list_components())
+    return config
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the JSON schema of a config, with the names of all components that this process knows."""
+    return describe_config(_list_components())
+
+
+def _list_components() -> dict[str, list[str]]:
+    return {kind: list(REGISTRIES[kind]) for kind in (*KINDS.values(), *KINDS_OF_FIELDS.values())}
+
+
+def write_schema(output: str | Path) -> None:
+    """Write the schema, whole or not at all; a file that is there is replaced."""
+    with replacing(output) as partial:
+        partial.write_text(json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -13,10 +13,12 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from volseg.checkpointing.folder import RunFolder
-from volseg.config.loading import require_config
+from volseg.commands import run_module
+from volseg.config.loading import dump_config, require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
@@ -30,22 +32,76 @@ from volseg.errors import (
     VolsegError,
 )
 from volseg.evaluation.summary import complete_summary, write_summary
-from volseg.experiment.building import check_components
-from volseg.experiment.cross_validation_report import CrossValidated, as_json
-from volseg.experiment.fold_workers import choose_gpus, train_in_processes
-from volseg.experiment.folds import Fold, FoldResult, plan_folds
-from volseg.experiment.launching import count_workers
+from volseg.experiment.building import build_scoring, check_components
+from volseg.experiment.folds import CrossValidated, Fold, FoldResult, as_json, plan_folds
+from volseg.experiment.launching import choose_gpus, count_workers
+from volseg.experiment.own_components import components_arguments
 from volseg.experiment.report import attempt
-from volseg.experiment.scoring import build_scoring
 from volseg.experiment.training import train
 from volseg.monitoring.environment import environment
 from volseg.parallel.devices import is_launched
+from volseg.parallel.processes.workers import Worker, WorkerPool, run_queue
 from volseg.reporting import write_brief, write_report
 from volseg.reporting.crossed import RESULTS
+from volseg.workflow.interrupts import catch_signals
 
-__all__ = ["cross_validate"]
+__all__ = ["cross_validate", "train_in_processes"]
 
 logger = logging.getLogger(__name__)
+
+
+# Spread the folds of a cross-validation over GPUs: one process per fold, one fold at a time per GPU.
+#
+# Each process is a plain ``volseg train`` that sees one GPU and knows nothing of the others; a fold that fails leaves
+# the rest alone. Why not torch's launcher: its processes are one job, which ends when one of them fails.
+
+
+def train_in_processes(
+    folds: Sequence[Fold], gpus: Sequence[str | None], on_finished: Callable[[Fold, float], None]
+) -> dict[int, ParallelError]:
+    """Train folds, as many at a time as there are GPUs; those that were begun go on from their checkpoints.
+
+    Ctrl-C and SIGTERM are passed on: each process stops after its batch with a checkpoint.
+
+    Parameters
+    ----------
+    folds
+        In the order in which they are begun.
+    gpus
+        See `choose_gpus`.
+    on_finished
+        Called with a fold that has ended well, and its seconds from the start of its process.
+
+    Returns
+    -------
+    dict
+        Fold number to error, for the folds that failed.
+    """
+    components_arguments()  # raises before anything is started
+    failures: dict[int, ParallelError] = {}
+    with (
+        catch_signals() as interruption,
+        closing(run_queue(folds, gpus, _start, lambda: interruption.signal)) as ended,
+    ):
+        for fold, worker in ended:
+            if worker.process.returncode == 0:
+                on_finished(fold, worker.seconds)
+            elif not interruption:
+                failures[fold.number] = ParallelError(worker.describe_end(str(worker.log)))
+                logger.error("%s", failures[fold.number])
+    interruption.raise_as_signal()
+    return failures
+
+
+def _start(pool: WorkerPool, fold: Fold, gpu: str | None) -> Worker:
+    folder = fold.config.folder
+    config_file = dump_config(fold.config, folder.with_name(f"{folder.name}.yaml"))
+    command = run_module("volseg", "train", str(config_file), *components_arguments())
+    command += ["--resume"] if fold.folder.exists else []
+    log = folder.with_name(f"{folder.name}.log")
+    worker = pool.start(f"fold {fold.number}", command, log, gpu=gpu)
+    logger.info("fold %d: training on %s, log %s", fold.number, "CPU" if gpu is None else f"GPU {gpu}", log)
+    return worker
 
 
 def cross_validate(

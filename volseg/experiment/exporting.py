@@ -1,8 +1,16 @@
-"""A run, or a cross-validation, as one file that predicts without its folder, its data or its cache."""
+"""A run, or a cross-validation, as one file that predicts; a run's network as TorchScript, ONNX or MONAI bundle."""
 
+import logging
+import os
+import shutil
+import warnings
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
+
+import torch
+from monai.bundle import ConfigParser
+from torch import Tensor, nn
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.config.loading import dump_config
@@ -12,15 +20,148 @@ from volseg.data.json_files import read_json
 from volseg.errors import ConfigError
 from volseg.evaluation.summary import read_summary
 from volseg.exchange.archive import write_archive
+from volseg.exchange.bundle import BundleSource, is_monais, write_bundle
 from volseg.exchange.tensors import pack_tensors
-from volseg.experiment.exported_network import PLAIN, export_network
+from volseg.exchange.traced import TOLERANCE, trace, write_onnx, write_torchscript
 from volseg.experiment.imported import MEMBERS, POSTPROCESSING, WEIGHTS
-from volseg.experiment.sources import require_runs
-from volseg.experiment.trained import open_run
+from volseg.experiment.sources import load_trained, require_runs
+from volseg.experiment.trained import Trained, open_run
 from volseg.files import digest_file, require_new
+from volseg.inference.predictor import Predictor
+from volseg.inference.window_step import full_logits
+from volseg.models import FitGrid
+from volseg.models.grids import GridRule
 from volseg.monitoring.run_files import replace_nan
 
-__all__ = ["FORMATS", "export", "export_archive"]
+__all__ = ["FORMATS", "PLAIN", "export", "export_archive", "export_network"]
+
+logger = logging.getLogger(__name__)
+
+
+SUFFIXES = {"torchscript": (".pt", ".ts"), "onnx": (".onnx",)}
+
+PLAIN = ("device=cpu", "parallel={}", "training.kernels=torch", "training.memory_format=contiguous")
+"""How a network is computed here while it is followed: by torch's own operators, on one device."""
+
+
+class Logits(nn.Module):
+    """A network as the function from a volume to its logits.
+
+    Parameters
+    ----------
+    network : nn.Module
+        May give several outputs, or several heads.
+    index : int, optional
+        Of the logits among the outputs; None where there is one.
+    """
+
+    def __init__(self, network: nn.Module, index: int | None) -> None:
+        super().__init__()
+        self.network, self.index = network, index
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return the logits (B, K, D, H, W) of volumes (B, C, D, H, W)."""
+        output = self.network(image)
+        return full_logits(output if self.index is None else output[self.index])
+
+
+def export_network(source: Path, output: Path, *, to: str, checkpoint: str, licence: str) -> Path:
+    """Write a run's network; see `volseg.experiment.exporting.export`."""
+    if to in SUFFIXES and (output.suffix not in SUFFIXES[to] or output.is_dir()):
+        raise ConfigError(f"--to {to} writes a file that ends in {' or '.join(SUFFIXES[to])}, got {output}")
+    trained = load_trained(source, checkpoint, PLAIN)
+    if len(trained.models) > 1:
+        raise ConfigError(
+            f"{source} holds {len(trained.models)} networks, and {to} takes one: name one fold, such as "
+            f"{source / 'fold_0'}"
+        )
+    fitted = trained.models[0]
+    assert isinstance(fitted, FitGrid)
+    shape = fitted.rule.sides(trained.config.inference.window or trained.config.patch.size)
+    outputs = trained.config.network.outputs
+    network = Logits(fitted.net, None if len(outputs) == 1 else outputs.index("logits")).eval()
+    shapes = _list_shapes(fitted.rule, trained.task.num_channels, shape)
+    if trained.config.inference.mirror:
+        logger.warning("the run predicts by the mean of mirrored volumes; %s holds the network alone", output)
+    if to == "torchscript":
+        return write_torchscript(network, shapes, output)
+    if to == "onnx":
+        return write_onnx(network, shapes, output)
+    return _export_bundle(trained, network, shapes, output, licence)
+
+
+def _list_shapes(rule: GridRule, channels: int, sides: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return what a network is compared on: its window, several of them, and a larger volume where it takes one."""
+    shapes = [(1, channels, *sides), (2, channels, *sides)]
+    larger = tuple(side + step for side, step in zip(sides, rule.divisors, strict=True))
+    return shapes if rule.fixed or not rule.takes(larger) else [*shapes, (1, channels, *larger)]
+
+
+def _export_bundle(
+    trained: Trained, network: Logits, shapes: list[tuple[int, ...]], output: Path, licence: str
+) -> Path:
+    config, task = trained.config, trained.task
+    if output.exists():
+        raise ConfigError(f"{output} is there already; a MONAI bundle is written to a new folder")
+    if task.regions:
+        raise ConfigError(
+            f"the task {task.name} has regions, which a MONAI bundle would write as channels and not paint into a "
+            "label map; export an archive instead"
+        )
+    if trained.kind is not Predictor:
+        raise ConfigError(f"{trained.source} predicts as nnU-Net does, which MONAI has no counterpart for")
+    rule, window = trained.models[0].rule, config.inference.window
+    assert isinstance(rule, GridRule)
+    if window is not None and not rule.takes(window):
+        raise ConfigError(
+            f"inference.window {list(window)} is padded to {list(rule.sides(window))} for the network, which MONAI's "
+            "sliding window does not do; export an archive instead"
+        )
+    is_own = network.index is None and is_monais(trained.spec, network.network)
+    bundle = BundleSource(
+        name=task.name,
+        network=network.network,
+        spec=trained.spec,
+        script=None if is_own else trace(network, shapes),
+        channels=task.modalities,
+        labels=dict(sorted(task.labels.items())),
+        preprocessing=[component.spec() for component in config.preprocessing],
+        window=window,
+        overlap=config.inference.overlap,
+        multiple=rule.divisors,
+        minimum=rule.sides((1, 1, 1)),
+        licence=licence,
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
+    try:
+        write_bundle(bundle, partial)
+        _require_same(partial, network, shapes)
+        partial.chmod(0o755)  # mkdtemp's is its owner's alone
+        os.rename(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return output
+
+
+def _require_same(folder: Path, network: nn.Module, shapes: list[tuple[int, ...]]) -> None:
+    """Raise unless the network that MONAI builds of the bundle gives the same logits."""
+    parser = ConfigParser()
+    parser.read_config(str(folder / "configs" / "inference.json"))
+    parser["bundle_root"], parser["device"] = str(folder), "$torch.device('cpu')"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch about TorchScript, which bundles are made of
+        built: Any = parser.get_parsed_content("network")
+    for shape in shapes:
+        image = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            expected, found = network(image), full_logits(built(image))
+        apart = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+        if not apart <= TOLERANCE:
+            raise ConfigError(
+                f"MONAI builds another network of the bundle: logits differ by {apart:.2g}; it is not kept"
+            )
+
 
 FORMATS = ("archive", "torchscript", "onnx", "monai-bundle")
 

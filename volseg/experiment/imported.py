@@ -2,27 +2,30 @@
 
 import logging
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from volseg.checkpointing.file import parse_checkpoint
 from volseg.checkpointing.folder import RunFolder
 from volseg.config.base import validated
 from volseg.config.loading import override
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import read_archive
-from volseg.exchange.nnunet.folder import FILES, NnunetModel
+from volseg.exchange.nnunet.folder import FILES, NnunetModel, parse_nnunet, read_alone
 from volseg.exchange.nnunet.network import rename_weights
 from volseg.exchange.nnunet.predictor import NnunetPredictor
 from volseg.exchange.nnunet.preprocessing import build_preprocessing
 from volseg.exchange.tensors import unpack_tensors
+from volseg.exchange.torch_file import read_torch_file
 from volseg.experiment.network_plan import NetworkPlan
 from volseg.experiment.placed_network import choose_device
 from volseg.experiment.trained import SourceNetwork
@@ -30,9 +33,19 @@ from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing
 from volseg.models import build_network
 
-__all__ = ["MEMBERS", "NNUNET_CHECKPOINTS", "POSTPROCESSING", "WEIGHTS", "open_archive", "open_nnunet"]
+__all__ = [
+    "MEMBERS",
+    "NNUNET_CHECKPOINTS",
+    "POSTPROCESSING",
+    "WEIGHTS",
+    "find_weights",
+    "open_archive",
+    "open_nnunet",
+    "open_weights",
+]
 
 logger = logging.getLogger(__name__)
+
 
 WEIGHTS = "weights.safetensors"
 
@@ -151,75 +164,117 @@ def open_archive(
     ConfigError
         If it holds another checkpoint, or no such fold.
     """
-    with _open_archive(file) as archive:
-        exported = str(archive.manifest.get("checkpoint"))
-        if checkpoint not in ("latest", exported):
-            raise ConfigError(f"{file} holds the {exported} checkpoint, not {checkpoint}; leave --checkpoint out")
-        folds = archive.folds
-        if fold is not None and fold not in folds:
-            raise ConfigError(f"{file} has no {fold}; it has {', '.join(folds) or 'one network and no folds'}")
-        for name, (run, weights) in zip(folds or [""], archive.networks, strict=True):
-            if fold in (None, name):
-                yield SourceNetwork(
-                    source=file / name if name else file,
-                    file=file,
-                    values=unpack_tensors(weights, f"{file}: {run.path.name}/{WEIGHTS}"),
-                    digest=blake2b(weights, digest_size=16).hexdigest(),
-                    config=run.config(overrides),
-                    task=run.task(),
-                    plan=run.plan(),
-                    run=run,
-                    postprocessing=archive.postprocessing if fold is None else None,  # measured with all folds
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Archive:
-    """An open file of `volseg export`."""
-
-    manifest: Mapping[str, Any]
-    networks: list[tuple[RunFolder, bytes]]
-    """A run folder with config, task and plan, without checkpoints and cases; and the weights for `unpack_tensors`."""
-    postprocessing: Postprocessing | None
-
-    @property
-    def folds(self) -> list[str]:
-        """Names of the folds; none for a run that was not part of a cross-validation."""
-        named = self.manifest.get("folds")
-        count = len(self.networks)
-        if isinstance(named, list) and len({*map(str, named)}) == count:
-            return [str(name) for name in named]
-        return [f"fold_{number}" for number in range(count)] if count > 1 else []
-
-
-@contextmanager
-def _open_archive(file: Path) -> Iterator[_Archive]:
-    """Read an archive, compare its hashes, and write its runs into a temporary folder until the block ends.
-
-    Raises
-    ------
-    CheckpointError
-        If the file is damaged, was changed, or is of a version that is not known.
-    """
     manifest, members = read_archive(file)
-    count = manifest.get("networks")
+    count, exported = manifest.get("networks"), str(manifest.get("checkpoint"))
     if not isinstance(count, int) or not 1 <= count <= len(members):
         raise CheckpointError(
             f"{file}: its manifest should say how many networks it holds, got {count!r}; copy it again"
         )
+    if checkpoint not in ("latest", exported):
+        raise ConfigError(f"{file} holds the {exported} checkpoint, not {checkpoint}; leave --checkpoint out")
+    folds = _name_folds(manifest.get("folds"), count)
+    if fold is not None and fold not in folds:
+        raise ConfigError(f"{file} has no {fold}; it has {', '.join(folds) or 'one network and no folds'}")
     with TemporaryDirectory() as folder:
         order = None
         if (content := members.get(POSTPROCESSING)) is not None:
             (Path(folder) / POSTPROCESSING).write_bytes(content)
             order = Postprocessing.load(Path(folder) / POSTPROCESSING)
-        networks = []
-        for number in range(count):
+        for number, name in enumerate(folds or [""]):
+            if (weights := members.get(f"{number}/{WEIGHTS}")) is None:
+                raise CheckpointError(f"{file} has no {number}/{WEIGHTS}; copy it again")
+            if fold not in (None, name):
+                continue
             run = RunFolder(Path(folder) / str(number))
             run.path.mkdir()
-            for name in (*MEMBERS, "config.yaml"):
-                if (content := members.get(f"{number}/{name}")) is not None:
-                    (run.path / name).write_bytes(content)
-            if (content := members.get(f"{number}/{WEIGHTS}")) is None:
-                raise CheckpointError(f"{file} has no {number}/{WEIGHTS}; copy it again")
-            networks.append((run, content))
-        yield _Archive(manifest=manifest, networks=networks, postprocessing=order)
+            for part in (*MEMBERS, "config.yaml"):
+                if (content := members.get(f"{number}/{part}")) is not None:
+                    (run.path / part).write_bytes(content)
+            yield SourceNetwork(
+                source=file / name if name else file,
+                file=file,
+                values=unpack_tensors(weights, f"{file}: {number}/{WEIGHTS}"),
+                digest=blake2b(weights, digest_size=16).hexdigest(),
+                config=run.config(overrides),
+                task=run.task(),
+                plan=run.plan(),
+                run=run,
+                postprocessing=order if fold is None else None,  # measured with all folds
+            )
+
+
+def _name_folds(named: Any, count: int) -> list[str]:
+    """Return the names of an archive's folds; none for a run that was not part of a cross-validation."""
+    if isinstance(named, list) and len({*map(str, named)}) == count:
+        return [str(name) for name in named]
+    return [f"fold_{number}" for number in range(count)] if count > 1 else []
+
+
+# Open files of weights: checkpoints outside of their run, nnU-Net's, safetensors, and any ``state_dict``.
+#
+# Each kind of file has one reader, which compares checksums before it reads a value, if the file has any. If that
+# reader refuses a file, no other reader tries it.
+
+
+SUFFIXES = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".ts", ".safetensors")
+"""Of files that hold weights; a file of ``torch.save`` may have another one."""
+
+CONTAINERS = ("state_dict", "network_weights", "model", "model_state_dict")
+"""Keys under which others keep a ``state_dict``: Lightning, nnU-Net, and many scripts."""
+
+
+def find_weights(path: Path) -> Path | None:
+    """Return the file of weights that a path means, which may be a MONAI bundle; None if it means none."""
+    if (path / "configs").is_dir() and (path / "models").is_dir():
+        candidates = [path / "models" / name for name in ("model.pt", "model.ts")]
+        return next((file for file in candidates if file.is_file()), None)
+    is_weights = path.is_file() and (path.suffix.lower() in SUFFIXES or zipfile.is_zipfile(path))
+    return path if is_weights else None
+
+
+def open_weights(file: Path, overrides: Sequence[str] = ()) -> Iterator[SourceNetwork]:
+    """Yield the network of a file; only a checkpoint of nnU-Net says which network it is.
+
+    Raises
+    ------
+    CheckpointError
+        If the file is damaged, holds no weights, or cannot be read without running code.
+    """
+    weights = SourceNetwork(source=file, file=file, values={}, digest=digest_file(file))
+    if file.suffix.lower() == ".safetensors":  # it carries no checksum, so start.json keeps its digest
+        values = unpack_tensors(file.read_bytes(), str(file))
+        if not values:
+            raise CheckpointError(f"{file} holds no weights; name another file")
+        yield replace(weights, values=values)
+        return
+    content = read_torch_file(file)
+    if (state := parse_checkpoint(content, file)) is not None:
+        yield replace(weights, values=state.model, average=state.averaged)
+        return
+    unknown = weights.unknown
+    if isinstance(content, Mapping) and {"network_weights", "init_args", "trainer_name"} <= content.keys():
+        try:
+            yield from open_nnunet(read_alone(file, parse_nnunet(content, file)), overrides)
+            return
+        except ConfigError as fault:  # a network of its own may take these weights by their own names
+            unknown = str(fault)
+    yield replace(weights, values=_find_state_dict(content, file), unknown=unknown)
+
+
+def _find_state_dict(content: Any, path: Path) -> Mapping[str, Any]:
+    """Return the ``state_dict`` in a file of another program."""
+    for _ in CONTAINERS:  # one may hold another, and a damaged one may hold itself
+        found = [key for key in CONTAINERS if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)]
+        if not found:
+            break
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{path} holds weights under {' and '.join(found)}; save the ones that you want: "
+                "torch.save(network.state_dict(), FILE)"
+            )
+        content = content[found[0]]
+    if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
+        raise CheckpointError(f"{path} holds no state_dict, which maps names to tensors")
+    if odd := [name for name in content if not isinstance(name, str)]:
+        raise CheckpointError(f"{path} should map names to tensors, got the key {odd[0]!r}")
+    return content

@@ -7,6 +7,7 @@ is told as that and not as a process's.
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +17,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from volseg.commands import run_module
 from volseg.config.loading import load_config
 from volseg.config.schema import ExperimentConfig
-from volseg.errors import VolsegError
+from volseg.errors import ConfigError, VolsegError
 from volseg.parallel.devices import count_gpus, is_launched
 from volseg.parallel.processes.launcher import launch
 
-__all__ = ["count_workers", "train_on"]
+__all__ = ["choose_gpus", "count_workers", "train_on"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,51 @@ def count_workers(config: ExperimentConfig, num_gpus: int | None = None) -> int:
     if is_launched():  # whoever started this process chose how many there are
         visible = visible or None
     return config.count_processes(num_gpus, visible)
+
+
+def choose_gpus(
+    config: ExperimentConfig,
+    count: int,
+    words: tuple[str, str] = ("trains each fold", "train one fold after another"),
+) -> Sequence[str | None]:
+    """Return ``count`` values of CUDA_VISIBLE_DEVICES, one per process; None for processes that share the CPU.
+
+    That is what ``device: cpu`` means, and for trying things out.
+
+    Parameters
+    ----------
+    config : ExperimentConfig
+        Its device and parallel strategy.
+    count : int
+        Processes.
+    words : (str, str)
+        What each of them does, and what is done without them, for messages.
+
+    Raises
+    ------
+    ConfigError
+        If there are fewer GPUs, or the config has each fold use several.
+    """
+    parallel = config.parallel
+    several = parallel.strategy in ("spatial", "pipeline") or parallel.devices is not None
+    if parallel.num_gpus > 1 or (several and not parallel.is_on_one_device):
+        raise ConfigError(
+            f"--gpus {count} {words[0]} on one GPU, but parallel.strategy is {parallel.strategy} with devices "
+            f"{parallel.devices}, on {parallel.num_gpus} GPU(s); leave out --gpus to {words[1]} on all of them"
+        )
+    if config.device == "cpu":
+        return [None] * count
+    visible = count_gpus()
+    if not visible:
+        raise ConfigError(
+            f"--gpus {count} asks for more than the 0 GPU(s) that are visible; leave it out to {words[1]} on "
+            "the CPU, or have processes share the CPU by --set device=cpu"
+        )
+    if visible < count:
+        raise ConfigError(f"--gpus {count} asks for more than the {visible} GPU(s) that are visible")
+    # Within what the user has made visible, which may be names (MIG slices) and need not begin at 0.
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(visible)))
+    return [name.strip() for name in named.split(",")][:count]
 
 
 def train_on(

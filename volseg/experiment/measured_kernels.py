@@ -23,12 +23,10 @@ from volseg.config.records import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
-from volseg.data.labels import num_indices
 from volseg.errors import CheckpointError, ConfigError, ParallelError
-from volseg.experiment.building import build_objective
+from volseg.experiment.building import build_step, draw_batch
 from volseg.experiment.out_of_memory import is_out_of_memory
-from volseg.experiment.placed_network import build_model
-from volseg.experiment.training_mesh import TrainingMesh
+from volseg.experiment.placed_network import TrainingMesh, build_model
 from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, FastKernels, Replicas
 from volseg.parallel.data_parallel import DataParallel
@@ -37,9 +35,7 @@ from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
 from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.components import build_optimizer
-from volseg.workflow.named import Named
 from volseg.workflow.precision import Precision
-from volseg.workflow.step import TrainingStep
 
 __all__ = ["KERNELS", "MeasuredKernels", "choose_fastest", "settle_kernels"]
 
@@ -228,28 +224,17 @@ def time_steps(config: ExperimentConfig, task: Task, device: torch.device, *, sh
     shares : bool
         Whether several replicas share each batch: then compiled norms over a whole batch are refused.
     """
-    settings, size = config.training, (config.patch.batch, config.patch.size)
+    settings = config.training
     model = build_model(config, task, device)
     if is_distributed():  # a step that nobody else runs is recorded only of what says so
         model = DataParallel(model, Replicas(1, None, False))
     optimizer = build_optimizer(
         config.optimizer.spec(), model, on_gpu=device.type == "cuda", parts=config.optimizer.parts
     )
-    step = TrainingStep(
-        Named(model, inputs=["image"], outputs=config.network.outputs),
-        build_objective(config, task).to(device),
-        optimizer,
-        Precision.choose(settings.precision, device),
-        clip=settings.clip,
-        record=settings.record and settings.accumulate == 1,
-        batch_size=size[0],
-        look=lambda _: None,
-    )
-    shape = size[0], 1, *size[1]
-    batch = {
-        "image": torch.randn(size[0], task.num_channels, *size[1], device=device),
-        "label": torch.randint(num_indices(task), shape, dtype=torch.uint8, device=device),
-    }
+    precision = Precision.choose(settings.precision, device)
+    record = settings.record and settings.accumulate == 1
+    step = build_step(config, task, model, optimizer, precision, record=record)
+    batch = draw_batch(task, config.patch.batch, config.patch.size, device)
     model.train()
     times = []
     try:

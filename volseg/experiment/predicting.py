@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic_core import to_jsonable_python
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.data.cases import Case
 from volseg.data.readers import list_files
 from volseg.errors import ConfigError, DataError
-from volseg.experiment.fold_workers import choose_gpus
 from volseg.experiment.images import find_images
-from volseg.experiment.predicted import CaseResult, Predicted
-from volseg.experiment.prediction_files import PredictionFiles
-from volseg.experiment.prediction_record import PredictionRecord
-from volseg.experiment.prediction_workers import FoundInCases, serve_cases
+from volseg.experiment.launching import choose_gpus
+from volseg.experiment.prediction_files import CaseResult, Predicted, PredictionFiles, PredictionRecord
+from volseg.experiment.prediction_queue import PredictionQueue
 from volseg.experiment.sources import Source, load_trained, path_of
 from volseg.experiment.trained import Trained
-from volseg.experiment.waiting_cases import WaitingCases
 from volseg.files import replacing
 from volseg.monitoring.progress import count_up
+from volseg.parallel.processes.workers import Channel, open_channel
 
 __all__ = ["predict", "serve_predictions"]
 
@@ -98,44 +97,50 @@ def predict(
     """
     if sum((resume, skip_existing, overwrite)) > 1:
         raise ConfigError("--resume, --skip-existing and --overwrite say what becomes of label maps; give one of them")
-    trained = load_trained(source, checkpoint, overrides)  # first: what cannot predict is told as that
-    folder = _choose_folder(source, output)
-    asked: dict[str, Any] = {"label_format": label_format, "probabilities": probabilities, "uncertainty": uncertainty}
-    files = PredictionFiles(folder=folder, postprocessing=trained.postprocessing if postprocessing else None, **asked)
+    order: dict[str, Any] = {
+        "source": [source] if isinstance(source, Source) else list(source),
+        "output": output,
+        "checkpoint": checkpoint,
+        "overrides": list(overrides),
+        "asked": {"label_format": label_format, "probabilities": probabilities, "uncertainty": uncertainty},
+        "postprocessing": postprocessing,
+    }
+    trained, files, record = _load(order)
     cases = find_images(images, trained.task.modalities, series=series)
     _refuse_own_images(cases, files)
     _require_writable(cases, files)
-    record = PredictionRecord(files, trained, checkpoint)
     done = record.find_done(cases) if resume else record.find_existing(cases)
     if done and not (resume or skip_existing or overwrite):
         raise ConfigError(
-            f"{folder} holds {len(done)} of the {len(cases)} label maps, first {next(iter(done))}. Go on with the same "
-            "prediction by --resume, keep them, whatever made them, by --skip-existing, replace them by --overwrite, "
-            "or name another folder by --output"
+            f"{files.folder} holds {len(done)} of the {len(cases)} label maps, first {next(iter(done))}. Go on with "
+            "the same prediction by --resume, keep them, whatever made them, by --skip-existing, replace them by "
+            "--overwrite, or name another folder by --output"
         )
     done = {} if overwrite else done
     waiting = [case for case in cases if case["case"] not in done]
     devices = () if gpus is None else choose_gpus(trained.config, gpus, PREDICTING)
     cut_over = _choose_devices(devices, waiting, trained)
-    job = WaitingCases(trained, files, record, waiting, strict=strict, devices=cut_over)
+    queue = PredictionQueue(trained, files, record, waiting, strict=strict, devices=cut_over)
     if strict:
-        job.require_sound()
+        queue.require_sound()
     record.begin()
-    job.leave_out_unusable()
+    queue.leave_out_unusable()
     results = {name: CaseResult(case=name, state="there before", file=path) for name, path in done.items()}
-    named = [source] if isinstance(source, Source) else list(source)
-    order = {
-        "source": [str(path_of(one)) for one in named],
-        "output": str(folder),
-        "checkpoint": checkpoint,
-        "overrides": list(overrides),
-        "asked": asked,
-        "postprocessing": postprocessing,
-    }
+    for_worker = {**order, "source": [str(path_of(one)) for one in order["source"]], "output": str(files.folder)}
     with count_up(len(cases), "predicting", done=len(done)) as count:
-        in_processes = devices and not cut_over
-        results |= job.run_in_processes(devices, order, count) if in_processes else job.run(count)
-    return Predicted(folder=folder, cases=tuple(results[case["case"]] for case in cases))
+        results |= queue.run(count, () if cut_over else devices, for_worker)
+    return Predicted(folder=files.folder, cases=tuple(results[case["case"]] for case in cases))
+
+
+def _load(order: Mapping[str, Any]) -> tuple[Trained, PredictionFiles, PredictionRecord]:
+    """Return what predicts, what is written, and the record of it."""
+    trained = load_trained(order["source"], order["checkpoint"], order["overrides"])  # first: its errors say most
+    files = PredictionFiles(
+        folder=_choose_folder(order["source"], order["output"]),
+        postprocessing=trained.postprocessing if order["postprocessing"] else None,
+        **order["asked"],
+    )
+    return trained, files, PredictionRecord(files, trained, order["checkpoint"])
 
 
 def _choose_devices(gpus: Sequence[str | None], waiting: Sequence[Case], trained: Trained) -> tuple[torch.device, ...]:
@@ -148,28 +153,31 @@ def _choose_devices(gpus: Sequence[str | None], waiting: Sequence[Case], trained
 
 
 def serve_predictions() -> None:
-    """Predict the cases that the process which started this one names; see `prediction_workers`."""
-    serve_cases(_predict_ordered)
+    """Predict the cases that the process which started this one names; see `prediction_queue`."""
+    channel = open_channel()
+    order = channel.receive()
+    try:
+        queue = PredictionQueue(*_load(order), (), strict=False)
+        for result in queue.predict_each(_ask_for_cases(channel)):
+            channel.send(to_jsonable_python(result))
+    except ConfigError as fault:
+        channel.send({"ends": str(fault)})
+        raise
 
 
-def _predict_ordered(order: Mapping[str, Any], cases: Iterator[Case]) -> Iterator[CaseResult | FoundInCases]:
-    trained = load_trained(order["source"], order["checkpoint"], order["overrides"])
-    files = PredictionFiles(
-        folder=Path(order["output"]),
-        postprocessing=trained.postprocessing if order["postprocessing"] else None,
-        **order["asked"],
-    )
-    record = PredictionRecord(files, trained, order["checkpoint"])
-    job = WaitingCases(trained, files, record, (), strict=False)
-    yield from job.predict_each(cases)
-    yield job.found()
+def _ask_for_cases(channel: Channel) -> Iterator[Case]:
+    while True:
+        channel.send({"asks": True})
+        if (case := channel.receive()) is None:
+            return
+        files = tuple(map(Path, case["image"]))
+        yield {"case": case["case"], "image": files[0] if len(files) == 1 else files}
 
 
-def _choose_folder(source: Source | Sequence[Source], output: str | Path | None) -> Path:
+def _choose_folder(named: Sequence[Source], output: str | Path | None) -> Path:
     """Return where label maps are written."""
     if output is not None:
         return Path(output)
-    named = [source] if isinstance(source, Source) else list(source)
     path = path_of(named[0])
     if len(named) == 1 and any(RunFolder(run).exists for run in (path, *path.glob("fold_*"))):
         return RunFolder(path).predictions

@@ -5,26 +5,32 @@
     FOLDER/CASE.nii.gz                  label map; CASE.dcm where DICOM segmentations are asked for
     FOLDER/probabilities/CASE.nii.gz    of every class or region
     FOLDER/uncertainty/CASE.nii.gz      entropy of the probabilities
-    FOLDER/predicted.jsonl              what made them; see `volseg.experiment.prediction_record`
+    FOLDER/predicted.jsonl              what made them; see `volseg.experiment.prediction_files`
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
+from volseg.checkpointing.components import describe_components
 from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Case
-from volseg.data.readers import list_files
+from volseg.data.json_files import parse_json
+from volseg.data.readers import find_suffix, list_files
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.trained import Trained
+from volseg.files import digest_file, replacing
+from volseg.inference.decision import Prediction
 from volseg.inference.dicom_segmentation import require_dicom_source, write_dicom_segmentation
-from volseg.inference.fractions import require_room, write_entropy, write_probabilities
 from volseg.inference.postprocessing import Postprocessing
-from volseg.inference.prediction import Prediction
-from volseg.inference.writing import write_prediction
+from volseg.inference.writing import require_room, write_entropy, write_prediction, write_probabilities
 
-__all__ = ["SUFFIXES", "PredictionFiles"]
+__all__ = ["SUFFIXES", "CaseResult", "Predicted", "PredictionFiles", "PredictionRecord", "identify"]
+
 
 SUFFIXES = {"nifti": ".nii.gz", "dicom-seg": ".dcm"}
 """Of label maps, by the format that is asked for."""
@@ -135,3 +141,237 @@ class PredictionFiles:
         return write_dicom_segmentation(
             labels, image, path, task=trained.task, series=list_files(given["image"])[0], weights=trained.weights
         )
+
+
+# What a folder of predictions was made with, so that a prediction that was interrupted can go on.
+#
+# ``predicted.jsonl`` lies beside the label maps. Its first line is written before the first of them: weights and
+# settings. Then a line follows each label map, so that one of an earlier prediction is never taken for one of this, and
+# each case that failed.
+
+
+FILE = "predicted.jsonl"
+SETTINGS = ("network", "preprocessing", "inference")
+"""Sections of the config that a label map depends on, with the weights."""
+
+
+class PredictionRecord:
+    """The record of the predictions in a folder.
+
+    Parameters
+    ----------
+    files : PredictionFiles
+        What is written, and where.
+    trained : Trained
+        What predicts.
+    checkpoint : str
+        Which of a training's checkpoints that is.
+    """
+
+    def __init__(self, files: PredictionFiles, trained: Trained, checkpoint: str) -> None:
+        self._folder, self._files = files.folder, files
+        self._lock = Lock()
+        values, task = trained.config.model_dump(mode="json"), trained.task
+        self._made_by = {
+            "checkpoint": checkpoint,
+            "weights": trained.weights,
+            "channels": list(task.modalities),
+            "labels": [*task.class_values, *map(list, task.regions.values())],
+            "precision": trained.config.training.precision,
+            **{name: values[name] for name in SETTINGS},
+            **files.settings,
+            **({"components": own} if (own := describe_components(trained.config)) else {}),
+        }
+        self._digest = blake2b(json.dumps(self._made_by, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    def begin(self) -> None:
+        """Describe this prediction, unless the folder holds predictions that were made alike, which stay recorded.
+
+        Others count as somebody else's from now on.
+        """
+        lines = self._read()
+        if lines and not self._list_changes(_parse(lines[0])):
+            if not lines[-1].endswith("\n"):  # what was written when a process was killed must not spoil the next line
+                self._append("\n")
+            return
+        with replacing(self._folder / FILE) as partial:
+            partial.write_text(json.dumps(self._made_by) + "\n", encoding="utf-8")
+
+    def find_done(self, cases: Sequence[Case]) -> dict[str, Path]:
+        """Return the label maps of this prediction that are whole and of the same images; none where it never began.
+
+        Raises
+        ------
+        ConfigError
+            Those in the folder were made by another checkpoint or with other settings.
+        """
+        made_by, *entries = [_parse(line) for line in self._read()] or [self._made_by]
+        if changed := self._list_changes(made_by):
+            raise ConfigError(
+                f"the predictions in {self._folder} were made otherwise ({', '.join(changed)} differ); name another "
+                "folder by --output, or predict all images again by --overwrite in place of --resume"
+            )
+        known = {entry.get("case"): entry for entry in entries}
+        done = {}
+        for case in cases:
+            entry, path = known.get(case["case"], {}), self._files.name_label_map(case)
+            if entry.get("made_by") != self._digest:  # by another process, that was writing here when this one began
+                continue
+            same_image = "image" in entry and entry["image"] == identify(case)
+            is_whole = all(file.is_file() for file in self._files.name_all(case))
+            if same_image and is_whole and entry.get("label_map") == digest_file(path):
+                done[case["case"]] = path
+        return done
+
+    def find_existing(self, cases: Sequence[Case]) -> dict[str, Path]:
+        """Return the label maps that are there, whoever made them and of whatever."""
+        paths = {case["case"]: self._files.name_label_map(case) for case in cases}
+        return {name: path for name, path in paths.items() if path.is_file()}
+
+    def add(self, case: Case, image: Sequence[Any] | None) -> None:
+        """Record that the label map of a case is whole; from any thread.
+
+        Parameters
+        ----------
+        case : Case
+            With paths.
+        image : sequence
+            What `identify` said before the image was read: since then another may have taken its place.
+        """
+        digest = digest_file(self._files.name_label_map(case))
+        self._add({"case": case["case"], "made_by": self._digest, "image": image, "label_map": digest})
+
+    def add_failure(self, case: Case, error: str, message: str) -> None:
+        """Record that a case failed; it is tried again when the prediction goes on."""
+        self._add({"case": case["case"], "error": error, "message": message})
+
+    def _add(self, entry: Mapping[str, Any]) -> None:
+        self._append(json.dumps(entry) + "\n")
+
+    def _append(self, text: str) -> None:
+        with self._lock, (self._folder / FILE).open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _read(self) -> list[str]:
+        try:
+            text = (self._folder / FILE).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return []
+        return text.splitlines(keepends=True)
+
+    def _list_changes(self, made_by: Mapping[str, Any]) -> list[str]:
+        """Return what this prediction is made with differently."""
+        keys = made_by.keys() | self._made_by.keys()
+        return sorted(key for key in keys if made_by.get(key) != self._made_by.get(key))
+
+
+def _parse(line: str) -> Mapping[str, Any]:
+    """Return what a line says; nothing for one that was cut off, whose label map is then made again."""
+    try:
+        entry = parse_json(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def identify(case: Case) -> list[Any] | None:
+    """Return where an image lies, its bytes, and when it was last written; None if it is gone.
+
+    Enough to tell it from another of its name: without compression all of one shape have as many bytes.
+    """
+    images = list_files(case["image"])
+    try:
+        files = [file.stat() for image in images for file in _list_beside(image)]
+        size, written = sum(file.st_size for file in files), max((file.st_mtime_ns for file in files), default=0)
+        return [*(str(image.resolve()) for image in images), len(files), size, written]
+    except OSError:
+        return None
+
+
+def _list_beside(image: Path) -> Iterator[Path]:
+    """Yield the files of an image: of a DICOM series, for which one of its files may stand, those of its folder."""
+    if image.is_dir():
+        yield from image.iterdir()
+    elif find_suffix(image) is None:
+        yield from (file for file in image.parent.iterdir() if file.is_file())
+    else:
+        yield image
+
+
+# What became of the cases of a prediction: for the eye, and for programs.
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """What became of one case."""
+
+    case: str
+    state: Literal["predicted", "there before", "failed"]
+    file: Path | None = None
+    """The label map; None where the case failed."""
+    error: str = ""
+    """Class of what went wrong."""
+    message: str = ""
+    """What went wrong, with its remedy."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """See `volseg.inference.overlapped.CaseOutcome`; of a case that was there before, none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What became of all cases, in the order in which they were named."""
+
+    folder: Path
+    cases: tuple[CaseResult, ...]
+
+    @property
+    def label_maps(self) -> dict[str, Path]:
+        """Case id to the file of its label map, written now or before."""
+        return {case.case: case.file for case in self.cases if case.file is not None}
+
+    @property
+    def failures(self) -> tuple[CaseResult, ...]:
+        """The cases without a label map."""
+        return tuple(case for case in self.cases if case.file is None)
+
+    def require_all(self) -> dict[str, Path]:
+        """Return `label_maps`, if every case has one.
+
+        Raises
+        ------
+        DataError
+            Names every case that failed, and why.
+        """
+        if self.failures:
+            lines = "\n".join(f"  {case.case}: {case.message}" for case in self.failures)
+            raise DataError(f"{len(self.failures)} case(s) cannot be used:\n{lines}\nmend them, or leave them out")
+        return self.label_maps
+
+    def table(self) -> str:
+        """Return a line per case, and one that counts them."""
+        rows = [
+            (case.case, case.state, _add_up(case.seconds), str(case.file or f"{case.error}: {case.message}"))
+            for case in self.cases
+        ]
+        names = ("case", "result", "seconds", "label map, or why there is none")
+        widths = [max(len(row[column]) for row in [names, *rows]) for column in range(3)]
+        head, *body = [
+            f"| {name:<{widths[0]}} | {state:<{widths[1]}} | {seconds:>{widths[2]}} | {said} |"
+            for name, state, seconds, said in [names, *rows]
+        ]
+        rule = "| " + " | ".join("-" * width for width in (*widths, len(names[3]))) + " |"
+        told = ", ".join(f"{count} {state}" for state, count in self._count().items() if count)
+        return "\n".join([head, rule, *body, "", f"{len(self.cases)} case(s) in {self.folder}: {told}"])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as JSON has it."""
+        cases = [{**asdict(case), "file": case.file and str(case.file)} for case in self.cases]
+        return {"folder": str(self.folder), "counts": self._count(), "cases": cases}
+
+    def _count(self) -> dict[str, int]:
+        states = ("predicted", "there before", "failed")
+        return {state: sum(case.state == state for case in self.cases) for state in states}
+
+
+def _add_up(seconds: Mapping[str, float]) -> str:
+    return f"{sum(seconds.values()):.1f}" if seconds else ""

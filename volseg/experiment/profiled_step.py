@@ -26,10 +26,9 @@ from volseg.data.labels import num_indices
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import build_training
 from volseg.experiment.data_facts import DataFacts
-from volseg.experiment.placed_network import build_model, choose_device
-from volseg.experiment.reading import choose_reading
+from volseg.experiment.placed_network import TrainingMesh, build_model, choose_device
+from volseg.experiment.reading import CaseReading
 from volseg.experiment.settling import settle_mesh
-from volseg.experiment.training_mesh import TrainingMesh
 from volseg.models import FitGrid
 from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import DataParallel
@@ -110,7 +109,7 @@ def build_profiled(config: ExperimentConfig, facts: DataFacts, steps: int) -> Bu
     config, mesh = settle_mesh(config, facts.task, device)
     seed_everything(config.seed)
     model = build_model(config, facts.task, device, mesh=mesh)
-    reading = choose_reading(config, mesh, facts.spacing)
+    reading = CaseReading(config, mesh, facts.spacing)
     prepared = PreparedCases(training=_make_cases(config, facts.task) if mesh.reads else ())
     batches = reading.make_batches(prepared, facts.task, model, device)
     return BuiltTraining(config=config, task=facts.task, model=model, batches=batches, mesh=mesh, device=device)

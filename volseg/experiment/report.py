@@ -3,29 +3,47 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from shlex import quote
 from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor, nn
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.checkpointing.state import EpochRecord
 from volseg.commands import spell
+from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case, Task
-from volseg.data.checks import Problem, Remark, summarise_remarks
+from volseg.data.checks import Problem, Remark, read_case, summarise_remarks
+from volseg.data.readers import read_volume
+from volseg.data.threads import map_in_threads
+from volseg.errors import VolsegError
 from volseg.evaluation.published import published_results
 from volseg.evaluation.summary import Summary, read_structure
-from volseg.experiment.overlays import draw_overlays
-from volseg.experiment.patients import PatientWords
+from volseg.evaluation.tables import format_table
+from volseg.experiment.cases import PatientWords
+from volseg.experiment.placed_network import build_plain_network
+from volseg.experiment.rehearsing import rehearse_network
+from volseg.files import replacing
+from volseg.monitoring.pictures import draw_example
+from volseg.parallel.state.random import own_random_numbers
 from volseg.reporting import NAME, write_brief, write_report
-from volseg.reporting.reading import TOLD, list_component_files
+from volseg.reporting.judged import choose_extremes
+from volseg.reporting.reading import OVERLAYS, TOLD, list_component_files, read_scores
 from volseg.reporting.run import name_components
 from volseg.workflow.interrupts import StopRequested
-from volseg.workflow.validation import Validated
+from volseg.workflow.validation import Example, Validated, make_example
 
 __all__ = [
     "Outcome",
     "attempt",
     "closing_words",
+    "describe_network",
     "dice_table",
+    "draw_overlays",
     "tell_findings",
     "write_outcome",
     "write_page",
@@ -129,6 +147,126 @@ def dice_table(summary: Summary, task: Task) -> str:
     """Return mean Dice per label and over the foreground as a Markdown table."""
     rows = [(task.structures[read_structure(label)], mean["Dice"]) for label, mean in summary["mean"].items()]
     rows.append(("mean", summary["foreground_mean"]["Dice"]))
-    width = max(len("label"), *(len(name) for name, _ in rows))
-    body = [f"| {name:<{width}} | {dice:.4f} |" for name, dice in rows]
-    return "\n".join([f"| {'label':<{width}} | Dice   |", f"| {'-' * width} | ------ |", *body])
+    return format_table([("label", "Dice"), *((name, f"{dice:.4f}") for name, dice in rows)])
+
+
+def describe_network(config: ExperimentConfig, task: Task) -> str:
+    """Return a Markdown table of a config's network, as it runs on one patch.
+
+    Another copy is built for it and run without values: the network that trains is placed, cut or compiled by now, and
+    is left alone.
+    """
+    with own_random_numbers([]):
+        network = build_plain_network(config, task)
+        shapes: dict[int, str] = {}
+
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            del inputs
+            shapes.setdefault(id(module), _describe(output))
+
+        handles = [module.register_forward_hook(note) for module in network.modules()]
+        try:
+            rehearse_network(network, config, task)
+            remark = "Shapes are those of a batch of one."
+        except VolsegError as fault:
+            remark = f"Shapes are not known: {fault}"
+        finally:
+            for handle in handles:
+                handle.remove()
+    total = sum(parameter.numel() for parameter in network.parameters())
+    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    rows = [
+        f"| {name or '(network)'} | {type(module).__name__} | {_count(module):,} | {shapes.get(id(module), '')} |"
+        for name, module in network.named_modules()
+    ]
+    return "\n".join(
+        [
+            f"{config.network.name}: {total:,} parameters, {trained:,} of them trained. {remark}",
+            "",
+            "| module | type | parameters | output |",
+            "| --- | --- | ---: | --- |",
+            *rows,
+        ]
+    )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _describe(output: Any) -> str:
+    """Return the shapes of an output."""
+    if isinstance(output, Tensor):
+        return " x ".join(map(str, output.shape))
+    if isinstance(output, list | tuple):
+        return ", ".join(map(_describe, output))
+    return type(output).__name__
+
+
+# Pictures of the best and the worst validated cases, made while the data are there: reports may be written later.
+
+
+MIN_SIDE = 384
+"""Of a picture in pixels: ten of them are to make a page that can be sent."""
+
+THREADS = 2
+"""That draw; each holds a case in memory."""
+
+
+def draw_overlays(folder: RunFolder, task: Task, cases: Sequence[Case], *, channel: int = 0) -> list[Path]:
+    """Draw the cases with the lowest and the highest Dice of a run's validation; return the files.
+
+    Parameters
+    ----------
+    folder : RunFolder
+        With ``validation/summary.json`` and the label maps that it is about.
+    task : Task
+        Of the run.
+    cases : sequence of Case
+        Those that were validated: prepared where this process holds them, else with the paths of image and label, which
+        are read again. Of several with one id the last counts.
+    channel : int
+        Of the images, which is drawn.
+    """
+    target = folder.path / OVERLAYS
+    for old in target.glob("*.png"):
+        old.unlink()
+    scores = read_scores(folder.validation / "summary.json", None)
+    if scores is None:
+        return []
+    by_name = {case["case"]: case for case in cases}
+    worst, best = choose_extremes(scores.cases)
+    draw = partial(_draw, folder, task, target, channel)
+    # By two threads: compressing a picture, and most of drawing it, waits for no other Python.
+    drawn = map_in_threads(draw, [by_name[judged.name] for judged in (*worst, *best)], THREADS)
+    return [file for file in drawn if file is not None]
+
+
+def _draw(folder: RunFolder, task: Task, target: Path, channel: int, case: Case) -> Path | None:
+    """Draw one case; return the file, or None where there is nothing left to draw."""
+    example = _read_example(folder, task, case)
+    if example is None:
+        return None
+    picture = draw_example(example, channel=channel, min_side=MIN_SIDE).permute(1, 2, 0).numpy()
+    file = target / f"{case['case']}.png"
+    with replacing(file) as partly:
+        # Not optimize=True, which took ten times as long, 4 s for ten pictures, and left out an eighth.
+        Image.fromarray(np.ascontiguousarray(picture)).save(partly, "PNG")
+    return file
+
+
+def _read_example(folder: RunFolder, task: Task, case: Case) -> Example | None:
+    """Return image, label and prediction of a case; None, with a line in the log, where they can no longer be read."""
+    if "reference" not in case:
+        checked = read_case(case, task, digests=False)
+        if checked.problems:
+            logger.warning("no picture of %s: %s", case["case"], checked.problems[0])
+            return None
+        case = {**checked.case, "reference": checked.case["label"]}
+    prediction = read_volume(folder.validation / f"{case['case']}.nii.gz")
+    known = {0, *task.class_values, *(value for key in task.structures for value in _list_values(key))}
+    return make_example(case, prediction, known, task.ignore)
+
+
+def _list_values(key: int | tuple[int, ...]) -> tuple[int, ...]:
+    return key if isinstance(key, tuple) else (key,)

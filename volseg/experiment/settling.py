@@ -18,13 +18,12 @@ from volseg.data.labels import num_indices
 from volseg.data.reading_group import meet_readers
 from volseg.estimate.allocator import MemoryUse
 from volseg.experiment.alternatives import find_candidate, find_forecast
-from volseg.experiment.building import build_objective
+from volseg.experiment.building import build_objective, draw_batch
 from volseg.experiment.mesh_choice import choose_by_forecast, is_mesh_open
 from volseg.experiment.out_of_memory import is_out_of_memory
-from volseg.experiment.placed_network import build_model, build_plain_network
+from volseg.experiment.placed_network import TrainingMesh, build_model, build_plain_network, describe_mesh
 from volseg.experiment.plan_process import Gpus, run_plan
 from volseg.experiment.rehearsing import rehearse_network
-from volseg.experiment.training_mesh import TrainingMesh, describe
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
 from volseg.parallel.mesh import join_mesh
 from volseg.parallel.processes.group import gather_over_processes, largest_over_processes, make_group, start_group
@@ -97,7 +96,7 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
     settled = config.with_mesh(plan) if count > 1 else config
     settled.mesh(count)  # what was open may not go with the rest
     if is_main_process() and plan.data * plan.spatial * plan.pipeline > 1:
-        logger.info("%s", describe(plan, config, reason))
+        logger.info("%s", describe_mesh(plan, config, reason))
     mesh = join_mesh(plan.data_processes, plan.spatial_processes)
     replicas = mesh.replicas(plan.data, config.training.deterministic) if plan.data > 1 else None
     if estimate is not None:
@@ -246,12 +245,11 @@ def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torc
     on_gpu, parts = device.type == "cuda", config.optimizer.parts
     optimizer = build_optimizer(config.optimizer.spec(), network, on_gpu=on_gpu, parts=parts)
     average = WeightAverage(network, config.training.ema) if config.training.ema else None
-    image = torch.randn(rows, task.num_channels, *sides, device=device)
-    label = torch.randint(num_indices(task), (rows, 1, *sides), dtype=torch.uint8, device=device)
+    batch = draw_batch(task, rows, sides, device)
     network.train()
     with Precision.choose(config.training.precision, device).autocast():
-        outputs = Named(network, inputs=["image"], outputs=config.network.outputs)({"image": image})
-        fields = build_objective(config, task).to(device)({"image": image, "label": label, **outputs})
+        outputs = Named(network, inputs=["image"], outputs=config.network.outputs)(batch)
+        fields = build_objective(config, task).to(device)({**batch, **outputs})
     fields["loss"].backward()
     optimizer.step()
     if average is not None:

@@ -16,9 +16,8 @@ from volseg.exchange.archive import is_archive
 from volseg.exchange.nnunet import is_nnunet_model
 from volseg.exchange.nnunet.folder import find_nnunet, read_nnunet
 from volseg.experiment.folds import find_final_state
-from volseg.experiment.imported import NNUNET_CHECKPOINTS, open_archive, open_nnunet
+from volseg.experiment.imported import NNUNET_CHECKPOINTS, find_weights, open_archive, open_nnunet, open_weights
 from volseg.experiment.trained import SourceNetwork, Trained, open_run, require_checkpoint, require_keys
-from volseg.experiment.weights import find_weights, open_weights
 from volseg.inference.postprocessing import Postprocessing
 from volseg.transforms.preprocessing import Preprocessing
 

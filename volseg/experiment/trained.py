@@ -22,8 +22,7 @@ from volseg.experiment.network_plan import NetworkPlan
 from volseg.experiment.placed_network import build_model, choose_device
 from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing
-from volseg.inference.predictor import Predictor
-from volseg.inference.shared_predictor import SharedPredictor
+from volseg.inference.predictor import Predictor, SharedPredictor
 from volseg.models.weights import load_weights
 from volseg.parallel import FastKernels
 from volseg.planning import Like

@@ -20,17 +20,15 @@ from volseg.data.growing import GrowingBatches
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
-from volseg.experiment.cases import ChosenCases, choose_cases
-from volseg.experiment.kernel_worker import compile_for_training
+from volseg.experiment.cases import ChosenCases, PatientWords, choose_cases
+from volseg.experiment.compiled_kernels import compile_for_training
 from volseg.experiment.measured_kernels import KERNELS, settle_kernels
 from volseg.experiment.network_plan import plan_network
-from volseg.experiment.network_text import describe_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
-from volseg.experiment.patients import PatientWords
 from volseg.experiment.placed_network import build_model, choose_device, count_devices
-from volseg.experiment.reading import Follower, choose_reading
+from volseg.experiment.reading import CaseReading
 from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
-from volseg.experiment.report import Outcome, tell_findings, write_outcome, write_page
+from volseg.experiment.report import Outcome, describe_network, tell_findings, write_outcome, write_page
 from volseg.experiment.settling import join_processes, settle_mesh
 from volseg.experiment.starting import START, Start
 from volseg.monitoring.duration import DurationWarning
@@ -48,8 +46,7 @@ from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
 from volseg.reporting.reading import TOLD
 from volseg.workflow.checkpoints import Checkpoints
-from volseg.workflow.growing import ForgetOldSizes
-from volseg.workflow.hooks import Hook, Patience
+from volseg.workflow.hooks import ForgetOldSizes, Hook, Patience
 from volseg.workflow.randomness import deterministic, seed_everything
 from volseg.workflow.training import Score, Training
 from volseg.workflow.validation import Validated
@@ -136,7 +133,7 @@ class _Run:
     """A training that has begun, and what its end needs."""
 
     job: JobFolder
-    reading: Follower
+    reading: CaseReading
     chosen: ChosenCases
     model: nn.Module
     held_out: PreparedCases
@@ -191,7 +188,7 @@ def _begin(
         compatible.require_same_split(folder, chosen.split)
         compatible.require_same_mesh(folder, config)
     start = None if resume or config.training.start_from is None else Start(config, chosen)
-    reading = choose_reading(config, mesh, plan.spacing)
+    reading = CaseReading(config, mesh, plan.spacing)
     prepared = None
     compiling = held.enter_context(closing(compile_for_training(given, replanning.tried, device)))
     # The cases first, meanwhile: a network that is built is run once, with its kernels.

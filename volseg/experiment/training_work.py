@@ -18,7 +18,7 @@ from volseg.config.schema import ExperimentConfig, NetworkConfig
 from volseg.data.residency import choose_budget
 from volseg.estimate.candidate_list import Freedom
 from volseg.estimate.work import Batch, Step, Work
-from volseg.experiment.building import build_objective
+from volseg.experiment.building import build_objective, build_step
 from volseg.experiment.data_facts import DataFacts
 from volseg.experiment.kernels import explain_slowness
 from volseg.experiment.placed_network import build_plain_network
@@ -28,11 +28,8 @@ from volseg.inference.window_step import WindowStep
 from volseg.models import GridRule
 from volseg.models.networks import complete_spec
 from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.components import build_optimizer, is_fused_on_gpu
-from volseg.workflow.named import Named
-from volseg.workflow.parts import find_frozen_norms, freeze_parts
+from volseg.workflow.components import build_optimizer, find_frozen_norms, freeze_parts, is_fused_on_gpu
 from volseg.workflow.precision import Precision
-from volseg.workflow.step import TrainingStep
 
 __all__ = ["Described", "at_size", "describe_training", "find_freedom", "find_reserve", "find_validated"]
 
@@ -122,19 +119,10 @@ def _build_step(
     model: nn.Module,
     optimizer: Optimizer,
 ) -> Step:
-    settings, objective = config.training, build_objective(config, facts.task)
-    device = next(model.parameters()).device
-    objective.to(device)
-    step = TrainingStep(
-        Named(model, inputs=["image"], outputs=config.network.outputs),
-        objective,
-        optimizer,
-        Precision(device.type, dtype),
-        clip=settings.clip,
-        record=False,  # who follows it knows what a recording holds
-        batch_size=config.patch.batch,
-        look=_look_at_nothing,
-    )
+    settings = config.training
+    precision = Precision(next(model.parameters()).device.type, dtype)
+    # Not recorded: who follows it knows what a recording holds.
+    step = build_step(config, facts.task, model, optimizer, precision, record=False)
     average = WeightAverage(model, settings.ema) if settings.ema else None
 
     def run(batch: Batch) -> Any:
@@ -175,11 +163,6 @@ def _validate(config: ExperimentConfig, facts: DataFacts, dtype: torch.dtype, mo
     assert shape is not None
     with torch.no_grad(), evaluating((model,)):
         step(torch.zeros(shape, device=next(model.parameters()).device))
-
-
-def _look_at_nothing(losses: Mapping[str, Tensor]) -> None:
-    """Take losses that have no values."""
-    del losses
 
 
 def find_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kernels: bool) -> Freedom:

@@ -6,8 +6,8 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from volseg.checkpointing.compatible import require_same_task
 from volseg.checkpointing.folder import RunFolder
@@ -20,20 +20,17 @@ from volseg.evaluation.summary import (
     EvaluatedCase,
     Summary,
     complete_summary,
-    read_structure,
     summarise,
     write_summary,
 )
 from volseg.evaluation.tables import scores_table
-from volseg.experiment.building import build_metrics, preprocessing_of
+from volseg.experiment.building import build_scoring, build_validation, preprocessing_of
 from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.report import dice_table
-from volseg.experiment.scoring import build_scoring
-from volseg.experiment.sources import require_runs
+from volseg.experiment.sources import path_of, require_runs
 from volseg.experiment.trained import PREDICTION_KEYS, Trained, open_run, require_keys
-from volseg.monitoring.progress import progress
-from volseg.workflow.validation import Validated, Validation
+from volseg.workflow.validation import Validated, read_evaluated
 
 __all__ = ["VALIDATION_KEYS", "validate", "validate_folds", "validate_words"]
 
@@ -87,7 +84,7 @@ def validate(
         If a volume does not fit its device.
     """
     require_keys(overrides, VALIDATION_KEYS)
-    folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
+    folder = RunFolder(path_of(folder))
     trained = open_run(folder, checkpoint, overrides).build()
     target = Path(output) if output is not None else folder.path / _name(folder, checkpoint, overrides)
     _require_new(target, overwrite=overwrite, is_named=output is not None)
@@ -127,33 +124,20 @@ def validate_folds(
     for fold, place in zip(folds, targets, strict=True):
         validated = validate(fold, checkpoint=checkpoint, overrides=overrides, output=place, overwrite=True)
         logger.info("%s: Dice %.4f", fold.path, validated.score)
-        evaluated.extend(_list_evaluated(validated.summary))
+        evaluated.extend(map(read_evaluated, validated.summary["metric_per_case"]))
     summary, task = summarise(evaluated), folds[0].task()
     full = complete_summary(summary, build_scoring(folds[0].config(overrides), task), task.structures)
     logger.info("%s holds all of them", write_summary(full, target / SUMMARY))
     return summary, task
 
 
-def validate_words(
-    source: str | Path,
-    *,
-    checkpoint: str = "latest",
-    overrides: Sequence[str] = (),
-    output: str | Path | None = None,
-    overwrite: bool = False,
-) -> str:
-    """Validate a run or a cross-validation, and return its tables; the parameters are those of `validate`."""
-    folder = RunFolder(Path(source))
-    if not folder.exists:
-        summary, task = validate_folds(
-            source, checkpoint=checkpoint, overrides=overrides, output=output, overwrite=overwrite
-        )
-        return _tabulate(summary, task)
-    validated = validate(folder, checkpoint=checkpoint, overrides=overrides, output=output, overwrite=overwrite)
-    return _tabulate(validated.summary, folder.task())
-
-
-def _tabulate(summary: Summary, task: Task) -> str:
+def validate_words(source: str | Path, **settings: Any) -> str:
+    """Validate a run or a cross-validation, and return its tables; the settings are those of `validate`."""
+    folder = RunFolder(source)
+    if folder.exists:
+        summary, task = validate(folder, **settings).summary, folder.task()
+    else:
+        summary, task = validate_folds(source, **settings)
     names = {str(key): name for key, name in task.structures.items()}
     return f"{dice_table(summary, task)}\n\n{scores_table(summary, names)}"
 
@@ -230,28 +214,5 @@ def _validate_into(trained: Trained, chosen: ChosenCases, target: Path) -> Valid
     config, preprocessing = trained.config, preprocessing_of(trained.config)
     cache = open_cache(config, chosen.task, preprocessing)
     prepared = prepare_chosen(chosen, preprocessing, skip_bad=config.data.skip_bad, cache=cache).validation
-    validation = Validation(
-        trained.build_predictor(),
-        prepared,
-        trained.task.structures,
-        ignore=trained.task.ignore,
-        values=trained.task.class_values,
-        metrics=build_metrics(config, trained.task),
-        scoring=build_scoring(config, trained.task),
-        folder=target,
-        batch_size=config.inference.batch,
-        show=partial(progress, title="validating", total=len(prepared)),
-    )
-    return validation()
-
-
-def _list_evaluated(summary: Summary) -> list[EvaluatedCase]:
-    """Return the cases of a summary as they were evaluated."""
-    return [
-        EvaluatedCase(
-            metrics={read_structure(label): metrics for label, metrics in case["metrics"].items()},
-            prediction_file=case["prediction_file"],
-            reference_file=case["reference_file"],
-        )
-        for case in summary["metric_per_case"]
-    ]
+    predictor = trained.build_predictor()
+    return build_validation(config, trained.task, predictor, prepared, folder=target, show=True)()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from monai.data import MetaTensor
 from torch import Tensor
 
 from volseg.device.triton_tiles import takes
@@ -19,7 +20,8 @@ from volseg.errors import ConfigError, GridError
 from volseg.inference import triton_decision
 from volseg.inference.sampling import Aligned, Box, Held, Place, Sampling
 
-__all__ = ["Also", "Decision", "LabelRule", "decide", "measure_entropy"]
+__all__ = ["Also", "Decision", "LabelRule", "Prediction", "decide", "measure_entropy"]
+
 
 Also = Literal["entropy", "probabilities"]
 """What can be asked for beside labels."""
@@ -192,3 +194,15 @@ class Decision:
         event, whole, place, staged = self._underway.popleft()
         event.synchronize()
         whole[place] = staged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prediction:
+    """The label map of a case, and what else was asked for."""
+
+    labels: MetaTensor
+    """``(1, D, H, W)``, the values of label files; with the grid, file name and header codes of the image."""
+    entropy: MetaTensor | None = None
+    """``(1, D, H, W)`` float32, how unsure the model is: nats over the logarithm of K, thus from 0 to 1."""
+    probabilities: MetaTensor | None = None
+    """``(K, D, H, W)`` float32 on the CPU."""

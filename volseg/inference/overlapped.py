@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from volseg.fields import Case
-from volseg.inference.prediction import Prediction
+from volseg.inference.decision import Prediction
 
 __all__ = ["CaseOutcome", "overlapped"]
 
@@ -31,10 +31,13 @@ Predict = Callable[[Iterable[Case]], Iterator[tuple[Mapping[str, Any], Predictio
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CaseOutcome:
-    """What became of one case: a file, or what went wrong."""
+    """A case on its way, and in the end what became of it: a file, or what went wrong."""
 
+    number: int
     case: Case
     """As it was given, with paths."""
+    prepared: Case | None = None
+    prediction: Prediction | None = None
     file: Path | None = None
     """What ``write`` returned; None where the case failed."""
     fault: Exception | None = None
@@ -43,8 +46,13 @@ class CaseOutcome:
     """Of its parts: ``read`` (and preprocessed), ``compute`` (to the label map on the file's grid), ``write``. Parts of
     different cases overlap. Of volumes that were predicted together the first has the time of all."""
 
-    def __post_init__(self) -> None:
-        assert (self.file is None) != (self.fault is None)
+    def fail(self, fault: Exception) -> "CaseOutcome":
+        """Return the case that ends with ``fault``, which no longer holds on to the volumes it arose from."""
+        one: BaseException | None = fault
+        while one is not None:
+            traceback.clear_frames(one.__traceback__)
+            one = one.__cause__ or one.__context__
+        return replace(self, fault=fault, prepared=None, prediction=None)
 
 
 def overlapped(
@@ -108,26 +116,6 @@ def overlapped(
         raise ending
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Underway:
-    """A case on its way."""
-
-    number: int
-    given: Case
-    prepared: Case | None = None
-    prediction: Prediction | None = None
-    fault: Exception | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-    def fail(self, fault: Exception) -> "_Underway":
-        """Return the case that ends with ``fault``, which no longer holds on to the volumes it arose from."""
-        one: BaseException | None = fault
-        while one is not None:
-            traceback.clear_frames(one.__traceback__)
-            one = one.__cause__ or one.__context__
-        return replace(self, fault=fault, prepared=None, prediction=None)
-
-
 @contextmanager
 def _threads(name: str, count: int) -> Iterator[ThreadPoolExecutor]:
     """Give threads that are joined at the end, whatever it is; what they have not begun then is dropped."""
@@ -144,26 +132,29 @@ def _read_ahead(
     readers: ThreadPoolExecutor,
     ahead: int,
     ends: tuple[type[Exception], ...],
-) -> Iterator[_Underway]:
+) -> Iterator[CaseOutcome]:
     """Yield cases in order, prepared; ``ahead`` of them are under way when one is asked for."""
-    waiting: deque[Future[_Underway]] = deque()
+    waiting: deque[Future[CaseOutcome]] = deque()
     for number, case in enumerate(cases):
-        waiting.append(readers.submit(_prepare, _Underway(number=number, given=case), prepare, ends))
+        waiting.append(readers.submit(_prepare, CaseOutcome(number=number, case=case), prepare, ends))
         if len(waiting) > ahead:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
 
 
-def _prepare(work: _Underway, prepare: Callable[[Case], Case], ends: tuple[type[Exception], ...]) -> _Underway:
+def _prepare(work: CaseOutcome, prepare: Callable[[Case], Case], ends: tuple[type[Exception], ...]) -> CaseOutcome:
+    """Return a case after a part of its preparation, or with what went wrong in it."""
     begin = time.perf_counter()
     try:
-        prepared = prepare(work.given)
+        prepared = prepare(work.case if work.prepared is None else work.prepared)
     except ends:
         raise
     except Exception as fault:  # whatever it is, it is this case's, and told as such
         return work.fail(fault)
-    return replace(work, prepared=prepared, seconds={"read": time.perf_counter() - begin})
+    return replace(
+        work, prepared=prepared, seconds={"read": work.seconds.get("read", 0.0) + time.perf_counter() - begin}
+    )
 
 
 class _Source:
@@ -171,13 +162,13 @@ class _Source:
 
     def __init__(
         self,
-        read: Iterator[_Underway],
+        read: Iterator[CaseOutcome],
         finish: Callable[[Case], Case] | None = None,
         ends: tuple[type[Exception], ...] = (),
     ) -> None:
         self._read, self._finish, self._ends = read, finish, ends
-        self.failed: deque[_Underway] = deque()
-        self.taken: dict[int, _Underway] = {}
+        self.failed: deque[CaseOutcome] = deque()
+        self.taken: dict[int, CaseOutcome] = {}
         self.waited = 0.0
         self.is_at_end = False
         self.fault: BaseException | None = None
@@ -188,11 +179,11 @@ class _Source:
             begin = time.perf_counter()
             try:
                 work = next(self._read, None)
+                if work is not None and work.prepared is not None and self._finish is not None:
+                    work = _prepare(work, self._finish, self._ends)
             except BaseException as fault:  # not of the predictor, through which it goes
                 self.fault = fault
                 raise
-            if work is not None and self._finish is not None:
-                work = self._finished(work)
             self.waited += time.perf_counter() - begin
             if work is None:
                 self.is_at_end = True
@@ -206,33 +197,18 @@ class _Source:
             yield prepared
             del prepared
 
-    def _finished(self, work: _Underway) -> _Underway:
-        """Return a case whose preparation is ended here, or has failed here."""
-        if work.prepared is None or self._finish is None:
-            return work
-        begin = time.perf_counter()
-        try:
-            prepared = self._finish(work.prepared)
-        except self._ends as fault:
-            self.fault = fault
-            raise
-        except Exception as fault:  # this case's, as in `_prepare`
-            return work.fail(fault)
-        read = work.seconds["read"] + time.perf_counter() - begin
-        return replace(work, prepared=prepared, seconds={**work.seconds, "read": read})
-
-    def fail_before(self, number: int) -> Iterator[_Underway]:
+    def fail_before(self, number: int) -> Iterator[CaseOutcome]:
         """Yield what could not be read before case ``number``."""
         while self.failed and self.failed[0].number < number:
             yield self.failed.popleft()
 
 
 def _predict_each(
-    read: Iterator[_Underway],
+    read: Iterator[CaseOutcome],
     finish: Callable[[Case], Case] | None,
     predict: Predict,
     ends: tuple[type[Exception], ...],
-) -> Iterator[_Underway]:
+) -> Iterator[CaseOutcome]:
     """Yield cases with their predictions or faults."""
     source = _Source(read, finish, ends)
     while not source.is_at_end:
@@ -260,7 +236,7 @@ def _predict_each(
     yield from source.failed
 
 
-def _predict_some(source: _Source, predict: Predict, cases: Iterable[Case]) -> Iterator[_Underway]:
+def _predict_some(source: _Source, predict: Predict, cases: Iterable[Case]) -> Iterator[CaseOutcome]:
     begin, source.waited = time.perf_counter(), 0.0
     for prepared, prediction in predict(cases):
         work = source.taken.pop(id(prepared))
@@ -274,7 +250,7 @@ def _predict_some(source: _Source, predict: Predict, cases: Iterable[Case]) -> I
         begin, source.waited = time.perf_counter(), 0.0
 
 
-def _predict_alone(work: _Underway, predict: Predict, ends: tuple[type[Exception], ...]) -> _Underway:
+def _predict_alone(work: CaseOutcome, predict: Predict, ends: tuple[type[Exception], ...]) -> CaseOutcome:
     source = _Source(iter([work]))
     try:
         (done,) = _predict_some(source, predict, source.take())
@@ -286,18 +262,19 @@ def _predict_alone(work: _Underway, predict: Predict, ends: tuple[type[Exception
 
 
 def _write(
-    handed: list[_Underway],
+    handed: list[CaseOutcome],
     write: Callable[[Case, Prediction], Path],
     ends: tuple[type[Exception], ...],
 ) -> CaseOutcome:
     work = handed.pop()  # the executor keeps arguments for a moment longer than it takes to say that it is done
     if work.prepared is None or work.prediction is None:
-        return CaseOutcome(case=work.given, fault=work.fault, seconds=work.seconds)
+        return work
     begin = time.perf_counter()
     try:
         file = write(work.prepared, work.prediction)
     except ends:
         raise
     except Exception as fault:
-        return CaseOutcome(case=work.given, fault=work.fail(fault).fault, seconds=work.seconds)
-    return CaseOutcome(case=work.given, file=file, seconds={**work.seconds, "write": time.perf_counter() - begin})
+        return work.fail(fault)
+    seconds = {**work.seconds, "write": time.perf_counter() - begin}
+    return replace(work, file=file, prepared=None, prediction=None, seconds=seconds)

@@ -10,23 +10,23 @@ All but the last is done slab by slab: see `streaming`.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from monai.data import MetaTensor
 from torch import Tensor, nn
 
 from volseg.errors import BatchFieldError, ConfigError, NonFinitePredictionError
-from volseg.inference.decision import Also, Decision, LabelRule
+from volseg.inference.decision import Also, Decision, LabelRule, Prediction
 from volseg.inference.original_grid import WayBack
-from volseg.inference.prediction import Prediction
 from volseg.inference.streaming import Streamer, pad_shape
 from volseg.inference.window_step import Model, WindowStep, full_logits
 from volseg.inference.windows import MONAI, Windowing
 
-__all__ = ["Model", "Predictor", "explain_not_finite", "full_logits", "predict_case"]
+__all__ = ["Model", "Predictor", "SharedPredictor", "explain_not_finite", "full_logits", "predict_case"]
 
 
 PASSES_UNTIL_RECORDED = 3
@@ -91,6 +91,11 @@ class Predictor:
     before_pass: Callable[[], object] | None = None
     skip_background: bool = False
 
+    step_kind: ClassVar[type[WindowStep]] = WindowStep
+    """How a batch of windows goes through the models."""
+    windowing: ClassVar[Windowing] = MONAI
+    """Where windows lie, and how much their voxels count."""
+
     def __post_init__(self) -> None:
         if unfit := [model for model in self.models if not callable(model) or hasattr(model, "outputs")]:
             raise ConfigError(
@@ -127,8 +132,8 @@ class Predictor:
 
     @property
     def window_step(self) -> WindowStep:
-        """How a batch of windows goes through the models."""
-        return WindowStep(
+        """What a batch of windows goes through."""
+        return self.step_kind(
             models=self.models,
             num_classes=self.num_classes,
             regions=self.regions,
@@ -137,11 +142,6 @@ class Predictor:
             before_pass=self.before_pass,
             samples_per_pass=self.samples_per_pass,
         )
-
-    @property
-    def windowing(self) -> Windowing:
-        """Where windows lie, and how much their voxels count."""
-        return MONAI
 
     def __call__(self, case: Mapping[str, Any]) -> MetaTensor:
         """Return the label map ``(1, D, H, W)`` of one preprocessed case, on its image's original grid.
@@ -206,10 +206,11 @@ class Predictor:
 
     def begin(self, image: MetaTensor, also: Collection[Also]) -> Decision:
         """Return the empty volumes of a prediction."""
-        return WayBack.of(image).begin(self._rule, also=also)
+        return WayBack.of(image).begin(self.rule, also=also)
 
     @property
-    def _rule(self) -> LabelRule:
+    def rule(self) -> LabelRule:
+        """What label maps hold."""
         of_logits = not self.window_step.link
         return LabelRule.of(self.num_classes, self.values, self.regions, of_logits=of_logits)
 
@@ -219,18 +220,7 @@ class Predictor:
         device = self._choose_device(images)
         # Not inference_mode: a sharded model may keep buffers between steps, and training could not use those.
         with torch.no_grad(), evaluating(self.models):
-            yield Streamer(
-                step=self.window_step,
-                rule=self._rule,
-                window=self.window,
-                overlap=self.overlap,
-                windows_per_step=self.windows_per_step,
-                device=device,
-                stitch_on=torch.device(self.stitch_on or device),
-                memory=self.memory,
-                windowing=self.windowing,
-                skip_background=self.skip_background,
-            )
+            yield Streamer(self, self.window_step, self.rule, device, torch.device(self.stitch_on or device))
 
     def _choose_device(self, images: Tensor) -> torch.device:
         if self.device is not None:
@@ -299,3 +289,79 @@ def _require_volume(case: Mapping[str, Any], field: str) -> MetaTensor:
             f"{type(volume).__name__}; of plain tensors (B, C, D, H, W) take Predictor.probabilities"
         )
     return volume
+
+
+# One volume over several devices: each decides a part of it, along the axis in which the volume is streamed.
+#
+# ::
+#
+#     planes ->   | device 0 decides these      | device 1 decides these      |
+#                 | ---windows--- |     | ---windows--- |
+#                               | ---windows--- |   both compute the windows that reach across
+#
+# Each voxel's sum is that of one device, window by window in the same order, so labels do not depend on how many
+# devices there are, but for what a library's kernels make of the number of windows in a pass. A thread works for each;
+# what they decide goes into one label map on the CPU.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPredictor:
+    """Predictors that differ in their device, each of which has models of its own there."""
+
+    predictors: Sequence[Predictor]
+
+    def __post_init__(self) -> None:
+        if not self.predictors or self.predictors[0].window is None:
+            raise ConfigError(
+                "a volume is cut over devices along its windows, and inference.window is null; predict it on one "
+                "device, or set a window"
+            )
+
+    @property
+    def device(self) -> torch.device | str | None:
+        """Where images are prepared: the first one's."""
+        return self.predictors[0].device
+
+    def stream(
+        self,
+        cases: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int = 1,
+        field: str = "image",
+        also: Collection[Also] = (),
+    ) -> Iterator[tuple[Mapping[str, Any], Prediction]]:
+        """Yield each case with its prediction, on the CPU, one after the other; see `Predictor.stream`."""
+        del batch_size  # a volume that would be one of many is small, and its devices more than it needs
+        first, is_warm = self.predictors[0], False
+        with ThreadPoolExecutor(len(self.predictors), "share") as threads:
+            for case in cases:
+                image = case[field]
+                if not is_warm:
+                    self._warm_up(image)
+                    is_warm = True
+                volumes = first.begin(image, also)
+                parts = [
+                    threads.submit(self._predict_part, number, image, also, volumes)
+                    for number in range(len(self.predictors))
+                ]
+                found = [part.result() for part in parts]
+                if any(prediction is None for prediction in found) or found[0] is None:
+                    raise NonFinitePredictionError(explain_not_finite(case, image, first.autocast))
+                yield case, found[0]
+                del case, image, volumes, found, parts  # or they live on while the next one is read
+
+    def _warm_up(self, image: MetaTensor) -> None:
+        """Let each GPU record its network before there are threads: what one of them does must not end a recording."""
+        for predictor in self.predictors:
+            device = torch.device(predictor.device or "cpu")
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    predictor.warm_up(image)
+
+    def _predict_part(
+        self, number: int, image: MetaTensor, also: Collection[Also], volumes: Decision
+    ) -> Prediction | None:
+        predictor = self.predictors[number]
+        device = torch.device(predictor.device or "cpu")
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return predictor.predict_share(image, (number, len(self.predictors)), also, volumes)

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from monai.data import MetaTensor
@@ -15,15 +16,16 @@ from torch.nn.functional import pad
 
 from volseg.errors import OutOfMemoryError
 from volseg.inference.blending import Slab, blend_slabs, locate_planes
-from volseg.inference.decision import Also, Decision, LabelRule
-from volseg.inference.memory_plan import HELD_WHOLE_BYTES, BlendPlan, plan_blend
+from volseg.inference.decision import Also, Decision, LabelRule, Prediction
 from volseg.inference.original_grid import WayBack
-from volseg.inference.prediction import Prediction
 from volseg.inference.sampling import Box, Held
 from volseg.inference.window_step import WindowStep
-from volseg.inference.windows import MONAI, Windowing
+from volseg.inference.windows import HELD_WHOLE_BYTES, BlendPlan, plan_blend
 from volseg.memory import available_bytes
 from volseg.parallel import FastKernels, ModelParallel
+
+if TYPE_CHECKING:
+    from volseg.inference.predictor import Predictor
 
 __all__ = ["Streamer", "count_free_bytes", "pad_shape"]
 
@@ -36,43 +38,33 @@ FEATURES = 256
 another attempt, with less for the blend."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Streamer:
     """How volumes of one shape become label maps within the memory that there is.
 
     Parameters
     ----------
-    step : WindowStep
-        What a batch of windows goes through; its models are in evaluation mode.
-    rule : LabelRule
-        What label maps hold.
-    window : sequence of int, optional
-        Sides of the sliding window (voxels). None: the whole volume at once.
-    overlap, windows_per_step
-        As for `Predictor`.
+    predictor : Predictor
+        The models, in evaluation mode, and all settings.
+    step, rule
+        Its ``window_step`` and ``rule``.
     device, stitch_on : torch.device
         Where windows are computed, and where they are blended and decided.
-    memory : int, optional
-        Bytes that blending may take on ``stitch_on``. None: what is free.
-    windowing : Windowing
-        Where windows lie, and how much their voxels count.
-    skip_background : bool
-        As for `Predictor`.
     share : (int, int)
         Which part of each volume is predicted here, of how many; of more than one `predict` is told into what.
     """
 
+    predictor: "Predictor"
     step: WindowStep
     rule: LabelRule
-    window: Sequence[int] | None
-    overlap: float
-    windows_per_step: int
     device: torch.device
     stitch_on: torch.device
-    memory: int | None = None
-    windowing: Windowing = MONAI
-    skip_background: bool = False
     share: tuple[int, int] = (0, 1)
+
+    @property
+    def window(self) -> Sequence[int] | None:
+        """Sides of the sliding window (voxels). None: the whole volume at once."""
+        return self.predictor.window
 
     def predict(
         self, images: Sequence[MetaTensor], also: Collection[Also] = (), into: Decision | None = None
@@ -122,8 +114,8 @@ class Streamer:
         w, _, h, _, d, _ = margins = _compute_margins(images.shape[-3:], shape)
         everything = 2**63
         plan = plan_blend(
-            shape, self.window, self.overlap, self.step.num_classes, everything,
-            most_whole=everything, windowing=self.windowing,
+            shape, self.window, self.predictor.overlap, self.step.num_classes, everything,
+            most_whole=everything, windowing=self.predictor.windowing,
         )  # fmt: skip
         ((slab, _, _),) = self._blend(plan, pad(images, margins))
         return slab.blend[:, :, d : d + depth, h : h + height, w : w + width]
@@ -158,8 +150,8 @@ class Streamer:
         for region in plan.regions():
             for slab in blend_slabs(
                 self.step, images, plan, region,
-                windows_per_step=self.windows_per_step, device=self.device, stitch_on=self.stitch_on,
-                skips_background=self.skip_background,
+                windows_per_step=self.predictor.windows_per_step, device=self.device, stitch_on=self.stitch_on,
+                skips_background=self.predictor.skip_background,
             ):  # fmt: skip
                 windows, skipped = windows + slab.num_windows, skipped + slab.num_skipped
                 finished, ready = (
@@ -167,7 +159,7 @@ class Streamer:
                     for planes in (slab.layer.finished, slab.layer.ready)
                 )
                 yield slab, (finished[0], finished[1], finished[2]), (ready[0], ready[1], ready[2])
-        if self.skip_background:
+        if self.predictor.skip_background:
             logger.info("%d of %d windows hold one value and count as background (skip_background)", skipped, windows)
 
     def _keeps_on_device(self, images: Tensor) -> bool:
@@ -191,12 +183,20 @@ class Streamer:
     def _plan_within(self, shape: Sequence[int], budget: int) -> BlendPlan:
         assert self.window is not None
         classes = self.step.num_classes
-        return plan_blend(shape, self.window, self.overlap, classes, budget, windowing=self.windowing, share=self.share)
+        return plan_blend(
+            shape,
+            self.window,
+            self.predictor.overlap,
+            classes,
+            budget,
+            windowing=self.predictor.windowing,
+            share=self.share,
+        )
 
     def _find_budget(self, image: Tensor) -> int:
         """Return how many bytes the blend may take, beside the image and what a window's pass takes."""
-        if self.memory is not None:
-            return self.memory
+        if self.predictor.memory is not None:
+            return self.predictor.memory
         free = count_free_bytes(self.stitch_on)
         beside = image.numel() * FLOAT_BYTES
         if self.stitch_on == self.device:
@@ -207,14 +207,14 @@ class Streamer:
         assert self.window is not None
         reason = str(fault).partition("\n")[0].rstrip(".")
         return (
-            f"{self.windows_per_step} window(s) of {' x '.join(map(str, self.window))} voxels do not fit on "
+            f"{self.predictor.windows_per_step} window(s) of {' x '.join(map(str, self.window))} voxels do not fit on "
             f"{self.device}, with {_say(count_free_bytes(self.device))} free and next to nothing held beside them "
             f"({reason}); take a smaller window, fewer windows per step, or a device with more memory"
         )
 
     def _count_window_bytes(self, channels: int) -> int:
         assert self.window is not None
-        return self.windows_per_step * math.prod(self.window) * channels * FLOAT_BYTES
+        return self.predictor.windows_per_step * math.prod(self.window) * channels * FLOAT_BYTES
 
     def _may_start_again(self) -> bool:
         """Say whether no other process is in the middle of a pass that it shares with this one."""

@@ -17,7 +17,7 @@ from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.errors import CheckpointError, NonFiniteLossError
 from volseg.files import require_writable
 from volseg.parallel.devices import is_main_process
-from volseg.workflow.epoch_losses import NORM
+from volseg.workflow.epoch import NORM
 from volseg.workflow.hooks import Hook
 
 if TYPE_CHECKING:

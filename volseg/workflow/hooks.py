@@ -6,7 +6,7 @@ registration by name, so what happens at an event is what the list of hooks says
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from volseg.checkpointing.state import EpochRecord
 from volseg.config.registry import Registry
@@ -15,7 +15,7 @@ from volseg.errors import ConfigError
 if TYPE_CHECKING:
     from volseg.workflow.training import Training
 
-__all__ = ["HOOKS", "Hook", "Patience", "build_hook"]
+__all__ = ["HOOKS", "ForgetOldSizes", "Hook", "Patience", "build_hook"]
 
 
 class Hook:
@@ -107,3 +107,32 @@ def _validations_since_best(history: Sequence[EpochRecord]) -> int:
     scores = [record.score for record in history if record.score is not None]
     known = [-math.inf if math.isnan(score) else score for score in scores]  # a score of NaN is never the best
     return len(known) - 1 - known.index(max(known)) if known else 0
+
+
+class Growing(Protocol):
+    """Batches that have another size from some epoch on."""
+
+    def changes_at(self, epoch: int) -> bool:
+        """Say whether the patches of an epoch have another size than those of the one before."""
+
+    def release_before(self, epoch: int) -> None:
+        """Free what the batches of the epoch before hold of a GPU besides the cases."""
+
+
+class ForgetOldSizes(Hook):
+    """Free the recordings of a step on patches of a size that will not come again, and of their batches.
+
+    Parameters
+    ----------
+    batches : Growing
+        Of the training.
+    """
+
+    def __init__(self, batches: Growing) -> None:
+        self._batches = batches
+
+    def on_epoch_begin(self, training: "Training") -> None:
+        """Free it where the size changes."""
+        if self._batches.changes_at(training.epoch):
+            training.step.release()
+            self._batches.release_before(training.epoch)

@@ -1,5 +1,6 @@
 """What a training does with one batch: forward, loss, backward and, when enough are gathered, the optimizer."""
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,18 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from volseg.data.cases import Batch
+from volseg.device.fake_gpu import on_gpu
 from volseg.errors import BatchFieldError, ConfigError
-from volseg.parallel import RecordedStep
-from volseg.parallel.data_parallel import DataParallel
+from volseg.parallel import ModelParallel, RecordedStep
+from volseg.parallel.data_parallel import DataParallel, find_replicas
+from volseg.parallel.devices import is_distributed
 from volseg.parallel.fixed_order import RoundSums, fold
 from volseg.parallel.replicas import Share
 from volseg.parallel.timeline import find_timeline
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective, require_mean_of_shares
 from volseg.workflow.precision import Precision
-from volseg.workflow.recorded_step import can_be_recorded
+from volseg.workflow.spatial_group import is_cut_over_processes
 
-__all__ = ["TrainingStep"]
+__all__ = ["TrainingStep", "can_be_recorded", "count_batches", "count_voxels", "to_device"]
+
 
 Computed = tuple[dict[str, Tensor], Tensor | None]
 """Losses by name, and the overlap of the foreground."""
@@ -210,3 +215,72 @@ def _require_rows(tensors: Mapping[str, Any], num_rows: int, batch_size: int) ->
             f"this process computes {num_rows} of a batch's {batch_size} samples, and the batch's field {name!r} has "
             f"the shape {shape}; give it a row for each of them (volseg.data.AugmentedBatches does, by rows=)"
         )
+
+
+def can_be_recorded(network: nn.Module, optimizer: Optimizer) -> bool:
+    """Tell whether the step on ``network`` is the same kernels each time, on one GPU of each process.
+
+    The optimizer must be fused, so that it takes its learning rate from the device.
+    """
+    if isinstance(network, ModelParallel):
+        one = network.strategy.is_recordable
+    else:
+        one = len({parameter.device for parameter in network.parameters()}) == 1
+    on_gpus = all(on_gpu(parameter) for parameter in network.parameters())
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    together = is_cut_over_processes(network) or find_replicas(network) is not None or not is_distributed()
+    return one and on_gpus and fused and together
+
+
+def count_batches(batches: Any) -> int:
+    """Return how many batches an epoch has: the schedule, and where an epoch ends, follow from it.
+
+    Raises
+    ------
+    ConfigError
+        If they have no length, or there are none.
+    """
+    try:
+        count = len(batches)
+    except TypeError:
+        raise ConfigError(
+            f"batches need a length, the number of batches in an epoch, got a {type(batches).__name__}; pass a "
+            "DataLoader, a list, or an object with __len__ and __iter__"
+        ) from None
+    if count < 1:
+        raise ConfigError("batches are empty; an epoch needs one at least (a DataLoader may drop the last, short one)")
+    return count
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch whose tensors are on a device, on their way there where they come from pinned memory.
+
+    Raises
+    ------
+    BatchFieldError
+        If it has no fields.
+    """
+    if not isinstance(batch, Mapping):
+        raise BatchFieldError(
+            'a batch is a dict of fields such as {"image": (B, C, D, H, W), "label": (B, 1, D, H, W)}, got a '
+            f"{type(batch).__name__}; have the data set return a dict for each sample"
+        )
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
+
+
+def count_voxels(image: Tensor | None, samples: int | None) -> int | None:
+    """Return the voxels of a batch of so many samples, of which this process may have some only; None without images.
+
+    Parameters
+    ----------
+    image : Tensor or None
+        ``(B, C, ...)``.
+    samples : int or None
+        Of the whole batch; None where all of them are here.
+    """
+    if image is None or image.ndim < 3:
+        return None
+    return (samples or image.shape[0]) * math.prod(image.shape[2:])

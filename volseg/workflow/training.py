@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from volseg.checkpointing.random_state import random_state, restore_random_state
-from volseg.checkpointing.restore import restore
+from volseg.checkpointing.restore import random_state, restore, restore_random_state
 from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.data.augmented import EpochBatches, remaining_batches
 from volseg.data.cases import Batch
@@ -26,18 +25,14 @@ from volseg.parallel.devices import is_main_process
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.epoch_clock import EpochClock
-from volseg.workflow.epoch_losses import CHECK_EVERY, EpochLosses
-from volseg.workflow.given_batches import count_batches, count_voxels, to_device
-from volseg.workflow.glimpse import Glimpse
+from volseg.workflow.epoch import CHECK_EVERY, EpochClock, EpochLosses, Glimpse
 from volseg.workflow.hooks import Hook
-from volseg.workflow.interrupts import StopRequested
+from volseg.workflow.interrupts import Stopping, StopRequested
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Loss, Objective
 from volseg.workflow.precision import Precision
 from volseg.workflow.schedules import Schedule, constant
-from volseg.workflow.step import TrainingStep
-from volseg.workflow.stopping import Stopping
+from volseg.workflow.step import TrainingStep, count_batches, count_voxels, to_device
 
 __all__ = ["CHECK_EVERY", "Score", "Training"]
 

@@ -33,7 +33,7 @@ from volseg.transforms.spacing import measure_sides
 from volseg.workflow.interrupts import stop_if_requested
 from volseg.workflow.named import Named
 
-__all__ = ["Example", "JudgedCase", "Testing", "Validated", "Validation", "make_example"]
+__all__ = ["Example", "JudgedCase", "Testing", "Validated", "Validation", "make_example", "read_evaluated"]
 
 SHOWN = ("Dice", "HD95", "ASSD", "NSD", "volume_diff_ml", "lesion_F1")
 """Metrics per label that curves are drawn of."""
@@ -75,6 +75,15 @@ class JudgedCase:
     evaluated: EvaluatedCase
     further: Mapping[str, float]
     """Further metrics: the mean over the labels by ``NAME``, and each label's by ``NAME/LABEL``."""
+
+
+def read_evaluated(case: Mapping[str, Any]) -> EvaluatedCase:
+    """Return a case of a summary as it was evaluated."""
+    return EvaluatedCase(
+        metrics={read_structure(label): metrics for label, metrics in case["metrics"].items()},
+        prediction_file=case["prediction_file"],
+        reference_file=case["reference_file"],
+    )
 
 
 class Validation:

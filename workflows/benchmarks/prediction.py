@@ -54,9 +54,8 @@ from volseg.data.cases import Task
 from volseg.data.checks import read_case
 from volseg.data.preprocessed import prepare, preprocess
 from volseg.fields import Case
-from volseg.inference.decision import Decision
+from volseg.inference.decision import Decision, Prediction
 from volseg.inference.overlapped import overlapped
-from volseg.inference.prediction import Prediction
 from volseg.inference.predictor import Predictor
 from volseg.inference.preparing_on_device import prepare_on, suits
 from volseg.inference.recorded_model import choose_windows_per_step, record_models

@@ -11,7 +11,7 @@ Volumes are streamed as those of any `Predictor`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,22 +24,6 @@ from volseg.inference.window_step import WindowStep
 from volseg.inference.windows import Windowing
 
 __all__ = ["NNUNET", "MeanLogits", "NnunetPredictor", "compute_weight", "place_windows"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class NnunetPredictor(Predictor):
-    """Apply networks that nnU-Net trained to whole volumes as nnU-Net does; a `Predictor` in all else."""
-
-    @property
-    def window_step(self) -> WindowStep:
-        """How a batch of windows goes through the networks."""
-        step = Predictor.window_step.fget(self)  # type: ignore[attr-defined]
-        return MeanLogits(**{each.name: getattr(step, each.name) for each in fields(step) if each.init})
-
-    @property
-    def windowing(self) -> Windowing:
-        """Where windows lie, and how much their voxels count."""
-        return NNUNET
 
 
 class MeanLogits(WindowStep):
@@ -95,3 +79,11 @@ def compute_weight(window: Sequence[int], device: torch.device) -> Tensor:
 
 
 NNUNET = Windowing(place_windows, compute_weight)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NnunetPredictor(Predictor):
+    """Apply networks that nnU-Net trained to whole volumes as nnU-Net does; a `Predictor` in all else."""
+
+    step_kind = MeanLogits
+    windowing = NNUNET

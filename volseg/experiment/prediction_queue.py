@@ -1,15 +1,19 @@
 """The cases of a prediction on their way to label maps: each is a result, whatever goes wrong with it."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from volseg.commands import run_module
+from volseg.config.records import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case
 from volseg.data.checks import (
@@ -22,31 +26,136 @@ from volseg.data.checks import (
     summarise_remarks,
 )
 from volseg.data.preprocessed import preprocess
+from volseg.data.readers import list_files
 from volseg.errors import ConfigError, DataError, OutOfMemoryError, ParallelError, VolsegError
 from volseg.experiment.images import list_unusable
 from volseg.experiment.out_of_memory import explaining_memory
-from volseg.experiment.predicted import CaseResult
-from volseg.experiment.prediction_files import PredictionFiles
-from volseg.experiment.prediction_record import PredictionRecord, identify
-from volseg.experiment.prediction_workers import FoundInCases, predict_in_processes
+from volseg.experiment.own_components import components_arguments
+from volseg.experiment.prediction_files import CaseResult, PredictionFiles, PredictionRecord, identify
 from volseg.experiment.trained import Trained
+from volseg.inference.decision import Prediction
 from volseg.inference.overlapped import CaseOutcome, overlapped
-from volseg.inference.prediction import Prediction
-from volseg.inference.predictor import Predictor
+from volseg.inference.predictor import Predictor, SharedPredictor
 from volseg.inference.preparing_on_device import prepare_on, suits
-from volseg.inference.shared_predictor import SharedPredictor
 from volseg.monitoring.progress import count_up
+from volseg.parallel.processes.workers import Worker, WorkerPool
 from volseg.workflow.interrupts import StopRequested
 
-__all__ = ["WaitingCases"]
+__all__ = ["FoundInCases", "PredictionQueue", "predict_in_processes"]
 
 logger = logging.getLogger(__name__)
+
+
+# Spread the cases of a prediction over GPUs: a worker per GPU, which asks for the next case when it has room for one.
+#
+# ::
+#
+#     worker                this process
+#     {"asks": true}   ->
+#                      <-   {"case": "ct_7", "image": ["ct_7.nii.gz"]}, or null: there are no more
+#     {"case": ...}    ->   what became of one
+#     {"remarks": ...} ->   what was found in all that it had
+#     {"ends": ...}    ->   what would keep any case from being predicted, such as a full disk
+#
+# A slow case delays no other one. Each worker loads the network and writes label maps by itself. The results name a
+# worker that fails with the cases that it had; the other workers predict the rest.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundInCases:
+    """What was found in images, beside what was predicted of them."""
+
+    remarks: tuple[Remark, ...]
+    digests: tuple[tuple[str, str], ...]
+    """Of cases, by which images are found that stand under several names."""
+
+
+def predict_in_processes(
+    cases: Sequence[Case],
+    gpus: Sequence[str | None],
+    order: Mapping[str, Any],
+    command: Sequence[str] | None = None,
+) -> Iterator[CaseResult | FoundInCases]:
+    """Yield what became of each case, in the order in which they end, and what each worker found in its cases.
+
+    Closing the generator, Ctrl-C and errors end the workers; what they are writing is whole or not there.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+        With paths.
+    gpus : sequence of str or None
+        Values of CUDA_VISIBLE_DEVICES, a worker each; None where they share the CPU. See `choose_gpus`.
+    order : mapping
+        What the workers are to predict with; `serve_predictions` gets it.
+    command : sequence of str, optional
+        What each of them runs, by default the verb that calls `serve_predictions`.
+
+    Raises
+    ------
+    ConfigError
+        What would keep every case from being predicted, as soon as one worker has met it.
+    """
+    command = command or run_module("volseg", "predict-cases", *components_arguments())
+    waiting = deque(cases)
+    failures: list[str] = []
+    with TemporaryDirectory(prefix="volseg_predict_") as folder, WorkerPool(len(gpus)) as pool:
+        held: dict[Worker, dict[str, Case]] = {}
+        for number, gpu in enumerate(gpus):
+            name = f"process {number} ({'CPU' if gpu is None else f'GPU {gpu}'})"
+            worker = pool.start(name, command, Path(folder) / f"{number}.log", gpu=gpu, talks=True)
+            held[worker] = {}
+            worker.send(order)
+        while pool.running and (heard := pool.hear()) is not None:
+            worker, answer = heard
+            if answer is None:
+                yield from _fail(worker, held.pop(worker), failures)
+            elif answer.get("asks"):
+                case = waiting.popleft() if waiting else None
+                if case is not None:
+                    held[worker][case["case"]] = case
+                worker.send(case and {"case": case["case"], "image": [str(path) for path in list_files(case["image"])]})
+            else:
+                held[worker].pop(answer.get("case", ""), None)
+                yield _decode(answer)
+    why = "; ".join(failures) or "see what became of the other cases"
+    for case in waiting:  # no worker is left that could ask for it
+        yield CaseResult(
+            case=case["case"],
+            state="failed",
+            error="ParallelError",
+            message=f"every process that predicted has failed: {why}",
+        )
+
+
+def _fail(worker: Worker, held: Mapping[str, Case], failures: list[str]) -> Iterator[CaseResult]:
+    """Yield the cases that a worker had when it ended; note its end where it had none."""
+    message = worker.describe_end()
+    for name in held:
+        yield CaseResult(case=name, state="failed", error="ParallelError", message=message)
+    if worker.process.returncode and not held:
+        failures.append(message)
+        logger.error("%s", message)
+
+
+def _decode(answer: Mapping[str, Any]) -> CaseResult | FoundInCases:
+    """Return what a worker says of a case, or of all its cases.
+
+    Raises
+    ------
+    ConfigError
+        If it says what would keep any case from being predicted.
+    """
+    if "ends" in answer:
+        raise ConfigError(answer["ends"])
+    return read_record(FoundInCases, answer) if "remarks" in answer else read_record(CaseResult, answer)
+
 
 ENDS = (ConfigError, ParallelError, StopRequested, torch.AcceleratorError)
 """What is no case's own fault, and would keep the others from being predicted as well."""
 
 
-class WaitingCases:
+class PredictionQueue:
     """The cases of a prediction that are not there yet.
 
     Parameters
@@ -113,17 +222,35 @@ class WaitingCases:
         for name, fault in unusable.items():
             self._fail(name, fault)
 
-    def run(self, count: Callable[[], object]) -> dict[str, CaseResult]:
-        """Predict and write the cases; return what became of each."""
+    def run(
+        self, count: Callable[[], object], gpus: Sequence[str | None], order: Mapping[str, Any]
+    ) -> dict[str, CaseResult]:
+        """Predict and write the cases; return what became of each.
+
+        Parameters
+        ----------
+        count : callable
+            Called after each case.
+        gpus, order
+            A worker for each predicts, as `predict_in_processes` says; without GPUs this process does.
+        """
         for _ in self._results:
             count()
-        for _ in self.predict_each([case for name, case in self._cases.items() if name not in self._results]):
-            count()
-        self._tell([(self._cases[name], digest) for name, digest in self.found().digests])
+        waiting = [case for name, case in self._cases.items() if name not in self._results]
+        remarks: list[Remark] = []
+        digests: list[tuple[str, str]] = []
+        for result in predict_in_processes(waiting, gpus, order) if gpus else self.predict_each(waiting):
+            if isinstance(result, FoundInCases):
+                remarks.extend(result.remarks)
+                digests.extend(result.digests)
+            else:
+                self._results[result.case] = self._note_of_worker(result) if gpus else result
+                count()
+        self._report_remarks(remarks, digests)
         return self._results
 
-    def predict_each(self, cases: Iterable[Case]) -> Iterator[CaseResult]:
-        """Predict and write cases as they come; yield what became of each."""
+    def predict_each(self, cases: Iterable[Case]) -> Iterator[CaseResult | FoundInCases]:
+        """Predict and write cases as they come; yield what became of each, and at the end what was found in all."""
         config = self._trained.config
         predictor: Predictor | SharedPredictor = (
             self._trained.build_shared_predictor(self._devices)
@@ -139,45 +266,30 @@ class WaitingCases:
             for outcome in outcomes:
                 self._note(outcome, config)
                 yield self._results[outcome.case["case"]]
+        digests = tuple((case["case"], digest.result()) for case, digest in self._digests)
+        yield FoundInCases(remarks=tuple(self._remarks), digests=digests)
 
-    def found(self) -> FoundInCases:
-        """Return what was found in the cases that were predicted, beside their label maps."""
-        digests = [(case["case"], digest.result()) for case, digest in self._digests]
-        return FoundInCases(remarks=tuple(self._remarks), digests=tuple(digests))
-
-    def _tell(self, digests: Sequence[tuple[Case, str]]) -> None:
-        """Say what is to be looked at, in the order of the cases: processes end them in any."""
+    def _report_remarks(self, remarks: Iterable[Remark], digests: Iterable[tuple[str, str]]) -> None:
+        """Log what is to be looked at, in the order of the cases: processes end them in any."""
         number = {name: number for number, name in enumerate(self._cases)}
-        remarks = sorted(self._remarks, key=lambda remark: number[remark.case])
-        same = remark_on_same_images(sorted(digests, key=lambda pair: number[pair[0]["case"]]))
-        for line in summarise_remarks([*remarks, *same]):
+        of_same = [(self._cases[name], digest) for name, digest in sorted(digests, key=lambda pair: number[pair[0]])]
+        own = sorted(remarks, key=lambda remark: number[remark.case])
+        for line in summarise_remarks([*own, *remark_on_same_images(of_same)]):
             logger.warning("look at %s", line)
 
-    def run_in_processes(
-        self, gpus: Sequence[str | None], order: Mapping[str, Any], count: Callable[[], object]
-    ) -> dict[str, CaseResult]:
-        """Have the cases predicted and written by processes; return what became of each."""
-        for _ in self._results:
-            count()
-        waiting = [case for name, case in self._cases.items() if name not in self._results]
-        digests: list[tuple[Case, str]] = []
-        for result in predict_in_processes(waiting, gpus, order):
-            if isinstance(result, FoundInCases):
-                self._remarks.extend(result.remarks)
-                digests.extend(((self._cases[name], digest) for name, digest in result.digests))
-                continue
-            if result.error == "ParallelError":
-                result = replace(result, message=f"{result.message}{self._tell_of_earlier(result.case)}")
-            if result.state == "failed" and self._strict:
-                raise DataError(f"case {result.case}: {result.message}")
-            if result.state == "failed":
-                logger.error("%s: %s", result.case, result.message)
-                if result.error == "ParallelError":  # its process could not record that any more
-                    self._record.add_failure(self._cases[result.case], result.error, result.message)
-            self._results[result.case] = result
-            count()
-        self._tell(digests)
-        return self._results
+    def _note_of_worker(self, result: CaseResult) -> CaseResult:
+        """Log the failure of a case, and record one that its process could not record any more."""
+        if result.state != "failed":
+            return result
+        is_lost = result.error == "ParallelError"
+        if is_lost:
+            result = replace(result, message=f"{result.message}{self._tell_of_earlier(result.case)}")
+        if self._strict:
+            raise DataError(f"case {result.case}: {result.message}")
+        logger.error("%s: %s", result.case, result.message)
+        if is_lost:
+            self._record.add_failure(self._cases[result.case], result.error, result.message)
+        return result
 
     def _noted(self, cases: Iterable[Case]) -> Iterator[Case]:
         for case in cases:

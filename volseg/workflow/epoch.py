@@ -1,7 +1,9 @@
-"""The losses of the epoch that is being trained: they stay on the device, and are looked at now and then."""
+"""What is counted of the epoch that is being trained: its losses, which stay on the device, and its seconds."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -9,7 +11,8 @@ from torch import Tensor
 from volseg.errors import NonFiniteLossError
 from volseg.losses.overlap import compute_soft_dice
 
-__all__ = ["CHECK_EVERY", "NORM", "OVERLAP", "EpochLosses"]
+__all__ = ["CHECK_EVERY", "NORM", "OVERLAP", "EpochClock", "EpochLosses", "Glimpse"]
+
 
 CHECK_EVERY = 32
 """Batches between two looks at the losses on a GPU; on a CPU every batch is looked at, which costs nothing there."""
@@ -122,3 +125,89 @@ class EpochLosses:
                 "Look at the images of these cases first (`volseg data check` names NaN and huge values), then lower "
                 "the learning rate or set training.clip; the checkpoints are untouched"
             )
+
+
+# Losses for display, from the first step on: they come from the device when they come, and nobody waits for them.
+
+
+EVERY_SECONDS = 0.5
+"""Between two copies: more could not be read, and each takes some ten microseconds of the host."""
+
+
+class Glimpse:
+    """The losses of one of the last batches, copied beside what a GPU computes; on a CPU they are there at once."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._on_the_way: tuple[list[str], Tensor, torch.cuda.Event] | None = None
+
+    def exchange(self, losses: Mapping[str, Tensor]) -> dict[str, float] | None:
+        """Take the losses of a batch; return those of a batch before that have arrived, or None.
+
+        Parameters
+        ----------
+        losses : mapping
+            Scalars by name, on the device, where later steps do not overwrite them.
+        """
+        if not any(value.is_cuda for value in losses.values()):
+            return {name: float(value) for name, value in losses.items()}
+        arrived = self._take()
+        now = time.monotonic()
+        if self._on_the_way is None and now >= self._next:
+            self._next = now + EVERY_SECONDS
+            self._send(losses)
+        return arrived
+
+    def _send(self, losses: Mapping[str, Tensor]) -> None:
+        # One copy, into pinned memory: from pageable memory it would wait for the device.
+        stacked = torch.stack([value.detach().float().reshape(()) for value in losses.values()])
+        arriving = torch.empty(len(losses), pin_memory=True)
+        arriving.copy_(stacked, non_blocking=True)
+        event = torch.cuda.current_stream(stacked.device).record_event()
+        self._on_the_way = list(losses), arriving, event
+
+    def _take(self) -> dict[str, float] | None:
+        if self._on_the_way is None:
+            return None
+        names, values, event = self._on_the_way
+        if not event.query():
+            return None
+        self._on_the_way = None
+        return dict(zip(names, values.tolist(), strict=True))
+
+
+# The seconds of an epoch, over all interruptions, and those of them that went by waiting for batches.
+
+
+class EpochClock:
+    """What an epoch has taken so far.
+
+    Whoever asks in the middle of an epoch, a checkpoint or the end by an error, must not find the seconds spent waiting
+    there without those in which they lie: `count` before.
+
+    Parameters
+    ----------
+    seconds, waited : float
+        Of the epoch's beginning, before an interruption.
+    """
+
+    def __init__(self, seconds: float = 0.0, waited: float = 0.0) -> None:
+        self.seconds, self.waited = seconds, waited
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._turned = time.perf_counter()
+
+    def count(self) -> float:
+        """Add what went by since the last time; return the time of now."""
+        before, self._turned = self._turned, time.perf_counter()
+        self.seconds += self._turned - before
+        return self._turned
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what goes by in here as spent waiting, too."""
+        asked = self.count()
+        yield
+        self.waited += self.count() - asked

@@ -1,0 +1,112 @@
+"""The verbs about a run that there is: report, status and export."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from volseg.cli.options import Checkpoint, Components, complete_run
+from volseg.errors import VolsegError
+from volseg.streams import show
+
+__all__ = ["runs_app"]
+
+runs_app = typer.Typer()
+
+
+@runs_app.command(epilog="Example: volseg report runs/task04_unet -o task04.html")
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or that of a cross-validation.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default RUN/report.html, which is replaced.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the FILE if it is there.")] = False,
+) -> None:
+    """Write what a run came to as one page of HTML, also of a run that goes on, was interrupted, or failed.
+
+    The file asks nothing of any other: it can be sent and opened anywhere.
+    """
+    from volseg.files import require_new  # imports no torch, and yet more than --help needs
+    from volseg.reporting import write_report
+
+    if output is not None:
+        require_new(output, overwrite=overwrite)
+    show(write_report(run, output))
+
+
+STALE, NO_RUN = 1, 2
+"""Exit statuses, besides 0 for what is fine."""
+
+
+@runs_app.command(epilog="Example: volseg status runs/task04_unet --max-age 10m")
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN|CV", help="Folder of a training or of a cross-validation.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    max_age: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help="Exit status 1 for a last heartbeat older than 10m, and for a failure."),
+    ] = None,
+) -> None:
+    """Say how far a training is: state, epoch, score, time left, and the age of its last heartbeat.
+
+    From any machine that sees the folder. Exit status 0; with --max-age 1 if it hangs or has failed; 2 if there is no
+    run.
+    """
+    from volseg.monitoring.looking_in import find_runs, look_at, parse_age  # imports pydantic: not for --help
+
+    try:
+        oldest = None if max_age is None else parse_age(max_age)
+    except VolsegError as refused:  # not 1, which says that the training hangs
+        raise typer.BadParameter(str(refused)) from refused
+    looks = [look_at(folder) for folder in find_runs(run)]
+    faults = {} if oldest is None else {look.folder: fault for look in looks if (fault := look.find_fault(oldest))}
+    if as_json:
+        show(json.dumps({"runs": [look.as_json() for look in looks], "faults": [*faults.values()]}, indent=2))
+    else:
+        show("\n".join(line for look in looks for line in look.lines()) or f"{run} holds no run")
+        for folder, fault in faults.items():
+            show(f"volseg: {folder}: {fault}", err=True)
+    if not looks or faults:
+        raise typer.Exit(STALE if looks else NO_RUN)
+
+
+@runs_app.command(epilog="Example: volseg export runs/task04_unet -o model.zip --licence CC-BY-4.0")
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            autocompletion=complete_run,
+            help="Folder of `volseg train` or `volseg cross-validate`; for other programs, whatever predicts.",
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="To write, such as model.zip; with monai-bundle a new folder."
+        ),
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="archive (one file for volseg predict), torchscript, onnx or monai-bundle: of one network.",
+        ),
+    ] = "archive",
+    checkpoint: Checkpoint = "latest",
+    licence: Annotated[
+        str, typer.Option(help="Under which the weights may be used, such as CC-BY-4.0.")
+    ] = "not stated",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    components: Components = None,
+) -> None:
+    """Write a trained network as one file that predicts without its run, or for other programs.
+
+    What other programs get is run and compared with the network before it is kept.
+    """
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    show(experiment.export(source, output, to=to, checkpoint=checkpoint, licence=licence, overwrite=overwrite))
