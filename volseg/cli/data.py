@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from volseg.cli.options import Components
+from volseg.cli.options import DATA_SET, Components
 from volseg.streams import show
 
 __all__ = ["cache_app", "data_app"]
 
 
-cache_app = typer.Typer(name="cache", help="Look after the cases that are kept prepared.", no_args_is_help=True)
+cache_app = typer.Typer(name="cache", help="List, clear and verify the cache of prepared cases.", no_args_is_help=True)
 
 CacheFolder = Annotated[
     str, typer.Option("--folder", help="The cache; default $VOLSEG_CACHE, else volseg in the user's cache folder.")
@@ -21,7 +21,7 @@ CacheFolder = Annotated[
 
 @cache_app.command("list", epilog="Example: volseg data cache list")
 def list_cache(folder: CacheFolder = "auto") -> None:
-    """Say which prepared cases are kept, from where, how large they are, and when they were last used."""
+    """List the prepared cases in the cache: source, size, last use."""
     from volseg.data.cache_folder import describe_entries, find_cache_folder  # imports torch: not for --help
 
     show(describe_entries(find_cache_folder(folder)))
@@ -32,7 +32,7 @@ def clear_cache(
     folder: CacheFolder = "auto",
     unused: Annotated[float, typer.Option(min=0, metavar="DAYS", help="Only what was not used for so long.")] = 0,
 ) -> None:
-    """Remove prepared cases; a training that runs keeps those that it has opened."""
+    """Remove prepared cases. A running training keeps the cases that it has opened."""
     from volseg.data.cache_folder import find_cache_folder, remove_entries  # imports torch: not for --help
 
     chosen = find_cache_folder(folder)
@@ -42,7 +42,7 @@ def clear_cache(
 
 @cache_app.command("verify", epilog="Example: volseg data cache verify")
 def verify_cache(folder: CacheFolder = "auto") -> None:
-    """Compare every byte that is kept with its checksum, and remove what is damaged: it will be prepared anew."""
+    """Compare all prepared cases with their checksums and remove damaged ones."""
     from volseg.data.cache_folder import find_cache_folder, verify_entries  # imports torch: not for --help
 
     chosen = find_cache_folder(folder)
@@ -55,7 +55,7 @@ def verify_cache(folder: CacheFolder = "auto") -> None:
         raise typer.Exit(1)
 
 
-data_app = typer.Typer(name="data", help="Fetch, make, describe and check data sets.", no_args_is_help=True)
+data_app = typer.Typer(name="data", help="Fetch, generate, describe and check data sets.", no_args_is_help=True)
 data_app.add_typer(cache_app)
 
 
@@ -72,7 +72,7 @@ def info(
     name: Annotated[str, typer.Argument(metavar="TASK|FOLDER", help="A public task, a folder, or a table (CSV).")],
     components: Components = None,
 ) -> None:
-    """Say what is in a data set: of a folder cases, channels, labels, sizes and spacings; every image is read."""
+    """Describe a data set: cases, channels, labels, sizes and spacings. Every image is read."""
     from volseg import experiment  # imports torch: not for --help
     from volseg.data import load_task
     from volseg.data.catalogue import find_public_task
@@ -97,7 +97,7 @@ def fetch(
     ] = Path(),
     url: Annotated[str | None, typer.Option(help="A mirror of the archive, which must be the same file.")] = None,
 ) -> None:
-    """Fetch a public task; what has come before an interruption is not fetched again."""
+    """Fetch a public task. An interrupted download continues."""
     from volseg.data.catalogue import find_public_task  # imports torch: not for --help
     from volseg.data.fetching import fetch_task
     from volseg.monitoring.progress import show_bytes
@@ -122,7 +122,7 @@ def make(
         typer.Option(help="With --like: sides as a fraction of the task's; by default 48 voxels along the longest."),
     ] = None,
 ) -> None:
-    """Make a synthetic data set in MSD layout: two structures, or a small twin of one of the Decathlon's tasks."""
+    """Generate a synthetic data set in MSD layout, or a small imitation of a Decathlon task."""
     from volseg.data.synthetic import make_task  # imports torch: not for --help
     from volseg.data.twins import make_twin
     from volseg.errors import DataError
@@ -137,7 +137,9 @@ def make(
 
 @data_app.command(epilog="Example: volseg data check Task04_Hippocampus -o check.json --fix Task04_mended")
 def check(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A data set in any of the layouts.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A data set in any of the layouts.", callback=DATA_SET)
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write all that was found as JSON.")
     ] = None,
@@ -159,7 +161,7 @@ def check(
     keep_bad: Annotated[bool, typer.Option("--keep-bad", help="With --fix: copy bad cases as they are.")] = False,
     components: Components = None,
 ) -> None:
-    """Read every file of a data set once; say what is wrong, what is odd, and what to do about it.
+    """Check every file of a data set: what is wrong, what is unusual, how to fix it.
 
     Exit status 1 if a case cannot be used.
     """

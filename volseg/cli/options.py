@@ -3,7 +3,8 @@
 Verbs and options typer offers itself, and the shell its files.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,9 +12,12 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
+from volseg.errors import ConfigError
 from volseg.monitoring.console import add_to_logs
 
 __all__ = [
+    "DATA_SET",
+    "MADE_FOLDER",
     "Channels",
     "Checkpoint",
     "Classes",
@@ -24,6 +28,8 @@ __all__ = [
     "Overrides",
     "Quiet",
     "SuggestingCommand",
+    "check_config",
+    "check_exists",
     "complete_config",
     "complete_key",
     "complete_kind",
@@ -86,6 +92,36 @@ def _list_runs(folder: Path) -> Iterator[Path]:
             yield path
 
 
+def check_config(path: Path | None) -> Path | None:
+    """Refuse a config, or a data set, that does not exist, before torch is imported."""
+    from volseg.config.shipped import list_shipped  # errors and paths: not for --help
+
+    if path is not None and not path.exists() and str(path) not in list_shipped():
+        from volseg.config.loading import load_config  # pydantic: only where there is something to refuse
+
+        load_config(path)  # raises, and says which configs and folders there are
+    return path
+
+
+def check_exists(remedy: str) -> Callable[[Any], Any]:
+    """Return what refuses paths that do not exist, before torch is imported; with a near name if there is one."""
+
+    def check(given: Path | Sequence[Path] | None) -> Path | Sequence[Path] | None:
+        for path in [given] if isinstance(given, Path) else given or ():
+            if not path.exists():
+                siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+                near = get_close_matches(path.name, siblings, n=1)
+                hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+                raise ConfigError(f"{path} does not exist; {remedy}{hint}")
+        return given
+
+    return check
+
+
+DATA_SET = check_exists("name the TaskNN_Name folder of an MSD task, or another data set's")
+MADE_FOLDER = check_exists("name the folder that `volseg train` or `volseg cross-validate` made")
+
+
 SETTINGS = {
     "--epochs": "training.epochs",
     "--iterations": "training.iterations",
@@ -117,7 +153,13 @@ class SuggestingCommand(TyperCommand):
 
 
 ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.", autocompletion=complete_config)
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        help="YAML file of the experiment.",
+        autocompletion=complete_config,
+        callback=check_config,
+    ),
 ]
 Channels = Annotated[int | None, typer.Option(min=1, help="Of the images, where the data set is not there.")]
 Classes = Annotated[
@@ -163,9 +205,9 @@ JsonLogs = Annotated[
     typer.Option(
         "--json-logs",
         callback=_take("json"),
-        help="On standard error a JSON object for every line and every epoch; for all commands VOLSEG_LOGS=json.",
+        help="Write a JSON object for each line and epoch to standard error; for all commands: VOLSEG_LOGS=json.",
     ),
 ]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", callback=_take("quiet"), help="Say warnings and errors alone; or VOLSEG_LOGS=quiet.")
+    bool, typer.Option("--quiet", callback=_take("quiet"), help="Show only warnings and errors; or VOLSEG_LOGS=quiet.")
 ]

@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from volseg.cli.options import Channels, Classes, Components, ConfigFile, Overrides, SuggestingCommand, complete_config
+from volseg.cli.options import (
+    Channels,
+    Classes,
+    Components,
+    ConfigFile,
+    Overrides,
+    SuggestingCommand,
+    check_config,
+    complete_config,
+)
 from volseg.streams import show
 
 __all__ = ["planning_app"]
@@ -18,11 +27,18 @@ NOTHING_FITS = 3
 """Exit status where the training fits the machine in no way; 1 is for a config that cannot be planned for."""
 
 
-@planning_app.command(epilog="Example: volseg plan configs/task04_vnet.yaml --instance p3.8xlarge")
+@planning_app.command(
+    epilog="Example: volseg plan configs/task04_vnet.yaml --instance p3.8xlarge", rich_help_panel="Train"
+)
 def plan(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="CONFIG", help="YAML file of the experiment.", autocompletion=complete_config),
+        typer.Argument(
+            metavar="CONFIG",
+            help="YAML file of the experiment.",
+            autocompletion=complete_config,
+            callback=check_config,
+        ),
     ] = None,
     overrides: Overrides = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of one machine; default 1.")] = None,
@@ -48,7 +64,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; docs/what-fits.md says what is in it.")] = False,
     components: Components = None,
 ) -> None:
-    """Forecast memory, time and price of a training on a machine, without a GPU, and say how to share its GPUs.
+    """Estimate memory, time and price of a training without a GPU, and choose how to share GPUs.
 
     Exit status 3: it fits in no way, and what would is told.
     """
@@ -82,7 +98,9 @@ def plan(
         raise typer.Exit(NOTHING_FITS)
 
 
-@planning_app.command(cls=SuggestingCommand, epilog="Example: volseg profile configs/task04_unet.yaml -o profile")
+@planning_app.command(
+    cls=SuggestingCommand, epilog="Example: volseg profile configs/task04_unet.yaml -o profile", rich_help_panel="Train"
+)
 def profile(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -100,7 +118,7 @@ def profile(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; docs/profile.md says what is in it.")] = False,
     components: Components = None,
 ) -> None:
-    """Say where a training step's time goes: kernels by layer and direction, waiting, and what limits it.
+    """Show where the time of a training step goes: kernels by layer and direction, waiting, bounds.
 
     Trains on random voxels for some seconds; needs no data, and leaves no run folder.
     """
@@ -124,7 +142,10 @@ def profile(
 
 
 @planning_app.command(
-    "compile", cls=SuggestingCommand, epilog="Example: volseg compile configs/task04_unet.yaml --gpu h200"
+    "compile",
+    cls=SuggestingCommand,
+    epilog="Example: volseg compile configs/task04_unet.yaml --gpu h200",
+    rich_help_panel="Train",
 )
 def compile_(
     config: ConfigFile,
@@ -134,7 +155,7 @@ def compile_(
     classes: Classes = None,
     components: Components = None,
 ) -> None:
-    """Compile the kernels of a training on one GPU, without one, into Triton's cache: it then begins at once.
+    """Compile the kernels of a training ahead of time, also on a machine without a GPU.
 
     The cache is the folder TRITON_CACHE_DIR. Versions and config must be those of the training, but for data and name.
     """

@@ -6,12 +6,14 @@ from typing import Annotated
 
 import typer
 
-from volseg.cli.options import Checkpoint, Components, complete_run
+from volseg.cli.options import MADE_FOLDER, Checkpoint, Components, check_exists, complete_run
 from volseg.streams import show
 
 __all__ = ["prediction_app"]
 
 prediction_app = typer.Typer()
+
+LABEL_MAPS = check_exists("name a folder with a label map for each case")
 
 
 SourceArgument = Annotated[
@@ -21,6 +23,10 @@ SourceArgument = Annotated[
         autocompletion=complete_run,
         help="What predicts: a run folder, a cross-validation's (all finished folds together), a file that "
         "`volseg export` wrote, a model folder of nnU-Net 2 or a checkpoint from it; or one fold of these.",
+        callback=check_exists(
+            "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model "
+            "folder of nnU-Net 2, or a file of weights"
+        ),
     ),
 ]
 Settings = Annotated[
@@ -33,43 +39,18 @@ Settings = Annotated[
 ]
 
 
-@prediction_app.command(epilog="Example: volseg validate runs/task04_unet --set inference.mirror=true")
-def validate(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN|CV",
-            autocompletion=complete_run,
-            help="Folder of `volseg train`, or of `volseg cross-validate`.",
-        ),
-    ],
-    checkpoint: Checkpoint = "latest",
-    settings: Settings = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder to write to; default in RUN, named by the settings.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a validation that is there.")] = False,
-    components: Components = None,
-) -> None:
-    """Predict the run's validation cases, or those of every finished fold, and write their summary.json."""
-    from volseg import experiment  # imports torch: not for --help
-
-    experiment.load_components(components or ())
-    words = experiment.validate_words(
-        run, checkpoint=checkpoint, overrides=settings or (), output=output, overwrite=overwrite
-    )
-    show(words)
-
-
 @prediction_app.command(
-    epilog="Example: volseg predict runs/task04_unet imagesTs/ scan.nrrd dicom_folder/ -o predictions"
+    epilog="Example: volseg predict runs/task04_unet imagesTs/ scan.nrrd dicom_folder/ -o predictions",
+    rich_help_panel="Use",
 )
 def predict(
     source: SourceArgument,
     images: Annotated[
         list[Path],
         typer.Argument(
-            metavar="IMAGES...", help="NIfTI, MHA or NRRD files, folders of them, DICOM folders, or tables (CSV)."
+            metavar="IMAGES...",
+            help="NIfTI, MHA or NRRD files, folders of them, DICOM folders, or tables (CSV).",
+            callback=check_exists("name image files, folders of them, DICOM folders, or tables (CSV)"),
         ),
     ],
     output: Annotated[
@@ -121,7 +102,7 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Print what became of the cases as JSON.")] = False,
     components: Components = None,
 ) -> None:
-    """Write a label map for each image, as NIfTI on the image's own grid.
+    """Write a label map for each image, as NIfTI on the image's grid.
 
     A case that fails is named, and the others go on. Exit status 1 if one failed.
     """
@@ -160,13 +141,17 @@ def predict_cases(components: Components = None) -> None:
 
 
 @prediction_app.command(
-    epilog="Example: volseg postprocess runs/task04_unet --apply predictions --output postprocessed"
+    epilog="Example: volseg postprocess runs/task04_unet --apply predictions --output postprocessed",
+    rich_help_panel="Use",
 )
 def postprocess(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN|CV", autocompletion=complete_run, help="Folder of `volseg train` or `volseg cross-validate`."
+            metavar="RUN|CV",
+            autocompletion=complete_run,
+            help="Folder of `volseg train` or `volseg cross-validate`.",
+            callback=MADE_FOLDER,
         ),
     ],
     apply: Annotated[
@@ -179,7 +164,7 @@ def postprocess(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="With --apply: replace those that are there.")] = False,
     components: Components = None,
 ) -> None:
-    """Try largest components and hole filling on the validation cases; keep what raises Dice and lowers no label's."""
+    """Try largest components and hole filling on the validation cases; keep what helps."""
     from volseg import experiment  # imports torch: not for --help
 
     experiment.load_components(components or ())
@@ -195,11 +180,47 @@ def postprocess(
 
 
 @prediction_app.command(
-    epilog="Example: volseg evaluate --predictions predictions --labels Task04_Hippocampus/labelsTr --allow-missing"
+    epilog="Example: volseg validate runs/task04_unet --set inference.mirror=true", rich_help_panel="Evaluate"
+)
+def validate(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|CV",
+            autocompletion=complete_run,
+            callback=MADE_FOLDER,
+            help="Folder of `volseg train`, or of `volseg cross-validate`.",
+        ),
+    ],
+    checkpoint: Checkpoint = "latest",
+    settings: Settings = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to write to; default in RUN, named by the settings.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a validation that is there.")] = False,
+    components: Components = None,
+) -> None:
+    """Predict and score the validation cases of a run, or of all finished folds."""
+    from volseg import experiment  # imports torch: not for --help
+
+    experiment.load_components(components or ())
+    words = experiment.validate_words(
+        run, checkpoint=checkpoint, overrides=settings or (), output=output, overwrite=overwrite
+    )
+    show(words)
+
+
+@prediction_app.command(
+    epilog="Example: volseg evaluate --predictions predictions --labels Task04_Hippocampus/labelsTr --allow-missing",
+    rich_help_panel="Evaluate",
 )
 def evaluate(
-    predictions: Annotated[Path, typer.Option(metavar="DIR", help="A label map for each case, of whatever program.")],
-    labels: Annotated[Path, typer.Option(metavar="DIR", help="The true label maps; or a data set.")],
+    predictions: Annotated[
+        Path, typer.Option(metavar="DIR", help="A label map for each case, from any program.", callback=LABEL_MAPS)
+    ],
+    labels: Annotated[
+        Path, typer.Option(metavar="DIR", help="The true label maps, or a data set.", callback=LABEL_MAPS)
+    ],
     names: Annotated[
         str | None,
         typer.Option(help="A dataset.json, or 1=liver,2=tumour; default the data set's, else the values found."),
@@ -225,7 +246,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json in place of the table.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace these files if they are there.")] = False,
 ) -> None:
-    """Score label maps per case and label on their own grid. Exit status 1 if a case could not be scored."""
+    """Score label maps per case and label. Exit status 1 if a case could not be scored."""
     from volseg.evaluation import judging  # imports torch: not for --help
 
     evaluated = judging.judge_folders(
@@ -244,18 +265,24 @@ def evaluate(
         raise typer.Exit(1)
 
 
-@prediction_app.command(epilog="Example: volseg compare runs/unet runs/resenc -o unet_or_resenc")
+@prediction_app.command(
+    epilog="Example: volseg compare runs/unet runs/resenc -o unet_or_resenc", rich_help_panel="Evaluate"
+)
 def compare(
     methods: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN RUN...", help="Runs, cross-validations, or predictions that were evaluated."),
+        typer.Argument(
+            metavar="RUN RUN...",
+            help="Runs, cross-validations, or evaluated predictions.",
+            callback=check_exists("name runs, cross-validations, or evaluated predictions"),
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="For CSV, JSON and picture.")] = Path(
         "comparison"
     ),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
-    """Compare methods case by case: mean difference with its interval, wins and losses, Wilcoxon's test."""
+    """Compare methods case by case: mean difference with interval, wins and losses, Wilcoxon's test."""
     from volseg.evaluation import judging  # imports torch: not for --help
 
     show(judging.compare_folders(methods, output, overwrite=overwrite))

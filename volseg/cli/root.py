@@ -9,7 +9,7 @@ from volseg.cli.options import JsonLogs, Quiet
 from volseg.cli.planning import planning_app
 from volseg.cli.prediction import prediction_app
 from volseg.cli.runs import runs_app
-from volseg.cli.tools import tools_app
+from volseg.cli.tools import start_app, tools_app
 from volseg.cli.training import training_app
 from volseg.streams import show
 from volseg.version import __version__
@@ -23,8 +23,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for verbs in (training_app, planning_app, prediction_app, runs_app, tools_app, data_app):
-    app.add_typer(verbs)  # without a name, but for `data`: its verbs are the program's own
+app.add_typer(start_app)
+app.add_typer(data_app, rich_help_panel="Data")
+for verbs in (training_app, planning_app, prediction_app, runs_app, tools_app):  # panels keep this order
+    app.add_typer(verbs)  # without a name: its verbs are those of the program
 
 
 def _show_version(wanted: bool) -> None:

@@ -15,7 +15,7 @@ __all__ = ["runs_app"]
 runs_app = typer.Typer()
 
 
-@runs_app.command(epilog="Example: volseg report runs/task04_unet -o task04.html")
+@runs_app.command(epilog="Example: volseg report runs/task04_unet -o task04.html", rich_help_panel="Evaluate")
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or that of a cross-validation.")],
     output: Annotated[
@@ -23,7 +23,7 @@ def report(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the FILE if it is there.")] = False,
 ) -> None:
-    """Write what a run came to as one page of HTML, also of a run that goes on, was interrupted, or failed.
+    """Write the report of a run as one HTML page, also while the run trains or after it failed.
 
     The file asks nothing of any other: it can be sent and opened anywhere.
     """
@@ -39,7 +39,7 @@ STALE, NO_RUN = 1, 2
 """Exit statuses, besides 0 for what is fine."""
 
 
-@runs_app.command(epilog="Example: volseg status runs/task04_unet --max-age 10m")
+@runs_app.command(epilog="Example: volseg status runs/task04_unet --max-age 10m", rich_help_panel="Evaluate")
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN|CV", help="Folder of a training or of a cross-validation.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
@@ -48,7 +48,7 @@ def status(
         typer.Option(metavar="AGE", help="Exit status 1 for a last heartbeat older than 10m, and for a failure."),
     ] = None,
 ) -> None:
-    """Say how far a training is: state, epoch, score, time left, and the age of its last heartbeat.
+    """Show the state, epoch, score, remaining time and last heartbeat of a training.
 
     From any machine that sees the folder. Exit status 0; with --max-age 1 if it hangs or has failed; 2 if there is no
     run.
@@ -71,7 +71,9 @@ def status(
         raise typer.Exit(STALE if looks else NO_RUN)
 
 
-@runs_app.command(epilog="Example: volseg export runs/task04_unet -o model.zip --licence CC-BY-4.0")
+@runs_app.command(
+    epilog="Example: volseg export runs/task04_unet -o model.zip --licence CC-BY-4.0", rich_help_panel="Use"
+)
 def export(
     source: Annotated[
         Path,
@@ -102,7 +104,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
     components: Components = None,
 ) -> None:
-    """Write a trained network as one file that predicts without its run, or for other programs.
+    """Write a trained network as one file: a volseg archive, TorchScript, ONNX or a MONAI bundle.
 
     What other programs get is run and compared with the network before it is kept.
     """

@@ -16,13 +16,14 @@ from volseg.cli.options import (
 )
 from volseg.streams import show
 
-__all__ = ["tools_app"]
+__all__ = ["start_app", "tools_app"]
 
-tools_app = typer.Typer()
+start_app, tools_app = typer.Typer(), typer.Typer()
 
 
 @tools_app.command(
-    epilog="Example: volseg verify configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus --network SegResNet"
+    epilog="Example: volseg verify configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus --network SegResNet",
+    rich_help_panel="Machine",
 )
 def verify(
     config: ConfigFile,
@@ -48,7 +49,7 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything that was compared as JSON.")] = False,
     components: Components = None,
 ) -> None:
-    """Compare the network on several devices with itself on one, in training and evaluation, recomputed and recorded.
+    """Compare a network on several devices with the same network on one, in all modes.
 
     Outputs, gradients, buffers, parameters after a step and after two, in float64. Exit status 1 if anything differs.
     """
@@ -63,7 +64,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@tools_app.command(epilog="Example: volseg quickstart --output first_run")
+@start_app.command(epilog="Example: volseg quickstart --output first_run", rich_help_panel="Start")
 def quickstart(
     output: Annotated[
         Path | None,
@@ -71,13 +72,15 @@ def quickstart(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Make data, train a small network on it, validate and predict: minutes, without data or GPU."""
+    """Generate data, train a small network on it, validate and predict: minutes, without a GPU."""
     from volseg import experiment  # imports torch: not for --help
 
     show(experiment.quickstart(output, overrides or ()))
 
 
-@tools_app.command("components", epilog="Example: volseg components network --components components.py")
+@start_app.command(
+    "components", epilog="Example: volseg components network --components components.py", rich_help_panel="Start"
+)
 def list_components(
     kind: Annotated[
         str | None,
@@ -87,7 +90,7 @@ def list_components(
     ] = None,
     components: Components = None,
 ) -> None:
-    """List what a config may name: built in, of installed packages, and of your own."""
+    """List the networks, losses and other components that a config can name."""
     from volseg import experiment  # imports torch: not for --help
 
     experiment.load_components(components or ())
@@ -95,7 +98,7 @@ def list_components(
         show(line)
 
 
-@tools_app.command(epilog="Example: volseg doctor --json > doctor.json")
+@tools_app.command(epilog="Example: volseg doctor --json > doctor.json", rich_help_panel="Machine")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print findings and facts as JSON.")] = False,
     quick: Annotated[
@@ -106,7 +109,7 @@ def doctor(
     ] = None,
     runs: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Of the runs; default runs.")] = None,
 ) -> None:
-    """Look at this machine: GPUs, driver, torch, links, memory, disks, limits; say what is wrong and how to mend it.
+    """Check this machine (GPUs, driver, torch, memory, disks, limits) and say how to fix what is wrong.
 
     Exit status 1 if anything stops a training.
     """
@@ -122,7 +125,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-@tools_app.command("init", epilog="Example: volseg init --like task04_unet --data DIR/Task04_Hippocampus -o mine.yaml")
+@start_app.command(
+    "init",
+    epilog="Example: volseg init --like task04_unet --data DIR/Task04_Hippocampus -o mine.yaml",
+    rich_help_panel="Start",
+)
 def init(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The config to write.")] = Path(
         "experiment.yaml"
@@ -139,7 +146,7 @@ def init(
     minimal: Annotated[bool, typer.Option("--minimal", help="Only what differs from the defaults.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
 ) -> None:
-    """Write a config to begin with, in which every value says what it means and what it may be."""
+    """Write a config in which every value is explained."""
     from volseg.commands import spell  # what follows imports torch: not for --help
     from volseg.experiment.configuring import init_config
 
@@ -150,14 +157,14 @@ def init(
     show("\n  ".join([f"{output} is written. Next:", *ways, spell(f"volseg train {output}")]))
 
 
-@tools_app.command("schema", epilog="Example: volseg schema > volseg.schema.json")
+@start_app.command("schema", epilog="Example: volseg schema > volseg.schema.json", rich_help_panel="Start")
 def schema(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Written anew; default: print it.")
     ] = None,
     components: Components = None,
 ) -> None:
-    """Print the JSON schema of configs, by which editors complete and check them."""
+    """Print the JSON schema of configs, for completion and checks in editors."""
     from volseg.experiment import load_components  # imports torch: not for --help
     from volseg.experiment.configuring import config_schema, write_schema
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from volseg.cli.options import (
+    DATA_SET,
     Components,
     ConfigFile,
     JsonLogs,
@@ -14,6 +15,7 @@ from volseg.cli.options import (
     Overrides,
     Quiet,
     SuggestingCommand,
+    check_config,
     complete_config,
     complete_run,
 )
@@ -24,9 +26,9 @@ __all__ = ["training_app"]
 training_app = typer.Typer()
 
 
-@training_app.command(epilog="Example: volseg configure Task04_Hippocampus -o my_task.yaml")
+@training_app.command(epilog="Example: volseg configure Task04_Hippocampus -o my_task.yaml", rich_help_panel="Data")
 def configure(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A data set.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The config to write.")],
     preset: Annotated[
         str, typer.Option(help="unet, resenc (residual encoder), vnet, or whole (whole volumes, cut over GPUs).")
@@ -48,7 +50,7 @@ def configure(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     components: Components = None,
 ) -> None:
-    """Look at every case of a data set, and write a config for it in which every number says why it is what it is."""
+    """Analyse a data set and write a training config; each value is commented with its reason."""
     from volseg import experiment  # imports torch: not for --help
     from volseg.files import require_new
     from volseg.planning import parse_memory, write_config
@@ -63,15 +65,18 @@ def configure(
 
 @training_app.command(
     cls=SuggestingCommand,
-    epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus",
+    epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus\n\n"
+    "`volseg init` explains every value of a config; `volseg components` lists what a config can name.",
+    rich_help_panel="Train",
 )
 def train(
     config: Annotated[
         Path,
         typer.Argument(
             metavar="CONFIG",
-            help="YAML file of the experiment; or a data set, to be planned for.",
+            help="YAML file of the experiment, or a data set to plan for.",
             autocompletion=complete_config,
+            callback=check_config,
         ),
     ],
     overrides: Overrides = None,
@@ -104,7 +109,7 @@ def train(
     json_logs: JsonLogs = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a network, validate it, and leave a run folder."""
+    """Train a network, validate it, and write a run folder."""
     del json_logs, quiet  # their callbacks have heard them
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import is_config_file, path_override
@@ -151,6 +156,7 @@ def train(
     "cross-validate",
     cls=SuggestingCommand,
     epilog="Example: volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2",
+    rich_help_panel="Train",
 )
 def cross_validate(
     config: ConfigFile,
@@ -169,7 +175,7 @@ def cross_validate(
     json_logs: JsonLogs = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train every fold that is not finished, and write one table of all their cases."""
+    """Train all folds that are not finished, and write one table of all cases."""
     del json_logs, quiet  # their callbacks have heard them
     from volseg import experiment  # imports torch: not for --help
     from volseg.config.loading import path_override

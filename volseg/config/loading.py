@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,11 @@ def _name_configs(path: Path) -> str:
     if path.is_dir():
         return "it is a folder; name a YAML file"
     parent = path.parent
-    files = [str(file) for file in (*parent.glob("*.yaml"), *parent.glob("*.yml"))] if parent.is_dir() else []
+    beside = list(parent.iterdir()) if parent.is_dir() else []
+    near = get_close_matches(path.name, [each.name for each in beside if each.is_dir()], n=1)
+    if near:
+        return f"did you mean the folder {str(parent / near[0])!r}?"
+    files = [str(each) for each in beside if each.suffix in (".yaml", ".yml")]
     own = did_you_mean(str(path), files) if files else "name a YAML file"
     shipped = list_shipped()
     if path.stem in shipped:
