@@ -231,7 +231,7 @@ def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, ca
         (["predict", "TASK", "IMAGE"], "TASK is no run folder: it has no config.yaml"),
         (["predict", "nowhere", "IMAGE"], "nowhere does not exist; name a run folder"),
         (["validate", "CONFIG"], "CONFIG is no run folder and no cross-validation"),
-        (["evaluate", "--predictions", "nowhere", "--labels", "TASK/labelsTr"], "nowhere does not exist; name a folder with"),
+        (["evaluate", "--predictions", "nowhere", "--labels", "TASK/labelsTr"], "nowhere does not exist; name a"),
         (["configure", "TASK", "-o", "new.yaml", "--preset", "unett"], "no preset is called 'unett'; did you mean"),
         (["configure", "TASK", "-o", "new.yaml", "--gpu-memory", "many"], "is a size such as 16GiB, got 'many'"),
         (["data", "fetch", "Task99"], "no public task is called 'Task99'; known: Task01_BrainTumour"),

@@ -1,4 +1,4 @@
-"""A misspelt path was answered after 4 to 17 seconds: each verb imported torch before it looked whether the path exists.
+"""A misspelt path was refused after 4 to 17 seconds: each verb imported torch before it looked for the path.
 
 A near name beside the path was offered for configs only, not for folders.
 """
