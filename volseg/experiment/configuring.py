@@ -128,8 +128,8 @@ def _find_fingerprint(task: Task, skip_bad: bool) -> Fingerprint:
     return taken.fingerprint
 
 
-def configure_words(planned: Plan, path: str | Path) -> str:
-    """Return what was planned, in a few lines."""
+def configure_words(planned: Plan, path: str | Path, *, trains: bool = False) -> str:
+    """Return what was planned, in a few lines, and what to type next unless the training begins now."""
     geometry, fingerprint = planned.geometry, planned.fingerprint
     size = " x ".join(f"{side:g}" for side in geometry.median_shape)
     lines = {
@@ -143,13 +143,13 @@ def configure_words(planned: Plan, path: str | Path) -> str:
         "for": f"{geometry.num_gpus} GPU(s) of {planned.gpu_memory:g} GiB",
     }
     slow = (
-        "no GPU is here, and on a CPU this takes days; begin with: --set training.epochs=5 --set training.iterations=50"
+        "this machine has no GPU, and the plan takes days on a CPU; try --set training.epochs=5 --set "
+        "training.iterations=50 first"
     )
-    return "\n".join(
-        [*(f"{what:12} {text}" for what, text in lines.items()), *([] if count_gpus() else [slow]),
-         f"written to {path}; why each number is what it is, stands there. Next:",
-         f"  {spell(f'volseg train {quote(str(path))}')}"]
-    )  # fmt: skip
+    written = f"written to {path}, with the reason for each value"
+    command = spell(f"volseg train {quote(str(path))}")
+    last = [f"{written}. The training begins."] if trains else [f"{written}. Next:", f"  {command}"]
+    return "\n".join([*(f"{what:12} {text}" for what, text in lines.items()), *([] if count_gpus() else [slow]), *last])
 
 
 def is_data_set(path: str | Path) -> bool:
@@ -223,7 +223,7 @@ def plan_run(
     skip_bad = bool(data.get("skip_bad")) if isinstance(data, dict) else False
     planned = _plan_for(task, folder, preset, gpu_memory, None, skip_bad)
     write_config(planned, file, overwrite=True)
-    logger.info("%s", configure_words(planned, file))
+    logger.info("%s", configure_words(planned, file, trains=True))
     return file
 
 
