@@ -22,6 +22,7 @@ SETTINGS = [
     ("training.epochs=1.5", "training.epochs: needed: a whole number, got 1.5"),
     ("training.epochs=null", "training.epochs: needed: a whole number, got None"),
     ("training.clip=0,5", "training.clip: needed: a number; write 0.5, with a point, got '0,5'"),
+    ("optimizer.lr=1e-3,5", r"lr is a text; write a number with a point, or a list: \[1e-3,5\], got '1e-3,5'"),
     ("optimizer.lr=0,003", "optimizer: lr is a text; write 0.003, with a point, got '0,003'"),
     ("training.record=maybe", "training.record: needed: true or false, got 'maybe'"),
     ("training.precision=float16", "Input should be 'auto', 'fp32', 'bf16' or 'fp16', got 'float16'"),

@@ -43,3 +43,12 @@ def test_a_path_that_does_not_exist_is_refused_before_torch_is_imported(tmp_path
     assert ran.returncode == 1
     assert message in ran.stderr
     assert ran.stdout.strip() == "False"
+
+
+def test_a_value_behind_a_space_is_answered_by_its_key(tmp_path):
+    """``--set training.epochs 5`` was an "unexpected extra argument (5)"."""
+    words = ["train", "task04_cpu", "--set", "training.epochs", "5"]
+    ran = subprocess.run([sys.executable, "-P", "-m", "volseg", *words], cwd=tmp_path, capture_output=True)
+    assert ran.returncode == 2
+    said = " ".join(ran.stderr.decode("utf-8").replace("│", " ").split())
+    assert "training.epochs has no value: write --set training.epochs=VALUE, without a space" in said

@@ -30,6 +30,7 @@ __all__ = [
     "SuggestingCommand",
     "check_config",
     "check_exists",
+    "check_overrides",
     "complete_config",
     "complete_key",
     "complete_kind",
@@ -165,11 +166,22 @@ Channels = Annotated[int | None, typer.Option(min=1, help="Of the images, where 
 Classes = Annotated[
     int | None, typer.Option(min=2, help="Of the label maps, with the background, where the data set is not there.")
 ]
+
+
+def check_overrides(given: list[str] | None) -> list[str] | None:
+    """Refuse a key whose value follows behind a space, before the value is taken for an argument."""
+    for assignment in given or ():
+        if "=" not in assignment:
+            raise typer.BadParameter(f"{assignment} has no value: write --set {assignment}=VALUE, without a space")
+    return given
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
+        callback=check_overrides,
         help="Override one value, such as training.epochs=5.",
         autocompletion=complete_key,
     ),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from volseg.cli.options import MADE_FOLDER, Checkpoint, Components, check_exists, complete_run
+from volseg.cli.options import MADE_FOLDER, Checkpoint, Components, check_exists, check_overrides, complete_run
 from volseg.streams import show
 
 __all__ = ["prediction_app"]
@@ -34,6 +34,7 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
+        callback=check_overrides,
         help="Compute otherwise than the training did: inference.mirror=true, device=cpu, training.precision=fp32 ...",
     ),
 ]

@@ -41,6 +41,8 @@ def suggest_plain(value: object) -> str | None:
         return None
     if re.fullmatch(r"[-+]?\d+,\d+", value):
         return f"write {value.replace(',', '.')}, with a point"
+    if re.fullmatch(r"[-+]?\d+(e[-+]?\d+)?(,\d+(e[-+]?\d+)?)+", value, re.IGNORECASE) and "e" in value.lower():
+        return f"write a number with a point, or a list: [{value}]"
     if re.fullmatch(r"[-+]?\d+(_\d+)+", value):
         return f"write {value.replace('_', '')}, without _"
     return "write true or false" if value.lower() in TRUTHS else None
