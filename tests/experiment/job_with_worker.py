@@ -15,8 +15,8 @@ from volseg.cli import main
 from volseg.config.schema import ExperimentConfig
 from volseg.estimate.candidate import Candidate
 from volseg.experiment import compiled_kernels, training
+from volseg.experiment.cases import CaseReading
 from volseg.experiment.compiled_kernels import CompiledKernels, KernelWorker, OwnGpu, make_order, serve_kernels
-from volseg.experiment.reading import CaseReading
 from volseg.lifetime import end_with_launcher
 from volseg.parallel.devices import count_processes, find_local_rank, find_rank
 

@@ -13,13 +13,12 @@ from in_group import in_group
 from volseg.errors import ConfigError
 from volseg.experiment import load_config, placed_network, settling, train
 from volseg.experiment.building import build_training
-from volseg.experiment.cases import choose_cases
+from volseg.experiment.cases import CaseReading, choose_cases
 from volseg.experiment.placed_network import build_model, choose_device
-from volseg.experiment.reading import CaseReading
 from volseg.experiment.settling import Needed, join_processes, settle_mesh
 from volseg.parallel.devices import find_rank
 from volseg.workflow import Hook, load_checkpoint
-from volseg.workflow.randomness import seed_everything
+from volseg.workflow.precision import seed_everything
 from volseg.workflow.spatial_group import GroupBatches
 
 

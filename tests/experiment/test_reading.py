@@ -5,8 +5,7 @@ import torch
 from in_group import in_group
 from torch import nn
 
-from volseg.experiment.cases import choose_cases
-from volseg.experiment.reading import CaseReading
+from volseg.experiment.cases import CaseReading, choose_cases
 from volseg.experiment.settling import settle_mesh
 
 

@@ -11,7 +11,7 @@ from monai.data import MetaTensor
 from torch import nn
 
 from volseg.errors import NonFinitePredictionError, ReaderError
-from volseg.inference.decision import Prediction
+from volseg.inference.original_grid import Prediction
 from volseg.inference.overlapped import overlapped
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction

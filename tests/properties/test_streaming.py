@@ -11,8 +11,7 @@ from monai.data import MetaTensor
 from monai.inferers import sliding_window_inference
 from torch import Tensor
 
-from volseg.inference.decision import measure_entropy
-from volseg.inference.original_grid import WayBack, original_label_map, resample
+from volseg.inference.original_grid import WayBack, measure_entropy, original_label_map, resample
 from volseg.inference.predictor import Predictor
 from volseg.inference.windows import choose_axis, find_starts, plan_blend
 from volseg.transforms.preprocessing import build_preprocessing

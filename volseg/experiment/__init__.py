@@ -20,14 +20,13 @@ if TYPE_CHECKING:
     from volseg.experiment.machines import calibrate_words, find_machine
     from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
     from volseg.experiment.plan_command import plan_training, plan_volumes, plan_words
-    from volseg.experiment.postprocessing import apply_postprocessing, determine_postprocessing
     from volseg.experiment.predicting import predict, serve_predictions
     from volseg.experiment.profiling import profile_training
     from volseg.experiment.quickstarting import quickstart
     from volseg.experiment.report import Outcome, closing_words, dice_table
     from volseg.experiment.starting import require_weights
     from volseg.experiment.training import train
-    from volseg.experiment.validating import validate, validate_words
+    from volseg.experiment.validating import apply_postprocessing, determine_postprocessing, validate, validate_words
     from volseg.experiment.verifying import verify
     from volseg.parallel.devices import is_main_process
     from volseg.parallel.processes.group import leave_processes
@@ -80,7 +79,7 @@ _HOMES = {
     "CrossValidated": "volseg.experiment.folds",
     "Outcome": "volseg.experiment.report",
     "RunFolder": "volseg.checkpointing.folder",
-    "apply_postprocessing": "volseg.experiment.postprocessing",
+    "apply_postprocessing": "volseg.experiment.validating",
     "calibrate_words": "volseg.experiment.machines",
     "closing_words": "volseg.experiment.report",
     "compile_beforehand": "volseg.experiment.compiled_kernels",
@@ -89,7 +88,7 @@ _HOMES = {
     "count_workers": "volseg.experiment.launching",
     "cross_validate": "volseg.experiment.cross_validation",
     "cross_validation_words": "volseg.experiment.folds",
-    "determine_postprocessing": "volseg.experiment.postprocessing",
+    "determine_postprocessing": "volseg.experiment.validating",
     "dice_table": "volseg.experiment.report",
     "export": "volseg.experiment.exporting",
     "find_finished_report": "volseg.checkpointing.compatible",

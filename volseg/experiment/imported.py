@@ -24,8 +24,7 @@ from volseg.exchange.nnunet.folder import FILES, NnunetModel, parse_nnunet, read
 from volseg.exchange.nnunet.network import rename_weights
 from volseg.exchange.nnunet.predictor import NnunetPredictor
 from volseg.exchange.nnunet.preprocessing import build_preprocessing
-from volseg.exchange.tensors import unpack_tensors
-from volseg.exchange.torch_file import read_torch_file
+from volseg.exchange.torch_file import read_torch_file, unpack_tensors
 from volseg.experiment.network_plan import NetworkPlan
 from volseg.experiment.placed_network import choose_device
 from volseg.experiment.trained import SourceNetwork

@@ -242,7 +242,8 @@ def time_steps(config: ExperimentConfig, task: Task, device: torch.device, *, sh
             begin = time.perf_counter()
             for number in range(settings.accumulate):
                 step(batch, gathered=settings.accumulate, completes=number + 1 == settings.accumulate)
-            _wait(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             times.append(1e3 * (time.perf_counter() - begin))
             report_progress("measure kernels", item=settings.kernels)
     finally:
@@ -259,11 +260,6 @@ def find_compiled(model: torch.nn.Module) -> CompiledNetwork | None:
         model = model.module
     inner = model.net if isinstance(model, FitGrid) else model
     return inner if isinstance(inner, CompiledNetwork) else None
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _free(device: torch.device) -> None:

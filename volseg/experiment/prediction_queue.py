@@ -33,10 +33,10 @@ from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.own_components import components_arguments
 from volseg.experiment.prediction_files import CaseResult, PredictionFiles, PredictionRecord, identify
 from volseg.experiment.trained import Trained
-from volseg.inference.decision import Prediction
+from volseg.inference.in_memory import prepare_on, suits
+from volseg.inference.original_grid import Prediction
 from volseg.inference.overlapped import CaseOutcome, overlapped
 from volseg.inference.predictor import Predictor, SharedPredictor
-from volseg.inference.preparing_on_device import prepare_on, suits
 from volseg.monitoring.progress import count_up
 from volseg.parallel.processes.workers import Worker, WorkerPool
 from volseg.workflow.interrupts import StopRequested
@@ -309,8 +309,7 @@ class PredictionQueue:
 
     def _prepare(self, case: Case) -> Case:
         """Read, check and preprocess a case."""
-        read = self._read(case)
-        return self._with_room(preprocess(read, case, self._trained.preprocessing, keep_reference=False))
+        return self._with_room(preprocess(self._read(case), case, self._trained.preprocessing, keep_reference=False))
 
     def _finish(self, device: torch.device, read: dict[str, Any]) -> Case:
         """Preprocess a case that was read, on the GPU."""

@@ -25,9 +25,9 @@ from volseg.data.cases import Batch, Case, Task
 from volseg.data.labels import num_indices
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import build_training
+from volseg.experiment.cases import CaseReading
 from volseg.experiment.data_facts import DataFacts
 from volseg.experiment.placed_network import TrainingMesh, build_model, choose_device
-from volseg.experiment.reading import CaseReading
 from volseg.experiment.settling import settle_mesh
 from volseg.models import FitGrid
 from volseg.parallel import ModelParallel
@@ -36,7 +36,7 @@ from volseg.profiling.kernels import AUGMENTATION, MARK, OUTSIDE
 from volseg.profiling.places import PlaceWatch
 from volseg.profiling.work import PlacedRuns
 from volseg.workflow.hooks import Hook
-from volseg.workflow.randomness import seed_everything
+from volseg.workflow.precision import seed_everything
 from volseg.workflow.training import Training
 
 __all__ = ["BuiltTraining", "WatchedSteps", "build_profiled", "find_network", "watch_steps"]

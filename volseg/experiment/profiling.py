@@ -49,8 +49,7 @@ from volseg.profiling.words import advise, describe_limit
 from volseg.profiling.work import PlacedRuns, list_work, place_work
 from volseg.reporting.profiled import write_profile
 from volseg.workflow.components import is_fused_on_gpu
-from volseg.workflow.precision import Precision, choose_dtype
-from volseg.workflow.randomness import deterministic
+from volseg.workflow.precision import Precision, choose_dtype, deterministic
 
 __all__ = ["Profiled", "find_peaks", "profile_training", "watch_replays"]
 

@@ -175,10 +175,10 @@ def describe_network(config: ExperimentConfig, task: Task) -> str:
                 handle.remove()
     total = sum(parameter.numel() for parameter in network.parameters())
     trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-    rows = [
-        f"| {name or '(network)'} | {type(module).__name__} | {_count(module):,} | {shapes.get(id(module), '')} |"
-        for name, module in network.named_modules()
-    ]
+    rows = []
+    for name, module in network.named_modules():
+        count = sum(parameter.numel() for parameter in module.parameters())
+        rows.append(f"| {name or '(network)'} | {type(module).__name__} | {count:,} | {shapes.get(id(module), '')} |")
     return "\n".join(
         [
             f"{config.network.name}: {total:,} parameters, {trained:,} of them trained. {remark}",
@@ -188,10 +188,6 @@ def describe_network(config: ExperimentConfig, task: Task) -> str:
             *rows,
         ]
     )
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _describe(output: Any) -> str:
@@ -264,9 +260,9 @@ def _read_example(folder: RunFolder, task: Task, case: Case) -> Example | None:
             return None
         case = {**checked.case, "reference": checked.case["label"]}
     prediction = read_volume(folder.validation / f"{case['case']}.nii.gz")
-    known = {0, *task.class_values, *(value for key in task.structures for value in _list_values(key))}
+    known = {
+        0,
+        *task.class_values,
+        *(value for key in task.structures for value in (key if isinstance(key, tuple) else (key,))),
+    }
     return make_example(case, prediction, known, task.ignore)
-
-
-def _list_values(key: int | tuple[int, ...]) -> tuple[int, ...]:
-    return key if isinstance(key, tuple) else (key,)

@@ -20,9 +20,8 @@ from volseg.estimate.candidate_list import Freedom
 from volseg.estimate.work import Batch, Step, Work
 from volseg.experiment.building import build_objective, build_step
 from volseg.experiment.data_facts import DataFacts
-from volseg.experiment.kernels import explain_slowness
 from volseg.experiment.placed_network import build_plain_network
-from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network, require_window
+from volseg.experiment.rehearsing import OneOutput, explain_slowness, rehearse_losses, rehearse_network, require_window
 from volseg.inference.predictor import evaluating
 from volseg.inference.window_step import WindowStep
 from volseg.models import GridRule
@@ -90,7 +89,9 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
         build=network.train,
         shape=(config.patch.batch, facts.task.num_channels, *config.patch.size),
         make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
-        build_optimizer=lambda model: _build_optimizer(config, model),
+        build_optimizer=lambda model: build_optimizer(
+            config.optimizer.spec(), model, on_gpu=True, parts=config.optimizer.parts
+        ),
         build_step=lambda model, optimizer: _build_step(config, facts, dtype, batches, model, optimizer),
         precision=dtype,
         validate=None if find_validated(config, facts) is None else partial(_validate, config, facts, dtype),
@@ -105,10 +106,6 @@ def _make_batch(config: ExperimentConfig, facts: DataFacts, rows: int, device: t
         "image": torch.zeros(rows, facts.task.num_channels, *size, device=device),
         "label": torch.zeros(rows, 1, *size, dtype=torch.uint8, device=device),
     }
-
-
-def _build_optimizer(config: ExperimentConfig, model: nn.Module) -> Optimizer:
-    return build_optimizer(config.optimizer.spec(), model, on_gpu=True, parts=config.optimizer.parts)
 
 
 def _build_step(

@@ -17,8 +17,7 @@ from scipy.ndimage import binary_fill_holes
 from torch import Tensor
 
 from volseg.errors import DataError, GridError
-from volseg.exchange.nnunet.plans import NnunetPlan
-from volseg.exchange.nnunet.resampling import find_thick_axis, resample
+from volseg.exchange.nnunet.plans import NnunetPlan, find_thick_axis, resample
 from volseg.fields import Case
 from volseg.inference.original_grid import NEAREST_AXIS
 from volseg.memory import available_bytes
