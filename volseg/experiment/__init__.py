@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from volseg.experiment.configuring import configure, configure_words, is_data_set, plan_run
     from volseg.experiment.cross_validation import cross_validate
     from volseg.experiment.exporting import export
-    from volseg.experiment.folds import CrossValidated, cross_validation_words
+    from volseg.experiment.folds import cross_validation_words
     from volseg.experiment.launching import count_workers, train_on
     from volseg.experiment.machines import calibrate_words, find_machine
     from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from volseg.experiment.predicting import predict, serve_predictions
     from volseg.experiment.profiling import profile_training
     from volseg.experiment.quickstarting import quickstart
-    from volseg.experiment.report import Outcome, closing_words, dice_table
+    from volseg.experiment.report import closing_words
     from volseg.experiment.starting import require_weights
     from volseg.experiment.training import train
     from volseg.experiment.validating import apply_postprocessing, determine_postprocessing, validate, validate_words
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REGISTRIES",
-    "CrossValidated",
-    "Outcome",
     "RunFolder",
     "apply_postprocessing",
     "calibrate_words",
@@ -46,7 +44,6 @@ __all__ = [
     "cross_validate",
     "cross_validation_words",
     "determine_postprocessing",
-    "dice_table",
     "export",
     "find_finished_report",
     "find_machine",
@@ -74,48 +71,33 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {
-    "REGISTRIES": "volseg.experiment.own_components",
-    "CrossValidated": "volseg.experiment.folds",
-    "Outcome": "volseg.experiment.report",
-    "RunFolder": "volseg.checkpointing.folder",
-    "apply_postprocessing": "volseg.experiment.validating",
-    "calibrate_words": "volseg.experiment.machines",
-    "closing_words": "volseg.experiment.report",
-    "compile_beforehand": "volseg.experiment.compiled_kernels",
-    "configure": "volseg.experiment.configuring",
-    "configure_words": "volseg.experiment.configuring",
-    "count_workers": "volseg.experiment.launching",
-    "cross_validate": "volseg.experiment.cross_validation",
-    "cross_validation_words": "volseg.experiment.folds",
-    "determine_postprocessing": "volseg.experiment.validating",
-    "dice_table": "volseg.experiment.report",
-    "export": "volseg.experiment.exporting",
-    "find_finished_report": "volseg.checkpointing.compatible",
-    "find_machine": "volseg.experiment.machines",
-    "is_data_set": "volseg.experiment.configuring",
-    "is_main_process": "volseg.parallel.devices",
-    "leave_processes": "volseg.parallel.processes.group",
-    "list_components": "volseg.experiment.own_components",
-    "load_components": "volseg.experiment.own_components",
-    "load_config": "volseg.config.loading",
-    "plan_run": "volseg.experiment.configuring",
-    "plan_training": "volseg.experiment.plan_command",
-    "plan_volumes": "volseg.experiment.plan_command",
-    "plan_words": "volseg.experiment.plan_command",
-    "predict": "volseg.experiment.predicting",
-    "profile_training": "volseg.experiment.profiling",
-    "quickstart": "volseg.experiment.quickstarting",
-    "register": "volseg.experiment.own_components",
-    "serve_kernels": "volseg.experiment.compiled_kernels",
-    "serve_predictions": "volseg.experiment.predicting",
-    "require_weights": "volseg.experiment.starting",
-    "train": "volseg.experiment.training",
-    "train_on": "volseg.experiment.launching",
-    "validate": "volseg.experiment.validating",
-    "validate_words": "volseg.experiment.validating",
-    "verify": "volseg.experiment.verifying",
+_MODULES = {
+    "checkpointing.compatible": "find_finished_report",
+    "checkpointing.folder": "RunFolder",
+    "config.loading": "load_config",
+    "experiment.compiled_kernels": "compile_beforehand serve_kernels",
+    "experiment.configuring": "configure configure_words is_data_set plan_run",
+    "experiment.cross_validation": "cross_validate",
+    "experiment.exporting": "export",
+    "experiment.folds": "cross_validation_words",
+    "experiment.launching": "count_workers train_on",
+    "experiment.machines": "calibrate_words find_machine",
+    "experiment.own_components": "REGISTRIES list_components load_components register",
+    "experiment.plan_command": "plan_training plan_volumes plan_words",
+    "experiment.predicting": "predict serve_predictions",
+    "experiment.profiling": "profile_training",
+    "experiment.quickstarting": "quickstart",
+    "experiment.report": "closing_words",
+    "experiment.starting": "require_weights",
+    "experiment.training": "train",
+    "experiment.validating": "apply_postprocessing determine_postprocessing validate validate_words",
+    "experiment.verifying": "verify",
+    "parallel.devices": "is_main_process",
+    "parallel.processes.group": "leave_processes",
 }
+"""Names by the module that has them."""
+
+_HOMES = {name: f"volseg.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

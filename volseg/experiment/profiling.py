@@ -34,6 +34,7 @@ from volseg.experiment.profiled_step import (
     find_network,
     watch_steps,
 )
+from volseg.experiment.rehearsing import explain_eager
 from volseg.experiment.settling import join_processes
 from volseg.experiment.training_work import describe_training, find_freedom
 from volseg.files import replacing
@@ -48,12 +49,13 @@ from volseg.profiling.trace_file import read_trace, replace_replayed
 from volseg.profiling.words import advise, describe_limit
 from volseg.profiling.work import PlacedRuns, list_work, place_work
 from volseg.reporting.profiled import write_profile
-from volseg.workflow.components import is_fused_on_gpu
 from volseg.workflow.precision import Precision, choose_dtype, deterministic
 
 __all__ = ["Profiled", "find_peaks", "profile_training", "watch_replays"]
 
 TRACE, TABLE = "trace.json.gz", "profile.json"
+
+BY_STRATEGY = "its strategy records in parts, or not at all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +201,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
         source="forecast",
         parallel=name_candidate(followed.candidate),
         recorded=followed.recorded,
-        not_recorded=None if followed.recorded else _explain_eager(config, dtype),
+        not_recorded=None if followed.recorded else explain_eager(config, dtype) or BY_STRATEGY,
         notes=notes,
     )
 
@@ -260,7 +262,9 @@ def _profile_on_gpu(config: ExperimentConfig, facts: DataFacts, steps: int) -> P
         source="measured",
         parallel=_name_mesh(built.config),
         recorded=seen.is_recorded,
-        not_recorded=None if seen.is_recorded else seen.not_recorded or _explain_eager(built.config, dtype),
+        not_recorded=None
+        if seen.is_recorded
+        else seen.not_recorded or explain_eager(built.config, dtype) or BY_STRATEGY,
         batch_seconds=seen.batch_seconds,
         matched=matched,
         notes=notes,
@@ -295,20 +299,6 @@ def watch_replays(built: BuiltTraining, steps: int) -> tuple[WatchedSteps, list[
     reference = [kernel for kernel in read_trace(eager.events, watch.name_layer) if kernel.step == 0]
     kernels, matched = replace_replayed(read_trace(seen.events, watch.name_layer), reference)
     return seen, [kernel.timed for kernel in kernels], matched, watch.classes
-
-
-def _explain_eager(config: ExperimentConfig, dtype: torch.dtype) -> str:
-    """Return why a step is not recorded as a whole."""
-    settings = config.training
-    if not settings.record:
-        return "training.record is false"
-    if settings.accumulate > 1:
-        return f"training.accumulate is {settings.accumulate}, and a recorded batch is a whole step"
-    if not is_fused_on_gpu(config.optimizer.spec()):
-        return f"optimizer {config.optimizer.name} is not fused"
-    if dtype is torch.float16:
-        return "float16 scales its loss, and looks at the gradients in each step"
-    return "its strategy records in parts, or not at all"
 
 
 def find_peaks(gpu: GpuKind, dtype: torch.dtype) -> DevicePeaks:

@@ -35,6 +35,7 @@ from volseg.workflow.precision import Precision
 
 __all__ = [
     "OneOutput",
+    "explain_eager",
     "explain_slowness",
     "rehearse_losses",
     "rehearse_network",
@@ -321,19 +322,25 @@ def _rehearse_training(network: FitGrid, image: Tensor, config: ExperimentConfig
         before.put_back()
 
 
+def explain_eager(config: ExperimentConfig, dtype: torch.dtype) -> str | None:
+    """Return the setting with which a training step in ``dtype`` is not recorded as a whole; None where it can be."""
+    settings = config.training
+    if not settings.record:
+        return "training.record: false"
+    if settings.accumulate > 1:
+        return f"training.accumulate: {settings.accumulate}"
+    if not is_fused_on_gpu(config.optimizer.spec()):
+        return f"optimizer {config.optimizer.name}, which is not fused"
+    # float16 scales its loss, and looks at the values of the gradients in each step.
+    return "training.precision: fp16" if dtype is torch.float16 else None
+
+
 def explain_slowness(config: ExperimentConfig, dtype: torch.dtype) -> str | None:
     """Return why the fast kernels would not pay in a training that computes in ``dtype``; None where they do."""
-    settings = config.training
     if dtype is not torch.bfloat16:
         return PAY_IN_BFLOAT16
-    launched = f"{LAUNCHED}, and no step is recorded"
-    if not settings.record:
-        return f"{launched} with training.record: false"
-    if settings.accumulate > 1:
-        return f"{launched} with training.accumulate: {settings.accumulate}"
-    if not is_fused_on_gpu(config.optimizer.spec()):
-        return f"{launched} with optimizer {config.optimizer.name}, which is not fused"
-    return None
+    reason = explain_eager(config, dtype)
+    return None if reason is None else f"{LAUNCHED}, and no step is recorded with {reason}"
 
 
 def _explain_slow_predictions(config: ExperimentConfig, dtype: torch.dtype) -> str | None:

@@ -77,7 +77,7 @@ def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> t
     if chosen is not None:
         config, reason, estimate = chosen
         plan = config.mesh(count)
-    elif plan.is_open and plan.data > 1 and device.type != "cpu":
+    elif plan.is_open and plan.data > 1 and _has_memory_of_its_own(device):
         reason = "a sample fits a GPU (parallel.spatial: N cuts it)"
         fits, roomy, estimate = _can_train(config, plan, task, device)
         if fits:
@@ -123,6 +123,10 @@ def _count_channels(config: ExperimentConfig, task: Task) -> dict[str, int]:
     with own_random_numbers([]):
         made = rehearse_network(build_plain_network(config, task), config, task)
     return {name: value.shape[1] for name, value in made.items() if name != "logits" and getattr(value, "ndim", 0) == 5}
+
+
+def _has_memory_of_its_own(device: torch.device) -> bool:
+    return device.type != "cpu"
 
 
 def _can_train(

@@ -21,13 +21,20 @@ from volseg.estimate.work import Batch, Step, Work
 from volseg.experiment.building import build_objective, build_step
 from volseg.experiment.data_facts import DataFacts
 from volseg.experiment.placed_network import build_plain_network
-from volseg.experiment.rehearsing import OneOutput, explain_slowness, rehearse_losses, rehearse_network, require_window
+from volseg.experiment.rehearsing import (
+    OneOutput,
+    explain_eager,
+    explain_slowness,
+    rehearse_losses,
+    rehearse_network,
+    require_window,
+)
 from volseg.inference.predictor import evaluating
 from volseg.inference.window_step import WindowStep
 from volseg.models import GridRule
 from volseg.models.networks import complete_spec
 from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.components import build_optimizer, find_frozen_norms, freeze_parts, is_fused_on_gpu
+from volseg.workflow.components import build_optimizer, find_frozen_norms, freeze_parts
 from volseg.workflow.precision import Precision
 
 __all__ = ["Described", "at_size", "describe_training", "find_freedom", "find_reserve", "find_validated"]
@@ -174,14 +181,7 @@ def find_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kerne
     has_fast_kernels : bool
         Whether that kind of GPU has them.
     """
-    parallel, settings = config.parallel, config.training
-    # Half precision scales its loss, and looks at the gradients' values in each step.
-    records = (
-        settings.record
-        and settings.accumulate == 1
-        and is_fused_on_gpu(config.optimizer.spec())
-        and dtype is not torch.float16
-    )
+    parallel = config.parallel
     data, spatial, pipeline = parallel.data, parallel.spatial, parallel.pipeline
     if parallel.model_strategy == "spatial":
         data, pipeline = data or (None if spatial else 1), 1
@@ -194,7 +194,7 @@ def find_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kerne
         split_size=parallel.split_size if isinstance(parallel.split_size, int) else None,
         checkpoint=parallel.checkpoint,
         kernels=_list_kernels(config, dtype, has_fast_kernels),
-        records=records,
+        records=explain_eager(config, dtype) is None,
         whole=bool(config.patch.growth),  # who computes what is settled for one size
     )
 
