@@ -69,7 +69,7 @@ def prepare_or_end(*given: Any, **more: Any) -> Any:
 
 def take_for_gpus() -> None:
     """Put in place of what needs GPUs what does not."""
-    compiled_kernels.find_note = lambda *given: folder / "note.json"
+    compiled_kernels.note_path = lambda *given: folder / "note.json"
     training.compile_for_training = compile_for_training
     training.build_model = build_and_tell
     CaseReading.prepare = prepare_or_end  # type: ignore[method-assign]

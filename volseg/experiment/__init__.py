@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from volseg.importing import import_late
 
 if TYPE_CHECKING:
-    from volseg.checkpointing.compatible import find_finished_report
+    from volseg.checkpointing.compatible import load_finished_report
     from volseg.checkpointing.folder import RunFolder
     from volseg.config.loading import load_config
     from volseg.experiment.compiled_kernels import compile_beforehand, serve_kernels
-    from volseg.experiment.configuring import configure, configure_words, is_data_set, plan_run
+    from volseg.experiment.configuring import configure, format_plan, is_data_set, plan_run
     from volseg.experiment.cross_validation import cross_validate
     from volseg.experiment.exporting import export
-    from volseg.experiment.folds import cross_validation_words
+    from volseg.experiment.folds import format_cross_validation
     from volseg.experiment.launching import count_workers, train_on
     from volseg.experiment.machines import calibrate_words, find_machine
     from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
@@ -23,10 +23,15 @@ if TYPE_CHECKING:
     from volseg.experiment.predicting import predict, serve_predictions
     from volseg.experiment.profiling import profile_training
     from volseg.experiment.quickstarting import quickstart
-    from volseg.experiment.report import closing_words
+    from volseg.experiment.report import format_outcome
     from volseg.experiment.starting import require_weights
     from volseg.experiment.training import train
-    from volseg.experiment.validating import apply_postprocessing, determine_postprocessing, validate, validate_words
+    from volseg.experiment.validating import (
+        apply_postprocessing,
+        determine_postprocessing,
+        validate,
+        validate_and_format,
+    )
     from volseg.experiment.verifying import verify
     from volseg.parallel.devices import is_main_process
     from volseg.parallel.processes.group import leave_processes
@@ -36,23 +41,23 @@ __all__ = [
     "RunFolder",
     "apply_postprocessing",
     "calibrate_words",
-    "closing_words",
     "compile_beforehand",
     "configure",
-    "configure_words",
     "count_workers",
     "cross_validate",
-    "cross_validation_words",
     "determine_postprocessing",
     "export",
-    "find_finished_report",
     "find_machine",
+    "format_cross_validation",
+    "format_outcome",
+    "format_plan",
     "is_data_set",
     "is_main_process",
     "leave_processes",
     "list_components",
     "load_components",
     "load_config",
+    "load_finished_report",
     "plan_run",
     "plan_training",
     "plan_volumes",
@@ -67,19 +72,19 @@ __all__ = [
     "train",
     "train_on",
     "validate",
-    "validate_words",
+    "validate_and_format",
     "verify",
 ]
 
 _MODULES = {
-    "checkpointing.compatible": "find_finished_report",
+    "checkpointing.compatible": "load_finished_report",
     "checkpointing.folder": "RunFolder",
     "config.loading": "load_config",
     "experiment.compiled_kernels": "compile_beforehand serve_kernels",
-    "experiment.configuring": "configure configure_words is_data_set plan_run",
+    "experiment.configuring": "configure format_plan is_data_set plan_run",
     "experiment.cross_validation": "cross_validate",
     "experiment.exporting": "export",
-    "experiment.folds": "cross_validation_words",
+    "experiment.folds": "format_cross_validation",
     "experiment.launching": "count_workers train_on",
     "experiment.machines": "calibrate_words find_machine",
     "experiment.own_components": "REGISTRIES list_components load_components register",
@@ -87,10 +92,10 @@ _MODULES = {
     "experiment.predicting": "predict serve_predictions",
     "experiment.profiling": "profile_training",
     "experiment.quickstarting": "quickstart",
-    "experiment.report": "closing_words",
+    "experiment.report": "format_outcome",
     "experiment.starting": "require_weights",
     "experiment.training": "train",
-    "experiment.validating": "apply_postprocessing determine_postprocessing validate validate_words",
+    "experiment.validating": "apply_postprocessing determine_postprocessing validate validate_and_format",
     "experiment.verifying": "verify",
     "parallel.devices": "is_main_process",
     "parallel.processes.group": "leave_processes",

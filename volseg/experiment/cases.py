@@ -37,7 +37,7 @@ from volseg.workflow.spatial_group import (
 __all__ = [
     "CaseReading",
     "ChosenCases",
-    "PatientWords",
+    "PatientReport",
     "choose_cases",
     "choose_split",
     "describe_patients",
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PatientWords:
+class PatientReport:
     """Report on the patients of a split; each should be on one side only."""
 
     summary: str = ""
@@ -67,7 +67,7 @@ class ChosenCases:
     split: Split
     training: tuple[Case, ...]
     validation: tuple[Case, ...]
-    patients: PatientWords = field(default_factory=PatientWords)
+    patients: PatientReport = field(default_factory=PatientReport)
     """What is said of the patients on both sides."""
 
 
@@ -185,7 +185,7 @@ def list_given_splits(config: ExperimentConfig, task: Task) -> Sequence[Split] |
     return task.splits or None
 
 
-def describe_patients(task: Task, group: str | None, split: Split, *, is_given: bool) -> PatientWords:
+def describe_patients(task: Task, group: str | None, split: Split, *, is_given: bool) -> PatientReport:
     """Return what to report about the patients of a training.
 
     A split that cuts a patient is used nevertheless: published folds do so, and results on them are compared.
@@ -209,18 +209,18 @@ def describe_patients(task: Task, group: str | None, split: Split, *, is_given: 
     if group is None and (proposed := propose_groups(task)) is not None and proposed.evident:
         groups, source = proposed.patients, f"evident groups of the data set (split.group: {proposed.group})"
     if groups is None:
-        return PatientWords()
+        return PatientReport()
     names = [*split.training, *split.validation]
     counted = f"{len({groups[name] for name in names})} patients of {len(names)} cases, by {source}"
     if not split.validation:
-        return PatientWords(summary=counted)
+        return PatientReport(summary=counted)
     if not (cut := find_cut_patients([split], groups)):
-        return PatientWords(summary=f"{counted}; none trains and validates")
+        return PatientReport(summary=f"{counted}; none trains and validates")
     if is_given:
         remedy = "the split is given and used unchanged; make another one if results need not be comparable"
     else:
         remedy = "set split.group so, or to none if each case is of a patient of its own"
-    return PatientWords(
+    return PatientReport(
         summary=f"{counted}; {len(cut)} train and validate",
         warning=f"{len(cut)} patient(s) train and validate, of {counted}: {cut[0].training} trains and "
         f"{cut[0].validation} validates, so the Dice of the validation is too high; {remedy}",

@@ -41,7 +41,7 @@ __all__ = [
     "PLANNED",
     "config_schema",
     "configure",
-    "configure_words",
+    "format_plan",
     "init_config",
     "is_data_set",
     "plan_run",
@@ -116,7 +116,7 @@ def _find_fingerprint(task: Task, skip_bad: bool) -> Fingerprint:
     return taken.fingerprint
 
 
-def configure_words(planned: Plan, path: str | Path) -> str:
+def format_plan(planned: Plan, path: str | Path) -> str:
     """Return what was planned, in a few lines."""
     geometry, fingerprint = planned.geometry, planned.fingerprint
     size = " x ".join(f"{side:g}" for side in geometry.median_shape)
@@ -210,7 +210,7 @@ def plan_run(
     skip_bad = bool(data.get("skip_bad")) if isinstance(data, dict) else False
     planned = configure(folder, preset=preset, gpu_memory=gpu_memory, skip_bad=skip_bad)
     write_config(planned, file, overwrite=True)
-    logger.info("%s", configure_words(planned, file))
+    logger.info("%s", format_plan(planned, file))
     return file
 
 

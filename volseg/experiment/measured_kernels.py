@@ -37,7 +37,7 @@ from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.components import build_optimizer
 from volseg.workflow.precision import Precision
 
-__all__ = ["KERNELS", "MeasuredKernels", "choose_fastest", "settle_kernels"]
+__all__ = ["KERNELS", "MeasuredKernels", "choose_fastest", "resolve_kernels"]
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def choose_fastest(milliseconds: Mapping[str, float], refused: Mapping[str, str]
     return chosen
 
 
-def settle_kernels(
+def resolve_kernels(
     folder: RunFolder, config: ExperimentConfig, mesh: TrainingMesh, task: Task, device: torch.device, *, resume: bool
 ) -> tuple[ExperimentConfig, MeasuredKernels | None]:
     """Return the config with the kernels to train with, and how they were chosen; every process calls this.
@@ -248,13 +248,13 @@ def time_steps(config: ExperimentConfig, task: Task, device: torch.device, *, sh
             report_progress("measure kernels", item=settings.kernels)
     finally:
         step.release()
-    compiled = find_compiled(model)
+    compiled = get_compiled(model)
     if shares and compiled is not None and (reason := compiled.explain_replicas()):
         raise ParallelError(f"replicas cannot share it: {reason}")
     return statistics.median(times[WARM_UP:])
 
 
-def find_compiled(model: torch.nn.Module) -> CompiledNetwork | None:
+def get_compiled(model: torch.nn.Module) -> CompiledNetwork | None:
     """Return the compiled network that a model runs, if it is one."""
     while isinstance(model, DataParallel | FastKernels):
         model = model.module

@@ -41,7 +41,7 @@ from volseg.parallel.mesh import Mesh
 from volseg.parallel.processes.group import largest_over_processes
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.workflow.components import find_frozen_norms, freeze_parts
+from volseg.workflow.components import freeze_parts, list_frozen_norms
 from volseg.workflow.precision import Precision
 
 __all__ = ["TrainingMesh", "build_model", "build_plain_network", "choose_device", "count_devices", "describe_mesh"]
@@ -176,7 +176,7 @@ def build_model(
         if begin is not None:
             begin(network)
         freeze_parts(network, config.training.frozen)
-        network.hold_in_evaluation(find_frozen_norms(network))
+        network.hold_in_evaluation(list_frozen_norms(network))
     if config.parallel.model_strategy == "none":
         model = _place_on_one(network, config, task, device, trains=trains, mesh=mesh)
     else:

@@ -197,7 +197,7 @@ class PredictionRecord:
         with replacing(self._folder / FILE) as partial:
             partial.write_text(json.dumps(self._made_by) + "\n", encoding="utf-8")
 
-    def find_done(self, cases: Sequence[Case]) -> dict[str, Path]:
+    def list_done(self, cases: Sequence[Case]) -> dict[str, Path]:
         """Return the label maps of this prediction that are whole and of the same images; none where it never began.
 
         Raises
@@ -223,7 +223,7 @@ class PredictionRecord:
                 done[case["case"]] = path
         return done
 
-    def find_existing(self, cases: Sequence[Case]) -> dict[str, Path]:
+    def list_existing(self, cases: Sequence[Case]) -> dict[str, Path]:
         """Return the label maps that are there, whoever made them and of whatever."""
         paths = {case["case"]: self._files.name_label_map(case) for case in cases}
         return {name: path for name, path in paths.items() if path.is_file()}
@@ -314,7 +314,7 @@ class CaseResult:
     message: str = ""
     """What went wrong, with its remedy."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """See `volseg.inference.overlapped.CaseOutcome`; of a case that was there before, none."""
+    """See `volseg.inference.prefetching.CaseOutcome`; of a case that was there before, none."""
 
 
 @dataclass(frozen=True, kw_only=True)

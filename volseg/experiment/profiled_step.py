@@ -28,7 +28,7 @@ from volseg.experiment.building import build_training
 from volseg.experiment.cases import CaseReading
 from volseg.experiment.data_facts import DataFacts
 from volseg.experiment.placed_network import TrainingMesh, build_model, choose_device
-from volseg.experiment.settling import settle_mesh
+from volseg.experiment.training_mesh import resolve_mesh
 from volseg.models import FitGrid
 from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import DataParallel
@@ -106,7 +106,7 @@ def build_profiled(config: ExperimentConfig, facts: DataFacts, steps: int) -> Bu
     length = (WARM_UP + 2 * steps + NOTED) * config.training.accumulate
     training = config.training.model_copy(update={"epochs": 1, "iterations": length})
     config = config.model_copy(update={"training": training})
-    config, mesh = settle_mesh(config, facts.task, device)
+    config, mesh = resolve_mesh(config, facts.task, device)
     seed_everything(config.seed)
     model = build_model(config, facts.task, device, mesh=mesh)
     reading = CaseReading(config, mesh, facts.spacing)

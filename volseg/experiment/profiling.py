@@ -35,7 +35,7 @@ from volseg.experiment.profiled_step import (
     watch_steps,
 )
 from volseg.experiment.rehearsing import explain_eager
-from volseg.experiment.settling import join_processes
+from volseg.experiment.training_mesh import join_processes
 from volseg.experiment.training_work import describe_training, find_freedom
 from volseg.files import replacing
 from volseg.models.networks import complete_spec
@@ -51,7 +51,7 @@ from volseg.profiling.work import PlacedRuns, list_work, place_work
 from volseg.reporting.profiled import write_profile
 from volseg.workflow.precision import Precision, choose_dtype, deterministic
 
-__all__ = ["Profiled", "find_peaks", "profile_training", "watch_replays"]
+__all__ = ["Profiled", "compute_peaks", "profile_training", "watch_replays"]
 
 TRACE, TABLE = "trace.json.gz", "profile.json"
 
@@ -183,7 +183,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
         find_times(followed.traces, gpu, links, recorded=followed.recorded, stages=stages, micro_batches=pieces).seconds
         for links in (machine.links, free)
     )
-    kernels, peaks = as_kernels(followed.work), find_peaks(gpu, dtype)
+    kernels, peaks = as_kernels(followed.work), compute_peaks(gpu, dtype)
     notes = ["no kernel ran: times are by the table of measured kernels, each by itself, and steps by their sum"]
     if not machine.is_measured:
         notes.append(f"times follow from published rates of {gpu.name}: nobody has measured ours there")
@@ -254,7 +254,7 @@ def _profile_on_gpu(config: ExperimentConfig, facts: DataFacts, steps: int) -> P
         work,
         step=seen.seconds,
         steps=steps,
-        peaks=None if machine is None else find_peaks(machine.gpu, dtype),
+        peaks=None if machine is None else compute_peaks(machine.gpu, dtype),
         classes=layer_classes,
         precision=seen.precision,
         shape=seen.shape,
@@ -301,7 +301,7 @@ def watch_replays(built: BuiltTraining, steps: int) -> tuple[WatchedSteps, list[
     return seen, [kernel.timed for kernel in kernels], matched, watch.classes
 
 
-def find_peaks(gpu: GpuKind, dtype: torch.dtype) -> DevicePeaks:
+def compute_peaks(gpu: GpuKind, dtype: torch.dtype) -> DevicePeaks:
     """Return what a kind of GPU can do at best in a precision."""
     flops = gpu.peaks.full if dtype is torch.float32 else gpu.peaks.half
     return DevicePeaks(bytes_per_second=gpu.peaks.bandwidth, flops_per_second=flops, source=gpu.source)

@@ -24,7 +24,7 @@ from volseg.errors import VolsegError
 from volseg.evaluation.published import published_results
 from volseg.evaluation.summary import Summary, read_structure
 from volseg.evaluation.tables import format_table
-from volseg.experiment.cases import PatientWords
+from volseg.experiment.cases import PatientReport
 from volseg.experiment.placed_network import build_plain_network
 from volseg.experiment.rehearsing import rehearse_network
 from volseg.files import replacing
@@ -40,11 +40,11 @@ from volseg.workflow.validation import Example, Validated, make_example
 __all__ = [
     "Outcome",
     "attempt",
-    "closing_words",
     "describe_network",
     "dice_table",
     "draw_overlays",
-    "tell_findings",
+    "format_outcome",
+    "list_findings",
     "write_outcome",
     "write_page",
 ]
@@ -69,7 +69,7 @@ class Outcome:
     """Batches per epoch."""
     remarks: Sequence[Remark] = ()
     """On cases that should be looked at."""
-    patients: PatientWords = field(default_factory=PatientWords)
+    patients: PatientReport = field(default_factory=PatientReport)
     """How many there are, and whether one trains and validates."""
     memory: str | None = None
     """What the first steps took of the GPUs, and what was forecast; None where there are none."""
@@ -77,8 +77,8 @@ class Outcome:
     """What ran out of memory, and how the training went on."""
 
 
-def tell_findings(
-    task: Task, problems: Sequence[Problem], remarks: Sequence[Remark], patients: PatientWords
+def list_findings(
+    task: Task, problems: Sequence[Problem], remarks: Sequence[Remark], patients: PatientReport
 ) -> dict[str, Any]:
     """Return what a report says that stands in no other file of the run folder, as plain values."""
     return {
@@ -102,7 +102,7 @@ def write_outcome(outcome: Outcome, cases: Sequence[Case], channel: int) -> None
         Channel of the images that the pictures show.
     """
     folder = outcome.folder
-    findings = tell_findings(outcome.task, outcome.problems, outcome.remarks, outcome.patients)
+    findings = list_findings(outcome.task, outcome.problems, outcome.remarks, outcome.patients)
     folder.write_json(TOLD, {**findings, "memory": outcome.memory, "replanned": outcome.replanned})
     if outcome.validated is not None:
         attempt("no pictures of cases were drawn", lambda: draw_overlays(folder, outcome.task, cases, channel=channel))
@@ -128,7 +128,7 @@ def attempt(otherwise: str, write: Callable[[], object]) -> None:
         logger.warning("%s: %s: %s", otherwise, type(fault).__name__, fault)
 
 
-def closing_words(outcome: Outcome) -> str:
+def format_outcome(outcome: Outcome) -> str:
     """Return what a training ends by saying: Dice, folder, and the commands to type next."""
     folder = outcome.folder.path
     own = name_components(list_component_files(folder, []))

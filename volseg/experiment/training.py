@@ -24,14 +24,14 @@ from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import CaseReading, choose_cases
 from volseg.experiment.compiled_kernels import compile_for_training
-from volseg.experiment.measured_kernels import KERNELS, settle_kernels
+from volseg.experiment.measured_kernels import KERNELS, resolve_kernels
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
 from volseg.experiment.placed_network import TrainingMesh, build_model, choose_device, count_devices
 from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
-from volseg.experiment.report import Outcome, describe_network, tell_findings, write_outcome, write_page
-from volseg.experiment.settling import join_processes, settle_mesh
+from volseg.experiment.report import Outcome, describe_network, list_findings, write_outcome, write_page
 from volseg.experiment.starting import START, Start
+from volseg.experiment.training_mesh import join_processes, resolve_mesh
 from volseg.monitoring.duration import DurationWarning
 from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.logger_table import build_logger
@@ -161,7 +161,7 @@ class _Run:
         self._choose_cases()
         self.plan = job.folder.plan() if self.resume else plan_network(given, self.chosen.task)
         config = self.replanning.settle(job, self.plan.complete(given), self.resume)
-        config, mesh = settle_mesh(config, self.chosen.task, self.device)
+        config, mesh = resolve_mesh(config, self.chosen.task, self.device)
         self._note_candidate(config, mesh)
         job.keep_mesh(config)
         seed_everything(config.seed)
@@ -214,7 +214,7 @@ class _Run:
         """Return the config with the kernels to train with, which may have to be measured."""
         folder, task = self.job.folder, self.chosen.task
         with self.signs.span("measuring") if config.training.kernels == "measured" else nullcontext():
-            config, measured = settle_kernels(folder, config, mesh, task, self.device, resume=self.resume)
+            config, measured = resolve_kernels(folder, config, mesh, task, self.device, resume=self.resume)
         self.files |= self.replanning.files()
         if measured is not None:
             self._note_candidate(config, mesh)
@@ -261,7 +261,7 @@ class _Run:
     def _describe(self, config: ExperimentConfig, start: Start | None) -> None:
         """Load the state of a run that goes on, and write into its folder what is known of it."""
         job, folder, held_out = self.job, self.job.folder, self.held_out
-        findings = tell_findings(self.chosen.task, held_out.problems, held_out.remarks, self.chosen.patients)
+        findings = list_findings(self.chosen.task, held_out.problems, held_out.remarks, self.chosen.patients)
         self.files[TOLD] = findings
         if self.resume:
             state = folder.newest_checkpoint()

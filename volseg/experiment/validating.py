@@ -46,8 +46,8 @@ __all__ = [
     "apply_postprocessing",
     "determine_postprocessing",
     "validate",
+    "validate_and_format",
     "validate_folds",
-    "validate_words",
 ]
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def validate_folds(
     return summary, task
 
 
-def validate_words(source: str | Path, **settings: Any) -> str:
+def validate_and_format(source: str | Path, **settings: Any) -> str:
     """Validate a run or a cross-validation, and return its tables; the settings are those of `validate`."""
     folder = RunFolder(source)
     if folder.exists:

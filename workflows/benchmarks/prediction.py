@@ -56,8 +56,8 @@ from volseg.data.preprocessed import prepare, preprocess
 from volseg.fields import Case
 from volseg.inference.in_memory import prepare_on, suits
 from volseg.inference.original_grid import Decision, Prediction
-from volseg.inference.overlapped import overlapped
 from volseg.inference.predictor import Predictor
+from volseg.inference.prefetching import overlapped
 from volseg.inference.window_step import choose_windows_per_step, record_models
 from volseg.inference.writing import write_prediction
 from volseg.models.deep_supervision import DynUNet

@@ -21,7 +21,7 @@ __all__ = [
     "CONFIGURATIONS",
     "NnunetPlan",
     "Resampling",
-    "find_thick_axis",
+    "compute_thick_axis",
     "is_number",
     "parse_plan",
     "read_plan",
@@ -98,7 +98,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38
 
 
-def find_thick_axis(rule: Resampling, before: Sequence[float], after: Sequence[float]) -> int | None:
+def compute_thick_axis(rule: Resampling, before: Sequence[float], after: Sequence[float]) -> int | None:
     """Return the axis of thick slices, of voxel sides (mm) before and after; None where all axes are alike."""
     if rule.separates is None:
         chosen = next((sides for sides in (before, after) if max(sides) / min(sides) > rule.threshold), None)

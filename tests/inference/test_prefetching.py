@@ -12,8 +12,8 @@ from torch import nn
 
 from volseg.errors import NonFinitePredictionError, ReaderError
 from volseg.inference.original_grid import Prediction
-from volseg.inference.overlapped import overlapped
 from volseg.inference.predictor import Predictor
+from volseg.inference.prefetching import overlapped
 from volseg.inference.writing import write_prediction
 
 PATIENCE = 60
