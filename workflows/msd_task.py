@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from volseg.data import check_task, load_task
-from volseg.experiment import closing_words, configure, load_config, predict, train
+from volseg.experiment import configure, format_outcome, load_config, predict, train
 from volseg.planning import PRESETS, write_config
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     write_config(planned, config)
 
     outcome = train(load_config(config, [f"output={output}", *given.set]))
-    print(closing_words(outcome))
+    print(format_outcome(outcome))
 
     if task.test:
         print(predict(output, [given.root / "imagesTs"], output / "predictions").table())

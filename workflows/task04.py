@@ -8,7 +8,7 @@ Without the data: ``volseg data fetch Task04_Hippocampus``.
 
 import argparse
 
-from volseg.experiment import closing_words, load_config, train
+from volseg.experiment import format_outcome, load_config, train
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     given = arguments.parse_args()
 
     outcome = train(load_config(given.config, [f"data.root={given.root}", *given.set]))
-    print(closing_words(outcome))
+    print(format_outcome(outcome))
 
 
 if __name__ == "__main__":

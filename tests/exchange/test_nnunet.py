@@ -19,9 +19,8 @@ from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.exchange.nnunet import is_nnunet_model, read_nnunet
 from volseg.exchange.nnunet.folder import read_checkpoint
 from volseg.exchange.nnunet.network import rename_weights
-from volseg.exchange.nnunet.plans import read_plan
+from volseg.exchange.nnunet.plans import Resampling, compute_thick_axis, read_plan, resample
 from volseg.exchange.nnunet.preprocessing import build_preprocessing
-from volseg.exchange.nnunet.resampling import Resampling, find_thick_axis, resample
 from volseg.experiment import predict
 from volseg.experiment.sources import load_trained
 from volseg.inference.original_grid import WayBack
@@ -371,7 +370,7 @@ def test_thick_slices_are_resampled_in_their_planes_and_repeated():
     ],
 )
 def test_thick_axes_are_nnunets(rule, before, after, axis):
-    assert find_thick_axis(rule, before, after) == axis
+    assert compute_thick_axis(rule, before, after) == axis
 
 
 def prepare(model, voxels, affine=None):

@@ -29,8 +29,8 @@ again = compiled_kernels.compile_kernels(
     config, gpu, processes=1, facts=facts, ready=lambda: seen.append(1)
 )
 assert seen == [1] and again.kernels == compiled.kernels > 15, (seen, again, compiled)
-print(compiled_kernels.find_note(config, ["NVIDIA A10G"]).exists())
-print(compiled_kernels.find_note(config, [gpu.name], 2).exists())
+print(compiled_kernels.note_path(config, ["NVIDIA A10G"]).exists())
+print(compiled_kernels.note_path(config, [gpu.name], 2).exists())
 cut = compiled_kernels.compile_kernels(config, gpu, candidate=Candidate(spatial=2), facts=facts)
 assert cut.kernels > 15 and not cut.problem, cut
 """

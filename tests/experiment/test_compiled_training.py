@@ -19,13 +19,13 @@ from volseg.experiment.measured_kernels import (
     KINDS,
     MeasuredKernels,
     choose_fastest,
-    find_compiled,
-    settle_kernels,
+    get_compiled,
+    resolve_kernels,
     time_steps,
 )
 from volseg.experiment.placed_network import build_model
 from volseg.experiment.profiling import profile_training
-from volseg.experiment.settling import settle_mesh
+from volseg.experiment.training_mesh import resolve_mesh
 from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, DataParallel, Replicas
 from volseg.parallel.devices import is_main_process
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 def traced(monkeypatch):
     """Let everything but the kernels be as it is: they take seconds to compile."""
     monkeypatch.setattr(compiler_internals, "compile_graph", trace_only)
-    monkeypatch.setattr("volseg.experiment.kernels.explain_no_compiler", lambda device: None)
+    monkeypatch.setattr("volseg.experiment.rehearsing.explain_no_compiler", lambda device: None)
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ def test_what_trains_is_compiled_and_what_predicts_is_plain(configured, task):
     assert model.net.pieces.count == 1  # compiled before the first step
     assert all(parameter.grad is None for parameter in model.parameters())
     plain = build_model(config, load_task(task), CPU, trains=False)
-    assert find_compiled(plain) is None
-    assert find_compiled(DataParallel(model, Replicas(1, None, False))) is model.net
+    assert get_compiled(plain) is None
+    assert get_compiled(DataParallel(model, Replicas(1, None, False))) is model.net
 
 
 def test_a_network_that_cannot_be_compiled_ends_the_run_before_it_begins(configured, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_network_that_cannot_be_compiled_ends_the_run_before_it_begins(configu
     ):
         train(configured("training.kernels=compiled"))
     assert not configured().folder.exists()
-    monkeypatch.setattr("volseg.experiment.kernels.explain_no_compiler", lambda device: "there is no compiler")
+    monkeypatch.setattr("volseg.experiment.rehearsing.explain_no_compiler", lambda device: "there is no compiler")
     with pytest.raises(ConfigError, match=r"is compiled, but there is no compiler; set it to auto or torch"):
         train(configured("training.kernels=compiled"))
 
@@ -209,7 +209,7 @@ def measure_together(config_file):
     """Return what each of two processes takes, and whether the leader alone can run a step meanwhile."""
     config = load_config(config_file, ["training.kernels=measured", "parallel.data=2"])
     task = load_task(config.data.root)
-    config, mesh = settle_mesh(config, task, CPU)
+    config, mesh = resolve_mesh(config, task, CPU)
     plain = config.model_copy(update={"training": config.training.model_copy(update={"kernels": "torch"})})
     alone = time_steps(plain, task, CPU, shares=True) if is_main_process() else 1.0
     asked = []
@@ -220,7 +220,7 @@ def measure_together(config_file):
 
     measured_kernels.time_steps = tell
     try:
-        settled, found = settle_kernels(RunFolder(config.folder), config, mesh, task, CPU, resume=False)
+        settled, found = resolve_kernels(RunFolder(config.folder), config, mesh, task, CPU, resume=False)
     finally:
         measured_kernels.time_steps = time_steps
     return alone > 0, settled.training.kernels, found.as_json(), asked

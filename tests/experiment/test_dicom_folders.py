@@ -11,7 +11,7 @@ from volseg.data.dicom_elements import read_elements
 from volseg.data.dicom_series import choose_series, name_series, search_series
 from volseg.data.readers import read_volume
 from volseg.errors import DataError, ReaderError
-from volseg.experiment.images import find_images
+from volseg.experiment.images import resolve_images
 
 SimpleITK = pytest.importorskip("SimpleITK", reason="a machine that only runs GPU tests may lack it")
 
@@ -71,13 +71,13 @@ def test_series_below_a_folder_are_cases_with_names_of_their_own(write_series, t
     write_series("export/P1/study/a", 1, "T1 sag")
     write_series("export/P1/study/b", 2, "T2/FLAIR")
     write_series("export/P2/study/a", 3, "T1 sag", patient="P2 é")
-    cases = find_images([tmp_path / "export"])
+    cases = resolve_images([tmp_path / "export"])
     assert [case["case"] for case in cases] == [
         "P1_20240102_1_T1-sag",
         "P1_20240102_2_T2-FLAIR",
         "P2_20240102_3_T1-sag",
     ]
-    assert find_images([tmp_path / "export" / "P1" / "study" / "a"]) == [
+    assert resolve_images([tmp_path / "export" / "P1" / "study" / "a"]) == [
         {"case": "a", "image": tmp_path / "export" / "P1" / "study" / "a"}
     ]
 
@@ -85,13 +85,13 @@ def test_series_below_a_folder_are_cases_with_names_of_their_own(write_series, t
 def test_the_current_folder_has_a_name(write_series, tmp_path, monkeypatch):
     write_series("series 1", 1)
     monkeypatch.chdir(tmp_path / "series 1")
-    assert find_images([Path()])[0]["case"] == "series 1"
+    assert resolve_images([Path()])[0]["case"] == "series 1"
 
 
 def test_series_that_share_a_folder_are_read_apart_and_sorted(write_series, tmp_path):
     folder = write_series("flat", 1)
     write_series("flat", 2, fill=100)
-    first, second = (read_volume(case["image"]) for case in find_images([folder]))
+    first, second = (read_volume(case["image"]) for case in resolve_images([folder]))
     assert first.shape == second.shape == (1, 5, 4, 4)
     assert first[0, 0, 0].tolist() == [0, 1, 2, 3]
     assert second[0, 0, 0].tolist() == [100, 101, 102, 103]
@@ -114,35 +114,35 @@ def test_what_is_no_image_to_segment_is_left_out_and_named(write_series, tmp_pat
     write_object(tmp_path / "export" / "report", "SR", f"{UID}.5")
     (tmp_path / "export" / "readme.txt").write_text("from the PACS", encoding="utf-8")
     with caplog.at_level("INFO"):
-        [case] = find_images([tmp_path / "export"])
+        [case] = resolve_images([tmp_path / "export"])
     assert case["case"] == "export"  # one series, whose folder was named
     for what in ("4 series left out", "a localizer;", "a localizer, by its description", "a structure set", "a report"):
         assert what in caplog.text
-    [scout] = find_images([tmp_path / "export"], series=["scout"])
+    [scout] = resolve_images([tmp_path / "export"], series=["scout"])
     assert scout["image"].name.startswith("s3_")
-    assert len(find_images([tmp_path / "export"], series=[f"{UID}.1", f"{UID}.2"])) == 2
+    assert len(resolve_images([tmp_path / "export"], series=[f"{UID}.1", f"{UID}.2"])) == 2
     with pytest.raises(DataError, match=r"no series is or is called 'T7'; there are .*7\.1 \(MR 'T1', 4 file\(s\) in"):
-        find_images([tmp_path / "export"], series=["T7"])
+        resolve_images([tmp_path / "export"], series=["T7"])
 
 
 def test_a_folder_without_an_image_says_what_it_holds(tmp_path):
     write_object(tmp_path / "export" / "a" / "one", "SR", f"{UID}.5")
     write_object(tmp_path / "export" / "b" / "two", "KO", f"{UID}.6")
     with pytest.raises(DataError, match=r"no series is an image; there are .*7\.5 .*: a report, .*7\.6 .*: a note"):
-        find_images([tmp_path / "export"])
+        resolve_images([tmp_path / "export"])
 
 
 def test_slices_named_one_by_one_are_one_case(write_series):
     folder = write_series("flat", 1)
     write_series("flat", 2)
-    cases = find_images(sorted(folder.iterdir()))
+    cases = resolve_images(sorted(folder.iterdir()))
     assert [case["case"] for case in cases] == ["P1_20240102_1_T1", "P1_20240102_2_T1"]
 
 
 def test_series_that_would_be_called_alike_are_told_apart(write_series, tmp_path):
     write_series("export/a", 1)
     write_series("export/b", 2, said=1)
-    names = [case["case"] for case in find_images([tmp_path / "export"])]
+    names = [case["case"] for case in resolve_images([tmp_path / "export"])]
     assert len(set(names)) == 2
     assert all(name.startswith("P1_20240102_1_T1_") and len(name) == 25 for name in names)
 
@@ -153,7 +153,7 @@ def test_a_damaged_file_spoils_its_folder_and_no_other(write_series, tmp_path):
     (tmp_path / "export" / "spoilt" / "x.dcm").write_bytes(b"broken" * 50)
     (tmp_path / "export" / "lost").mkdir()
     (tmp_path / "export" / "lost" / "y.dcm").write_bytes(b"broken" * 50)
-    good, spoilt, lost = find_images([tmp_path / "export"])
+    good, spoilt, lost = resolve_images([tmp_path / "export"])
     assert read_volume(good["image"]).shape == (1, 5, 4, 4)
     with pytest.raises(ReaderError, match=r"x\.dcm is no readable DICOM file"):
         read_volume(spoilt["image"])
@@ -168,23 +168,23 @@ def test_a_folder_without_images_is_told_with_what_it_holds(tmp_path):
     with pytest.raises(
         DataError, match=r"nor a DICOM series in it: it holds dataset.json, imagesTs/; name image files"
     ):
-        find_images([tmp_path / "Task01"])
+        resolve_images([tmp_path / "Task01"])
     with pytest.raises(DataError, match="imagesTs has neither an image nor a DICOM series in it: it is empty"):
-        find_images([tmp_path / "Task01" / "imagesTs"])
+        resolve_images([tmp_path / "Task01" / "imagesTs"])
 
 
 def test_series_are_chosen_of_dicom_alone(tmp_path):
     (tmp_path / "scan.nii.gz").write_bytes(b"not read here")
     with pytest.raises(DataError, match=r"scan\.nii\.gz: no DICOM among them to choose series of; leave out --series"):
-        find_images([tmp_path / "scan.nii.gz"], series=["T1"])
+        resolve_images([tmp_path / "scan.nii.gz"], series=["T1"])
 
 
 def test_a_series_in_two_folders_is_refused(write_series, tmp_path):
     write_series("export/a", 1)
     write_series("export/b", 1)
     with pytest.raises(DataError, match=rf"series {UID}\.1 lies in 2 folders"):
-        find_images([tmp_path / "export"])
-    assert len(find_images([tmp_path / "export" / "a"])) == 1
+        resolve_images([tmp_path / "export"])
+    assert len(resolve_images([tmp_path / "export" / "a"])) == 1
 
 
 def test_names_do_not_depend_on_what_else_is_found(write_series, tmp_path):

@@ -17,7 +17,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.experiment.building import preprocessing_of
 from volseg.experiment.cases import choose_cases, prepare_chosen
 from volseg.experiment.folds import plan_folds
-from volseg.experiment.images import find_images
+from volseg.experiment.images import resolve_images
 
 LABELS = ["background", "Anterior", "Posterior"]
 
@@ -128,8 +128,8 @@ def test_channels_in_separate_files_train_and_predict(config_file, task, tmp_pat
 def test_a_table_names_what_is_predicted(task, tmp_path):
     image = next((task / "imagesTs").iterdir())
     (tmp_path / "new.csv").write_text(f"case,image\nmine,{image}\n", encoding="utf-8")
-    assert find_images([tmp_path / "new.csv"]) == [{"case": "mine", "image": image}]
-    assert find_images([image, tmp_path / "new.csv"])[0] == {"case": "mine", "image": image}
+    assert resolve_images([tmp_path / "new.csv"]) == [{"case": "mine", "image": image}]
+    assert resolve_images([image, tmp_path / "new.csv"])[0] == {"case": "mine", "image": image}
 
 
 def test_a_run_remembers_regions_and_what_is_ignored(configured, tmp_path):

@@ -11,15 +11,14 @@ import torch
 from in_group import in_group
 
 from volseg.errors import ConfigError
-from volseg.experiment import load_config, placed_network, settling, train
+from volseg.experiment import load_config, placed_network, train, training_mesh
 from volseg.experiment.building import build_training
-from volseg.experiment.cases import choose_cases
+from volseg.experiment.cases import CaseReading, choose_cases
 from volseg.experiment.placed_network import build_model, choose_device
-from volseg.experiment.reading import CaseReading
-from volseg.experiment.settling import Needed, join_processes, settle_mesh
+from volseg.experiment.training_mesh import Needed, join_processes, resolve_mesh
 from volseg.parallel.devices import find_rank
 from volseg.workflow import Hook, load_checkpoint
-from volseg.workflow.randomness import seed_everything
+from volseg.workflow.precision import seed_everything
 from volseg.workflow.spatial_group import GroupBatches
 
 
@@ -42,7 +41,7 @@ def train_in_double(config_file, overrides):
     config = load_config(config_file, overrides)
     join_processes(config)
     device, chosen = choose_device(config), choose_cases(config)
-    config, mesh = settle_mesh(config, chosen.task, device)
+    config, mesh = resolve_mesh(config, chosen.task, device)
     seed_everything(config.seed)
     model = build_model(config, chosen.task, device, mesh=mesh).double()
     reading = CaseReading(config, mesh)
@@ -131,16 +130,16 @@ def settle_on_devices_with_memory(config_file, overrides, full=(), needed=None, 
     join_processes(config)
     task, said = choose_cases(config).task, []
     with ExitStack() as held:
-        held.enter_context(mock.patch.object(settling, "_has_memory_of_its_own", return_value=True))
-        held.enter_context(mock.patch.object(settling.logger, "info", lambda form, text: said.append(form % text)))
+        held.enter_context(mock.patch.object(training_mesh, "_has_memory_of_its_own", return_value=True))
+        held.enter_context(mock.patch.object(training_mesh.logger, "info", lambda form, text: said.append(form % text)))
         if needed is not None:
-            held.enter_context(mock.patch.object(settling, "_forecast_step", return_value=Needed(**needed)))
-            held.enter_context(mock.patch.object(settling, "_find_free_bytes", return_value=free))
+            held.enter_context(mock.patch.object(training_mesh, "_forecast_step", return_value=Needed(**needed)))
+            held.enter_context(mock.patch.object(training_mesh, "_find_free_bytes", return_value=free))
         if find_rank() in full:
             fault = torch.OutOfMemoryError("CUDA out of memory")
-            held.enter_context(mock.patch.object(settling, "_rehearse", side_effect=fault))
+            held.enter_context(mock.patch.object(training_mesh, "_rehearse", side_effect=fault))
         seed_everything(1)
-        settled, mesh = settle_mesh(config, task, torch.device("cpu"))
+        settled, mesh = resolve_mesh(config, task, torch.device("cpu"))
         drawn = float(torch.rand(()))
     return settled.parallel.data, settled.parallel.spatial, mesh.plan.data, said, drawn
 
@@ -213,7 +212,7 @@ def build_where_measurements_differ(config_file):
     config = load_config(config_file, ["parallel.data=2"])
     join_processes(config)
     device, chosen = choose_device(config), choose_cases(config)
-    config, mesh = settle_mesh(config, chosen.task, device)
+    config, mesh = resolve_mesh(config, chosen.task, device)
     layouts = [torch.contiguous_format, torch.channels_last_3d]
     with mock.patch.object(placed_network, "faster_layout", return_value=layouts[mesh.mesh.replica]):
         model = build_model(config, chosen.task, device, mesh=mesh)

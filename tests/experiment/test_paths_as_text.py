@@ -105,7 +105,7 @@ def write_plan(here):
     planned = experiment.configure(here.task)
     path = here.new(".yaml")
     planning.write_config(planned, path)
-    assert path in experiment.configure_words(planned, path)
+    assert path in experiment.format_plan(planned, path)
     return path
 
 
@@ -150,7 +150,7 @@ CALLS = {
     "apply_postprocessing": postprocess,
     "as_volume": lambda here: data.as_volume(np.zeros((1, 2, 2, 2)), np.eye(4), here.image, stored=np.dtype("uint8")),
     "configure": lambda here: experiment.configure(here.task),
-    "configure_words": write_plan,
+    "format_plan": write_plan,
     "cross_validate": lambda here: refuse(volseg.cross_validate, here.config, match="holds a run of one training"),
     "determine_postprocessing": postprocess,
     "evaluate_folders": lambda here: volseg.evaluate_folders(here.labels, here.labels),
@@ -183,7 +183,7 @@ CALLS = {
     "train": lambda here: refuse(volseg.train, here.config, match="holds a run already"),
     "train_on": lambda here: refuse(experiment.train_on, 99, here.config, match="--gpus 99 asks for"),
     "validate": lambda here: volseg.validate(here.run, output=here.new()),
-    "validate_words": lambda here: experiment.validate_words(here.run, output=here.new()),
+    "validate_and_format": lambda here: experiment.validate_and_format(here.run, output=here.new()),
     "verify": lambda here: experiment.verify(here.config, num_devices=2),
     "write_brief": lambda here: reporting.write_brief(here.run),
     "write_config": write_plan,

@@ -5,20 +5,19 @@ import torch
 from in_group import in_group
 from torch import nn
 
-from volseg.experiment.cases import choose_cases
-from volseg.experiment.reading import CaseReading
-from volseg.experiment.settling import settle_mesh
+from volseg.experiment.cases import CaseReading, choose_cases
+from volseg.experiment.training_mesh import resolve_mesh
 
 
 def test_one_process_reads(configured):
-    _, mesh = settle_mesh(configured(), choose_cases(configured()).task, "cpu")
+    _, mesh = resolve_mesh(configured(), choose_cases(configured()).task, "cpu")
     assert CaseReading(configured(), mesh).mesh.reads
 
 
 def read(config):
     """Prepare the cases; a follower's batches are sent, and of a model that is not shared it can have none."""
     chosen = choose_cases(config)
-    settled, mesh = settle_mesh(config, chosen.task, torch.device("cpu"))
+    settled, mesh = resolve_mesh(config, chosen.task, torch.device("cpu"))
     reading = CaseReading(settled, mesh)
     prepared = reading.prepare(chosen)
     if not reading.mesh.reads:

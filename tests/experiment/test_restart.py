@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from volseg import Checkpoints, Hook
-from volseg.checkpointing.compatible import find_finished_report
+from volseg.checkpointing.compatible import load_finished_report
 from volseg.checkpointing.lock import LOCK
 from volseg.cli import app
 from volseg.config.loading import format_config, load_config
@@ -51,7 +51,7 @@ def damage(path):
 
 
 def finished_report(config):
-    return find_finished_report(RunFolder(config.folder), config)
+    return load_finished_report(RunFolder(config.folder), config)
 
 
 def run(config_file, *more):

@@ -21,8 +21,8 @@ from volseg.data.layouts import load_task
 from volseg.data.splits import folds
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.evaluation.summary import read_summary
-from volseg.experiment import RunFolder, closing_words, load_config, predict, train, validate
-from volseg.experiment.images import find_images
+from volseg.experiment import RunFolder, format_outcome, load_config, predict, train, validate
+from volseg.experiment.images import resolve_images
 from volseg.workflow import load_checkpoint
 
 
@@ -385,15 +385,15 @@ def test_a_run_without_checkpoints_cannot_predict(configured, task, tmp_path):
 
 
 def test_images_are_found_and_doubles_refused(task, tmp_path):
-    assert [case["case"] for case in find_images([task / "imagesTs"])] == ["synthetic_007"]
+    assert [case["case"] for case in resolve_images([task / "imagesTs"])] == ["synthetic_007"]
     image = task / "imagesTs" / "synthetic_007.nii.gz"
     with pytest.raises(DataError, match=r"would both be written as synthetic_007\.nii\.gz"):
-        find_images([image, task / "imagesTs"])
+        resolve_images([image, task / "imagesTs"])
     with pytest.raises(DataError, match=r"absent\.nii does not exist; name image files"):
-        find_images([tmp_path / "absent.nii"])
+        resolve_images([tmp_path / "absent.nii"])
     (tmp_path / "scans").mkdir()
     shutil.copy(image, tmp_path / "scans" / "LOUD.NII.GZ")
-    assert [case["case"] for case in find_images([tmp_path / "scans"])] == ["LOUD"]
+    assert [case["case"] for case in resolve_images([tmp_path / "scans"])] == ["LOUD"]
 
 
 def test_further_losses_and_metrics_are_recorded_by_name(configured):
@@ -518,5 +518,5 @@ def test_a_bad_image_to_predict_has_a_remedy_of_its_own(trained, tmp_path):
 
 def test_the_commands_to_type_next_can_be_typed(trained):
     spaced = replace(trained, folder=RunFolder(Path("runs/run 1")))
-    assert "volseg predict 'runs/run 1' IMAGES..." in closing_words(spaced)
-    assert f"report: {Path('runs/run 1/report.html')} and report.md" in closing_words(spaced)
+    assert "volseg predict 'runs/run 1' IMAGES..." in format_outcome(spaced)
+    assert f"report: {Path('runs/run 1/report.html')} and report.md" in format_outcome(spaced)

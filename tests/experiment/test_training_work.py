@@ -15,10 +15,10 @@ from volseg.experiment.data_facts import find_facts
 from volseg.experiment.training_work import (
     AUGMENTATION,
     at_size,
+    compute_validated_shape,
     describe_training,
     find_freedom,
     find_reserve,
-    find_validated,
 )
 from volseg.models import FitGrid
 
@@ -182,9 +182,13 @@ def test_a_validation_s_windows_lie_beside_what_the_training_keeps(describe):
 
 def test_without_windows_the_largest_volume_is_validated_and_without_a_validation_none(describe):
     described = describe("inference.window=null")
-    assert find_validated(described.config, described.facts) == (4, 1, *described.facts.largest)  # inference.batch
+    assert compute_validated_shape(described.config, described.facts) == (
+        4,
+        1,
+        *described.facts.largest,
+    )  # inference.batch
     unknown = replace(described.facts, largest=None)
-    assert find_validated(described.config, unknown) is None
+    assert compute_validated_shape(described.config, unknown) is None
     _, notes = find_reserve(replace(described, facts=unknown), 16 * GIB)
     assert any("validation of whole volumes is not counted" in note for note in notes)
     without = describe("split.validation=none")

@@ -44,7 +44,7 @@ def test_slabs_and_other_grids_change_nothing(regions, monkeypatch):
     affine = torch.diag(torch.tensor([0.7, 1.3, 0.9, 1.0], dtype=torch.float64))
     target = Grid((12, 7, 12), affine)
     whole = label_map_on(target, probabilities, source, values=(0, 7, 500), regions=regions)
-    monkeypatch.setattr("volseg.inference.decision.SLAB_ELEMENTS", 1)  # one slab per voxel
+    monkeypatch.setattr("volseg.inference.original_grid.SLAB_ELEMENTS", 1)  # one slab per voxel
     assert torch.equal(label_map_on(target, probabilities, source, values=(0, 7, 500), regions=regions), whole)
     assert set(whole.unique().tolist()) <= {0, 7, 500}
     outside = label_map_on(Grid((40, 7, 12), affine), probabilities, source, values=(0, 7, 500), regions=regions)

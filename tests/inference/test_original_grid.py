@@ -52,7 +52,7 @@ def test_slabs_change_nothing(monkeypatch, spacing):
     probabilities = torch.rand(3, 7, 6, 5).softmax(0)
     source, target = grid((7, 6, 5), spacing=spacing), grid((8, 5, 4), origin=(-1, 0, 0))
     whole = label_map_on(target, probabilities, source)
-    monkeypatch.setattr("volseg.inference.decision.SLAB_ELEMENTS", 1)  # one slab per voxel
+    monkeypatch.setattr("volseg.inference.original_grid.SLAB_ELEMENTS", 1)  # one slab per voxel
     assert label_map_on(target, probabilities, source).equal(whole)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from volseg.errors import ParallelError
 from volseg.inference.predictor import Predictor
-from volseg.inference.recorded_model import (
+from volseg.inference.window_step import (
     MOST_WINDOWS,
     RecordedModel,
     choose_windows_per_step,

@@ -11,7 +11,7 @@ from torch import nn
 
 from volseg.errors import ConfigError, NonFinitePredictionError
 from volseg.inference.predictor import Predictor, SharedPredictor
-from volseg.inference.recorded_model import record_models
+from volseg.inference.window_step import record_models
 from volseg.inference.windows import list_layers, restrict_layers
 from volseg.parallel import FastKernels
 from volseg.transforms.preprocessing import build_preprocessing

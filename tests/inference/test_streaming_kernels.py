@@ -8,7 +8,7 @@ from kernels import DEVICE, fewer, with_kernels
 
 from volseg.device.triton_tiles import available
 from volseg.inference import blending
-from volseg.inference.decision import LabelRule, decide, measure_entropy
+from volseg.inference.original_grid import LabelRule, decide, measure_entropy
 from volseg.inference.sampling import Aligned, Held, sample_grid
 from volseg.inference.windows import compute_importance
 from volseg.transforms.grid import Grid

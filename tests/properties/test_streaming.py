@@ -11,10 +11,9 @@ from monai.data import MetaTensor
 from monai.inferers import sliding_window_inference
 from torch import Tensor
 
-from volseg.inference.decision import measure_entropy
-from volseg.inference.original_grid import WayBack, original_label_map, resample
+from volseg.inference.original_grid import WayBack, measure_entropy, original_label_map, resample
 from volseg.inference.predictor import Predictor
-from volseg.inference.windows import choose_axis, find_starts, plan_blend
+from volseg.inference.windows import choose_axis, compute_starts, plan_blend
 from volseg.transforms.preprocessing import build_preprocessing
 
 AXES = ["".join(sign) for order in itertools.permutations(["LR", "PA", "IS"]) for sign in itertools.product(*order)]
@@ -140,7 +139,7 @@ def test_every_plan_covers_the_volume_within_its_budget(shape, window, overlap, 
 @given(side=st.integers(1, 300), window=st.integers(1, 64), overlap=st.floats(0, 0.99))
 def test_windows_reach_both_ends_and_leave_no_gap(side, window, overlap):
     window = min(side, window)
-    starts = find_starts(side, window, overlap)
+    starts = compute_starts(side, window, overlap)
     assert starts[0] == 0
     assert starts[-1] == side - window
     assert all(0 < after - before <= window for before, after in itertools.pairwise(starts))

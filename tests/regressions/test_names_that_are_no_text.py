@@ -22,7 +22,7 @@ from volseg.data.json_files import read_json
 from volseg.data.readers import read_volume
 from volseg.errors import ConfigError, DataError, ReaderError
 from volseg.evaluation.folders import pair_files
-from volseg.experiment.images import find_images
+from volseg.experiment.images import resolve_images
 from volseg.files import replacing, require_text, require_writable
 
 BAD = os.fsdecode(b"M\xfcller")
@@ -102,7 +102,7 @@ def test_images_to_predict_and_folders_to_evaluate_are_refused(tmp_path):
     write(tmp_path / BAD / "a.nii.gz")
     for paths in (tmp_path / "images", tmp_path / BAD, tmp_path / "images" / f"{BAD}.nii.gz"):
         with pytest.raises(ConfigError, match=REFUSED):
-            find_images(paths)
+            resolve_images(paths)
     for pair in (("images", "labels"), ("labels", "images")):
         with pytest.raises(ConfigError, match=REFUSED):
             pair_files(*(tmp_path / folder for folder in pair))

@@ -4,7 +4,7 @@ from torch import nn
 
 from volseg.errors import ConfigError
 from volseg.models import FitGrid
-from volseg.workflow.components import build_optimizer, find_frozen_norms, freeze_parts, group_parameters
+from volseg.workflow.components import build_optimizer, freeze_parts, group_parameters, list_frozen_norms
 
 
 class Network(nn.Module):
@@ -21,7 +21,7 @@ def test_frozen_parameters_and_the_statistics_of_their_norms_stay_while_the_rest
     network = FitGrid(Network(), divisors=(1, 1, 1))
     frozen = freeze_parts(network, ["encoder.*"])
     assert frozen == ["encoder.0.weight", "encoder.0.bias", "encoder.1.weight", "encoder.1.bias"]
-    network.hold_in_evaluation(find_frozen_norms(network))
+    network.hold_in_evaluation(list_frozen_norms(network))
     optimizer = build_optimizer({"name": "AdamW", "lr": 0.1}, network, on_gpu=False)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     network.eval()

@@ -23,9 +23,9 @@ from volseg.errors import ConfigError, DataError
 __all__ = [
     "RULES",
     "ResumeRule",
-    "find_finished_report",
-    "find_mesh",
     "list_keys",
+    "load_finished_report",
+    "load_mesh",
     "may_differ",
     "refuse",
     "require_epochs",
@@ -263,7 +263,7 @@ def require_same_cases(folder: RunFolder, fingerprints: Mapping[str, str | None]
         refuse("voxels of each case, and which cases are bad", folder.path, changes="; ".join(changed))
 
 
-def find_finished_report(folder: RunFolder, config: ExperimentConfig) -> str | None:
+def load_finished_report(folder: RunFolder, config: ExperimentConfig) -> str | None:
     """Return the report of the run if it has been trained as far as ``config`` says, and validated; else None.
 
     Raises
@@ -280,7 +280,7 @@ def find_finished_report(folder: RunFolder, config: ExperimentConfig) -> str | N
     return folder.report_file.read_text(encoding="utf-8")
 
 
-def find_mesh(config: ExperimentConfig, num_gpus: int) -> ParallelConfig | None:
+def load_mesh(config: ExperimentConfig, num_gpus: int) -> ParallelConfig | None:
     """Return ``parallel`` of the run as it was begun; None if that was on another number of GPUs.
 
     What ``parallel: auto`` chose may use fewer GPUs than it was chosen for. Timeout and ``on_oom`` are those of now.

@@ -20,7 +20,7 @@ from volseg.data.cases import Case
 from volseg.data.json_files import read_json
 from volseg.data.readers import find_suffix
 from volseg.errors import ConfigError, DataError
-from volseg.experiment.own_components import REGISTRIES, find_content
+from volseg.experiment.own_components import REGISTRIES, load_content
 from volseg.files import replacing
 
 __all__ = ["describe_components", "require_components", "write_components"]
@@ -52,7 +52,7 @@ def write_components(folder: RunFolder, config: ExperimentConfig, cases: Iterabl
     content = [{"kind": kind, "name": name, "from": source.as_json()} for kind, name, source in found]
     for source in {source for _, _, source in found if source.file is not None}:
         with replacing(copy_path(folder.path, source)) as partial:
-            partial.write_bytes(find_content(source))
+            partial.write_bytes(load_content(source))
     folder.write_json(RECORD, content)
 
 

@@ -205,7 +205,7 @@ def validate(
     from volseg import experiment  # imports torch: not for --help
 
     experiment.load_components(components or ())
-    words = experiment.validate_words(
+    words = experiment.validate_and_format(
         run, checkpoint=checkpoint, overrides=settings or (), output=output, overwrite=overwrite
     )
     show(words)

@@ -60,7 +60,7 @@ def configure(
     experiment.load_components(components or ())  # readers may be among them
     planned = experiment.configure(folder, preset=preset, gpu_memory=memory, name=name, skip_bad=skip_bad, like=like)
     write_config(planned, output, overwrite=overwrite)
-    show(experiment.configure_words(planned, output))
+    show(experiment.format_plan(planned, output))
 
 
 @training_app.command(
@@ -132,7 +132,7 @@ def train(
     loaded = experiment.load_config(config, overrides)
     # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
     if restart and not is_launched():
-        report = experiment.find_finished_report(experiment.RunFolder(loaded.folder), loaded)
+        report = experiment.load_finished_report(experiment.RunFolder(loaded.folder), loaded)
         if report is not None:
             show(report)
             return
@@ -148,7 +148,7 @@ def train(
     gc.freeze()  # modules live as long as this process: whoever looks for garbage, each recording does, passes them by
     outcome = begin(loaded, resume=resume)
     if experiment.is_main_process():
-        show(experiment.closing_words(outcome))
+        show(experiment.format_outcome(outcome))
     experiment.leave_processes()
 
 
@@ -189,6 +189,6 @@ def cross_validate(
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
     crossed = experiment.cross_validate(loaded, folds=chosen, gpus=gpus, resume=resume)
-    show(experiment.cross_validation_words(crossed))
+    show(experiment.format_cross_validation(crossed))
     if crossed.failures:
         raise typer.Exit(1)

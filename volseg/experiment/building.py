@@ -20,7 +20,7 @@ from volseg.errors import ConfigError
 from volseg.evaluation.scoring import Scoring, choose_scoring
 from volseg.experiment.rehearsing import OneOutput
 from volseg.inference.predictor import Predictor
-from volseg.inference.recorded_model import choose_windows_per_step, record_models
+from volseg.inference.window_step import choose_windows_per_step, record_models
 from volseg.models.networks import NETWORKS
 from volseg.monitoring.progress import progress
 from volseg.transforms.augmentation import BatchAugmentation

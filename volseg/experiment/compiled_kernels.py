@@ -37,8 +37,8 @@ from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.tracing import tracing
 from volseg.estimate.work import Work
 from volseg.experiment.data_facts import DataFacts, find_facts
-from volseg.experiment.kernels import explain_slowness
 from volseg.experiment.own_components import components_arguments
+from volseg.experiment.rehearsing import explain_slowness
 from volseg.experiment.training_work import at_size, describe_training
 from volseg.files import replacing
 from volseg.lifetime import bind_copy
@@ -56,8 +56,8 @@ __all__ = [
     "compile_beforehand",
     "compile_for_training",
     "compile_kernels",
-    "find_note",
     "make_order",
+    "note_path",
     "serve_kernels",
     "write_note",
 ]
@@ -220,11 +220,11 @@ def compile_beforehand(
     if compiled.problem:
         raise ParallelError(f"kernels for {gpu.name} were not compiled: {compiled.problem}")
     if has_driver or not starts_by_compiler():  # else a training's worker has those functions made, and notes it
-        write_note(find_note(config, [gpu.name]), config, gpu, compiled)
+        write_note(note_path(config, [gpu.name]), config, gpu, compiled)
     return compiled
 
 
-def find_note(config: ExperimentConfig, gpus: Sequence[str], processes: int = 1) -> Path:
+def note_path(config: ExperimentConfig, gpus: Sequence[str], processes: int = 1) -> Path:
     """Return the file that says that the kernels of such a training, on GPUs of these names, are in the cache.
 
     Parameters
@@ -250,7 +250,7 @@ def find_note(config: ExperimentConfig, gpus: Sequence[str], processes: int = 1)
 
 
 def write_note(note: Path, config: ExperimentConfig, gpu: GpuLike, compiled: CompiledKernels) -> None:
-    """Note what was compiled, where `find_note` says."""
+    """Note what was compiled, where `note_path` says."""
     note.parent.mkdir(parents=True, exist_ok=True)
     with replacing(note) as file:
         file.write_text(json.dumps({"name": config.name, "gpu": gpu.name, **asdict(compiled)}), encoding="utf-8")
@@ -402,7 +402,7 @@ def make_order(config: ExperimentConfig, candidate: Candidate, gpu: OwnGpu, proc
     in_turns = candidate.data * (1 if is_alone else candidate.spatial) != processes  # one computes several replicas
     if candidate.pipeline > 1 or in_turns or (is_alone and config.parallel.model_strategy == "auto"):
         return None
-    note = find_note(config, [gpu.name], processes)
+    note = note_path(config, [gpu.name], processes)
     if note.exists():
         return None
     return {

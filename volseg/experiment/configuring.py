@@ -28,7 +28,6 @@ from volseg.parallel.devices import count_gpus, is_launched
 from volseg.planning import (
     DEFAULT_MEMORY,
     Fingerprint,
-    Like,
     Plan,
     choose_name,
     keep_fingerprint,
@@ -42,7 +41,7 @@ __all__ = [
     "PLANNED",
     "config_schema",
     "configure",
-    "configure_words",
+    "format_plan",
     "init_config",
     "is_data_set",
     "plan_run",
@@ -87,18 +86,7 @@ def configure(
         If there is no data set, or a case is bad: all of them at once.
     """
     source = None if like is None else open_one(like).as_like()  # before minutes of reading
-    return _plan_for(load_task(folder, require_files=False), folder, preset, gpu_memory, name, skip_bad, source)
-
-
-def _plan_for(
-    task: Task,
-    folder: str | Path,
-    preset: str,
-    gpu_memory: float,
-    name: str | None,
-    skip_bad: bool,
-    like: Like | None = None,
-) -> Plan:
+    task = load_task(folder, require_files=False)
     fingerprint = _find_fingerprint(task, skip_bad)
     root = os.path.abspath(folder)  # not resolved: a link may be pointed to another disk later
     proposed = propose_groups(task)
@@ -113,7 +101,7 @@ def _plan_for(
         skip_bad=skip_bad,
         given_folds=len(task.splits),
         patients=proposed if proposed is not None and proposed.evident else None,
-        like=like,
+        like=source,
     )
 
 
@@ -128,7 +116,7 @@ def _find_fingerprint(task: Task, skip_bad: bool) -> Fingerprint:
     return taken.fingerprint
 
 
-def configure_words(planned: Plan, path: str | Path, *, trains: bool = False) -> str:
+def format_plan(planned: Plan, path: str | Path, *, trains: bool = False) -> str:
     """Return what was planned, in a few lines, and what to type next unless the training begins now."""
     geometry, fingerprint = planned.geometry, planned.fingerprint
     size = " x ".join(f"{side:g}" for side in geometry.median_shape)
@@ -201,8 +189,7 @@ def plan_run(
         As `configure`.
     """
     chosen = require_sound_overrides(overrides)  # before minutes of reading
-    task = load_task(folder, require_files=False)
-    name = choose_name(task.name, preset)
+    name = choose_name(load_task(folder, require_files=False).name, preset)
     values = {"name": name, **chosen}
     run = RunFolder(Path(values.get("output") or Path("runs") / values["name"]))
     file = run.path / PLANNED
@@ -221,9 +208,9 @@ def plan_run(
     run.require_free()
     data = values.get("data")
     skip_bad = bool(data.get("skip_bad")) if isinstance(data, dict) else False
-    planned = _plan_for(task, folder, preset, gpu_memory, None, skip_bad)
+    planned = configure(folder, preset=preset, gpu_memory=gpu_memory, skip_bad=skip_bad)
     write_config(planned, file, overwrite=True)
-    logger.info("%s", configure_words(planned, file, trains=True))
+    logger.info("%s", format_plan(planned, file, trains=True))
     return file
 
 

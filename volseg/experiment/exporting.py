@@ -21,7 +21,7 @@ from volseg.errors import ConfigError
 from volseg.evaluation.summary import read_summary
 from volseg.exchange.archive import write_archive
 from volseg.exchange.bundle import BundleSource, is_monais, write_bundle
-from volseg.exchange.tensors import pack_tensors
+from volseg.exchange.torch_file import pack_tensors
 from volseg.exchange.traced import TOLERANCE, trace, write_onnx, write_torchscript
 from volseg.experiment.imported import MEMBERS, POSTPROCESSING, WEIGHTS
 from volseg.experiment.sources import load_trained, require_runs
@@ -33,7 +33,7 @@ from volseg.models import FitGrid
 from volseg.models.grids import GridRule
 from volseg.monitoring.run_files import replace_nan
 
-__all__ = ["FORMATS", "PLAIN", "export", "export_archive", "export_network"]
+__all__ = ["FORMATS", "PLAIN", "export", "export_network"]
 
 logger = logging.getLogger(__name__)
 
@@ -179,17 +179,24 @@ def export(
 
     Parameters
     ----------
-    source, output, checkpoint, licence
-        As for `export_archive`; with ``monai-bundle`` the output is a folder, which is new.
+    source : path
+        A run folder, or that of a cross-validation, whose finished folds become an ensemble.
+    output : path
+        Of the file, replaced only as a whole; with ``monai-bundle`` a folder, which is new.
     to : str
         One of `FORMATS`. But for an archive: one network, run and compared with the file before that is kept.
+    checkpoint : str
+        ``latest``, ``best`` or ``previous``.
+    licence : str
+        Under which the weights may be used, such as ``CC-BY-4.0``.
     overwrite : bool
         Whether a file that is there is replaced.
 
     Raises
     ------
     ConfigError
-        If the network cannot be written in this format, says why; if there is such a file, and ``overwrite`` is off.
+        If the network cannot be written in this format, says why; if there is such a file, and ``overwrite`` is off,
+        or ``source`` is no run and no cross-validation.
     CheckpointError
         If a checkpoint cannot be used.
     """
@@ -198,37 +205,16 @@ def export(
     if to != "monai-bundle" and not Path(output).is_dir():  # a folder is refused with a reason of its own
         require_new(output, overwrite=overwrite)
     if to == "archive":
-        return export_archive(source, output, checkpoint=checkpoint, licence=licence)
+        return _export_archive(Path(source), Path(output), checkpoint, licence)
     return export_network(Path(source), Path(output), to=to, checkpoint=checkpoint, licence=licence)
 
 
-def export_archive(
-    source: str | Path, output: str | Path, *, checkpoint: str = "latest", licence: str = "not stated"
-) -> Path:
+def _export_archive(source: Path, output: Path, checkpoint: str, licence: str) -> Path:
     """Write a run, or the finished folds of a cross-validation, as one file.
 
     The weights are those that a prediction takes (averaged ones where the training kept them). What tells of people or
     machines stays behind: the cases' names, paths, the environment.
-
-    Parameters
-    ----------
-    source : path
-        A run folder, or that of a cross-validation, whose finished folds become an ensemble.
-    output : path
-        Of the file; replaced only as a whole.
-    checkpoint : str
-        ``latest``, ``best`` or ``previous``.
-    licence : str
-        Under which the weights may be used, such as ``CC-BY-4.0``.
-
-    Raises
-    ------
-    ConfigError
-        If ``source`` is neither, or ``output`` lies where nothing can be written.
-    CheckpointError
-        If a checkpoint cannot be used.
     """
-    source, output = Path(source), Path(output)
     if output.is_dir() or output.suffix != ".zip":
         raise ConfigError(f"a run is exported to a file such as model.zip, got {output}")
     runs = require_runs(source)

@@ -35,8 +35,8 @@ __all__ = [
     "FoldResult",
     "LabelResult",
     "as_json",
-    "cross_validation_words",
-    "find_final_state",
+    "format_cross_validation",
+    "load_final_state",
     "plan_folds",
 ]
 
@@ -99,7 +99,7 @@ class Fold:
         DataError
             If the run's summary is about other cases than the fold's.
         """
-        if (state := find_final_state(self.folder, self.config)) is None:
+        if (state := load_final_state(self.folder, self.config)) is None:
             return None
         summary_file = self.folder.validation / "summary.json"
         summary = read_summary(summary_file)
@@ -165,7 +165,7 @@ def _require_disjoint(plan: Sequence[Fold]) -> None:
             validated_in[case] = fold.number
 
 
-def find_final_state(folder: RunFolder, config: ExperimentConfig) -> TrainingState | None:
+def load_final_state(folder: RunFolder, config: ExperimentConfig) -> TrainingState | None:
     """Return the last state of a run that was validated after all epochs, or after its patience ran out; else None.
 
     Raises
@@ -305,7 +305,7 @@ def _describe_scores(crossed: CrossValidated) -> dict[str, dict[str, Any]]:
     return described
 
 
-def cross_validation_words(crossed: CrossValidated) -> str:
+def format_cross_validation(crossed: CrossValidated) -> str:
     """Return what a cross-validation ends by saying: its report in short, of which the page and report.md have more."""
     told = write_brief(crossed.folder, sections=("Look at this", "Folds", "Published results"))
     return f"\n{told}\nAll of it is in {crossed.folder}; report: {crossed.folder / NAME} and report.md"

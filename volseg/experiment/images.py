@@ -17,12 +17,12 @@ from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
 from volseg.files import require_text
 
-__all__ = ["find_images", "list_unusable"]
+__all__ = ["list_unusable", "resolve_images"]
 
 logger = logging.getLogger(__name__)
 
 
-def find_images(
+def resolve_images(
     paths: str | Path | Sequence[str | Path], modalities: Sequence[str] = ("image",), *, series: Sequence[str] = ()
 ) -> list[Case]:
     """Return a case per image: a file, every image in a folder, every DICOM series below one, every row of a table.

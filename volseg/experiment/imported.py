@@ -24,8 +24,7 @@ from volseg.exchange.nnunet.folder import FILES, NnunetModel, parse_nnunet, read
 from volseg.exchange.nnunet.network import rename_weights
 from volseg.exchange.nnunet.predictor import NnunetPredictor
 from volseg.exchange.nnunet.preprocessing import build_preprocessing
-from volseg.exchange.tensors import unpack_tensors
-from volseg.exchange.torch_file import read_torch_file
+from volseg.exchange.torch_file import read_torch_file, unpack_tensors
 from volseg.experiment.network_plan import NetworkPlan
 from volseg.experiment.placed_network import choose_device
 from volseg.experiment.trained import SourceNetwork
@@ -38,7 +37,7 @@ __all__ = [
     "NNUNET_CHECKPOINTS",
     "POSTPROCESSING",
     "WEIGHTS",
-    "find_weights",
+    "locate_weights",
     "open_archive",
     "open_nnunet",
     "open_weights",
@@ -223,7 +222,7 @@ CONTAINERS = ("state_dict", "network_weights", "model", "model_state_dict")
 """Keys under which others keep a ``state_dict``: Lightning, nnU-Net, and many scripts."""
 
 
-def find_weights(path: Path) -> Path | None:
+def locate_weights(path: Path) -> Path | None:
     """Return the file of weights that a path means, which may be a MONAI bundle; None if it means none."""
     if (path / "configs").is_dir() and (path / "models").is_dir():
         candidates = [path / "models" / name for name in ("model.pt", "model.ts")]

@@ -168,9 +168,9 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
     can be forecast, nothing is set.
     """
     if resume:
-        from volseg.checkpointing.compatible import find_mesh  # imports what trains
+        from volseg.checkpointing.compatible import load_mesh  # imports what trains
 
-        if (begun := find_mesh(loaded, num_gpus)) is not None:
+        if (begun := load_mesh(loaded, num_gpus)) is not None:
             parallel = json.dumps(begun.model_dump(mode="json", exclude_defaults=True))
             logger.info("parallel: auto goes on as the run was begun, with %s", parallel)
             return [f"parallel={parallel}"], begun.num_gpus

@@ -18,8 +18,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.sources import Source, load_trained, path_of
 from volseg.experiment.trained import Trained
-from volseg.inference.in_memory import as_kind_of, to_volume
-from volseg.inference.preparing_on_device import prepare_on, suits
+from volseg.inference.in_memory import as_kind_of, prepare_on, suits, to_volume
 from volseg.parallel.devices import list_gpus
 
 logger = logging.getLogger(__name__)

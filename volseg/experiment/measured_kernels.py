@@ -37,7 +37,7 @@ from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.components import build_optimizer
 from volseg.workflow.precision import Precision
 
-__all__ = ["KERNELS", "MeasuredKernels", "choose_fastest", "settle_kernels"]
+__all__ = ["KERNELS", "MeasuredKernels", "choose_fastest", "resolve_kernels"]
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def choose_fastest(milliseconds: Mapping[str, float], refused: Mapping[str, str]
     return chosen
 
 
-def settle_kernels(
+def resolve_kernels(
     folder: RunFolder, config: ExperimentConfig, mesh: TrainingMesh, task: Task, device: torch.device, *, resume: bool
 ) -> tuple[ExperimentConfig, MeasuredKernels | None]:
     """Return the config with the kernels to train with, and how they were chosen; every process calls this.
@@ -242,28 +242,24 @@ def time_steps(config: ExperimentConfig, task: Task, device: torch.device, *, sh
             begin = time.perf_counter()
             for number in range(settings.accumulate):
                 step(batch, gathered=settings.accumulate, completes=number + 1 == settings.accumulate)
-            _wait(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             times.append(1e3 * (time.perf_counter() - begin))
             report_progress("measure kernels", item=settings.kernels)
     finally:
         step.release()
-    compiled = find_compiled(model)
+    compiled = get_compiled(model)
     if shares and compiled is not None and (reason := compiled.explain_replicas()):
         raise ParallelError(f"replicas cannot share it: {reason}")
     return statistics.median(times[WARM_UP:])
 
 
-def find_compiled(model: torch.nn.Module) -> CompiledNetwork | None:
+def get_compiled(model: torch.nn.Module) -> CompiledNetwork | None:
     """Return the compiled network that a model runs, if it is one."""
     while isinstance(model, DataParallel | FastKernels):
         model = model.module
     inner = model.net if isinstance(model, FitGrid) else model
     return inner if isinstance(inner, CompiledNetwork) else None
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _free(device: torch.device) -> None:

@@ -26,7 +26,7 @@ from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS
 from volseg.workflow.hooks import HOOKS
 from volseg.workflow.schedules import SCHEDULES
 
-__all__ = ["REGISTRIES", "components_arguments", "find_content", "list_components", "load_components", "register"]
+__all__ = ["REGISTRIES", "components_arguments", "list_components", "load_components", "load_content", "register"]
 
 Component = TypeVar("Component", bound=Callable[..., Any])
 
@@ -135,7 +135,7 @@ def load_components(files: str | Path | Sequence[str | Path]) -> None:
             raise ConfigError(f"{path} was changed after this process had run it; start a new process")
 
 
-def find_content(source: Source) -> bytes:
+def load_content(source: Source) -> bytes:
     """Return the bytes of a file that this process has run."""
     return _contents[source.sha256 or ""]
 

@@ -17,8 +17,13 @@ from volseg.data.reading_group import ALONE, Readers
 from volseg.errors import ConfigError, ParallelError
 from volseg.estimate.allocator import MemoryUse
 from volseg.experiment.building import build_objective
-from volseg.experiment.kernels import with_compiled_kernels, with_fast_kernels
-from volseg.experiment.rehearsing import rehearse_losses, rehearse_network, require_window
+from volseg.experiment.rehearsing import (
+    rehearse_losses,
+    rehearse_network,
+    require_window,
+    with_compiled_kernels,
+    with_fast_kernels,
+)
 from volseg.memory import total_bytes
 from volseg.models import FitGrid, build_network
 from volseg.models.layout import faster_layout
@@ -37,7 +42,7 @@ from volseg.parallel.model_parallel import StrategyOptions
 from volseg.parallel.processes.group import largest_over_processes
 from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.workflow.components import find_frozen_norms, freeze_parts
+from volseg.workflow.components import freeze_parts, list_frozen_norms
 from volseg.workflow.precision import Precision
 
 __all__ = ["TrainingMesh", "build_model", "build_plain_network", "choose_device", "count_devices", "describe_mesh"]
@@ -172,7 +177,7 @@ def build_model(
         if begin is not None:
             begin(network)
         freeze_parts(network, config.training.frozen)
-        network.hold_in_evaluation(find_frozen_norms(network))
+        network.hold_in_evaluation(list_frozen_norms(network))
     if config.parallel.model_strategy == "none":
         model = _place_on_one(network, config, task, device, trains=trains, mesh=mesh)
     else:

@@ -15,7 +15,7 @@ from volseg.checkpointing.folder import RunFolder
 from volseg.data.cases import Case
 from volseg.data.readers import list_files
 from volseg.errors import ConfigError, DataError
-from volseg.experiment.images import find_images
+from volseg.experiment.images import resolve_images
 from volseg.experiment.launching import choose_gpus
 from volseg.experiment.prediction_files import CaseResult, Predicted, PredictionFiles, PredictionRecord
 from volseg.experiment.prediction_queue import PredictionQueue
@@ -60,7 +60,7 @@ def predict(
     source : path, RunFolder, or sequence of them
         What predicts; see `load_trained`.
     images : path, or sequence of them
-        Files, folders of files, DICOM folders and folders above them, or tables; see `find_images`.
+        Files, folders of files, DICOM folders and folders above them, or tables; see `resolve_images`.
     output : path, optional
         Folder for the label maps; ``predictions`` in the folder of the run or the cross-validation by default.
     checkpoint : str
@@ -68,7 +68,7 @@ def predict(
     overrides : sequence of str
         Such as ``inference.mirror=false``.
     series : sequence of str
-        Which DICOM series, by UID or by a part of their description; see `find_images`.
+        Which DICOM series, by UID or by a part of their description; see `resolve_images`.
     resume : bool
         Go on with a prediction that was interrupted: label maps that it left whole are not made again.
     skip_existing : bool
@@ -106,10 +106,10 @@ def predict(
         "postprocessing": postprocessing,
     }
     trained, files, record = _load(order)
-    cases = find_images(images, trained.task.modalities, series=series)
+    cases = resolve_images(images, trained.task.modalities, series=series)
     _refuse_own_images(cases, files)
     _require_writable(cases, files)
-    done = record.find_done(cases) if resume else record.find_existing(cases)
+    done = record.list_done(cases) if resume else record.list_existing(cases)
     if done and not (resume or skip_existing or overwrite):
         raise ConfigError(
             f"{files.folder} holds {len(done)} of the {len(cases)} label maps, first {next(iter(done))}. Go on with "

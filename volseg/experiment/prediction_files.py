@@ -24,8 +24,8 @@ from volseg.data.readers import find_suffix, list_files
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file, replacing
-from volseg.inference.decision import Prediction
 from volseg.inference.dicom_segmentation import require_dicom_source, write_dicom_segmentation
+from volseg.inference.original_grid import Prediction
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.writing import require_room, write_entropy, write_prediction, write_probabilities
 
@@ -197,7 +197,7 @@ class PredictionRecord:
         with replacing(self._folder / FILE) as partial:
             partial.write_text(json.dumps(self._made_by) + "\n", encoding="utf-8")
 
-    def find_done(self, cases: Sequence[Case]) -> dict[str, Path]:
+    def list_done(self, cases: Sequence[Case]) -> dict[str, Path]:
         """Return the label maps of this prediction that are whole and of the same images; none where it never began.
 
         Raises
@@ -223,7 +223,7 @@ class PredictionRecord:
                 done[case["case"]] = path
         return done
 
-    def find_existing(self, cases: Sequence[Case]) -> dict[str, Path]:
+    def list_existing(self, cases: Sequence[Case]) -> dict[str, Path]:
         """Return the label maps that are there, whoever made them and of whatever."""
         paths = {case["case"]: self._files.name_label_map(case) for case in cases}
         return {name: path for name, path in paths.items() if path.is_file()}
@@ -314,7 +314,7 @@ class CaseResult:
     message: str = ""
     """What went wrong, with its remedy."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """See `volseg.inference.overlapped.CaseOutcome`; of a case that was there before, none."""
+    """See `volseg.inference.prefetching.CaseOutcome`; of a case that was there before, none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +350,12 @@ class Predicted:
     def table(self) -> str:
         """Return a line per case, and one that counts them."""
         rows = [
-            (case.case, case.state, _add_up(case.seconds), str(case.file or f"{case.error}: {case.message}"))
+            (
+                case.case,
+                case.state,
+                f"{sum(case.seconds.values()):.1f}" if case.seconds else "",
+                str(case.file or f"{case.error}: {case.message}"),
+            )
             for case in self.cases
         ]
         names = ("case", "result", "seconds", "label map, or why there is none")
@@ -371,7 +376,3 @@ class Predicted:
     def _count(self) -> dict[str, int]:
         states = ("predicted", "there before", "failed")
         return {state: sum(case.state == state for case in self.cases) for state in states}
-
-
-def _add_up(seconds: Mapping[str, float]) -> str:
-    return f"{sum(seconds.values()):.1f}" if seconds else ""

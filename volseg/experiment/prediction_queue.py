@@ -33,10 +33,10 @@ from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.own_components import components_arguments
 from volseg.experiment.prediction_files import CaseResult, PredictionFiles, PredictionRecord, identify
 from volseg.experiment.trained import Trained
-from volseg.inference.decision import Prediction
-from volseg.inference.overlapped import CaseOutcome, overlapped
+from volseg.inference.in_memory import prepare_on, suits
+from volseg.inference.original_grid import Prediction
 from volseg.inference.predictor import Predictor, SharedPredictor
-from volseg.inference.preparing_on_device import prepare_on, suits
+from volseg.inference.prefetching import CaseOutcome, overlapped
 from volseg.monitoring.progress import count_up
 from volseg.parallel.processes.workers import Worker, WorkerPool
 from volseg.workflow.interrupts import StopRequested
@@ -283,7 +283,7 @@ class PredictionQueue:
             return result
         is_lost = result.error == "ParallelError"
         if is_lost:
-            result = replace(result, message=f"{result.message}{self._tell_of_earlier(result.case)}")
+            result = replace(result, message=f"{result.message}{self._describe_earlier(result.case)}")
         if self._strict:
             raise DataError(f"case {result.case}: {result.message}")
         logger.error("%s: %s", result.case, result.message)
@@ -309,8 +309,7 @@ class PredictionQueue:
 
     def _prepare(self, case: Case) -> Case:
         """Read, check and preprocess a case."""
-        read = self._read(case)
-        return self._with_room(preprocess(read, case, self._trained.preprocessing, keep_reference=False))
+        return self._with_room(preprocess(self._read(case), case, self._trained.preprocessing, keep_reference=False))
 
     def _finish(self, device: torch.device, read: dict[str, Any]) -> Case:
         """Preprocess a case that was read, on the GPU."""
@@ -354,12 +353,12 @@ class PredictionQueue:
             raise fault
         # What volseg did not raise on purpose may be a fault of its own, which its place helps to find.
         trace = None if isinstance(fault, VolsegError) else fault
-        error, message = type(fault).__name__, f"{str(fault) or repr(fault)}{self._tell_of_earlier(name)}"
+        error, message = type(fault).__name__, f"{str(fault) or repr(fault)}{self._describe_earlier(name)}"
         logger.error("%s: %s", name, message, exc_info=trace)
         self._results[name] = CaseResult(case=name, state="failed", error=error, message=message)
         self._record.add_failure(self._cases[name], error, message)
 
-    def _tell_of_earlier(self, name: str) -> str:
+    def _describe_earlier(self, name: str) -> str:
         """Return what to add to the words of a failure where another prediction's label map stays in its place."""
         earlier = self._files.name_label_map(self._cases[name])
         return f"; {earlier} is there, of an earlier prediction" if earlier.is_file() else ""

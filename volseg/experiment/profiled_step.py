@@ -25,10 +25,10 @@ from volseg.data.cases import Batch, Case, Task
 from volseg.data.labels import num_indices
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import build_training
+from volseg.experiment.cases import CaseReading
 from volseg.experiment.data_facts import DataFacts
 from volseg.experiment.placed_network import TrainingMesh, build_model, choose_device
-from volseg.experiment.reading import CaseReading
-from volseg.experiment.settling import settle_mesh
+from volseg.experiment.training_mesh import resolve_mesh
 from volseg.models import FitGrid
 from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import DataParallel
@@ -36,7 +36,7 @@ from volseg.profiling.kernels import AUGMENTATION, MARK, OUTSIDE
 from volseg.profiling.places import PlaceWatch
 from volseg.profiling.work import PlacedRuns
 from volseg.workflow.hooks import Hook
-from volseg.workflow.randomness import seed_everything
+from volseg.workflow.precision import seed_everything
 from volseg.workflow.training import Training
 
 __all__ = ["BuiltTraining", "WatchedSteps", "build_profiled", "find_network", "watch_steps"]
@@ -106,7 +106,7 @@ def build_profiled(config: ExperimentConfig, facts: DataFacts, steps: int) -> Bu
     length = (WARM_UP + 2 * steps + NOTED) * config.training.accumulate
     training = config.training.model_copy(update={"epochs": 1, "iterations": length})
     config = config.model_copy(update={"training": training})
-    config, mesh = settle_mesh(config, facts.task, device)
+    config, mesh = resolve_mesh(config, facts.task, device)
     seed_everything(config.seed)
     model = build_model(config, facts.task, device, mesh=mesh)
     reading = CaseReading(config, mesh, facts.spacing)

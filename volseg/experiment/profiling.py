@@ -34,7 +34,8 @@ from volseg.experiment.profiled_step import (
     find_network,
     watch_steps,
 )
-from volseg.experiment.settling import join_processes
+from volseg.experiment.rehearsing import explain_eager
+from volseg.experiment.training_mesh import join_processes
 from volseg.experiment.training_work import describe_training, find_freedom
 from volseg.files import replacing
 from volseg.models.networks import complete_spec
@@ -48,13 +49,13 @@ from volseg.profiling.trace_file import read_trace, replace_replayed
 from volseg.profiling.words import advise, describe_limit
 from volseg.profiling.work import PlacedRuns, list_work, place_work
 from volseg.reporting.profiled import write_profile
-from volseg.workflow.components import is_fused_on_gpu
-from volseg.workflow.precision import Precision, choose_dtype
-from volseg.workflow.randomness import deterministic
+from volseg.workflow.precision import Precision, choose_dtype, deterministic
 
-__all__ = ["Profiled", "find_peaks", "profile_training", "watch_replays"]
+__all__ = ["Profiled", "compute_peaks", "profile_training", "watch_replays"]
 
 TRACE, TABLE = "trace.json.gz", "profile.json"
+
+BY_STRATEGY = "its strategy records in parts, or not at all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +183,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
         find_times(followed.traces, gpu, links, recorded=followed.recorded, stages=stages, micro_batches=pieces).seconds
         for links in (machine.links, free)
     )
-    kernels, peaks = as_kernels(followed.work), find_peaks(gpu, dtype)
+    kernels, peaks = as_kernels(followed.work), compute_peaks(gpu, dtype)
     notes = ["no kernel ran: times are by the table of measured kernels, each by itself, and steps by their sum"]
     if not machine.is_measured:
         notes.append(f"times follow from published rates of {gpu.name}: nobody has measured ours there")
@@ -200,7 +201,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
         source="forecast",
         parallel=name_candidate(followed.candidate),
         recorded=followed.recorded,
-        not_recorded=None if followed.recorded else _explain_eager(config, dtype),
+        not_recorded=None if followed.recorded else explain_eager(config, dtype) or BY_STRATEGY,
         notes=notes,
     )
 
@@ -253,7 +254,7 @@ def _profile_on_gpu(config: ExperimentConfig, facts: DataFacts, steps: int) -> P
         work,
         step=seen.seconds,
         steps=steps,
-        peaks=None if machine is None else find_peaks(machine.gpu, dtype),
+        peaks=None if machine is None else compute_peaks(machine.gpu, dtype),
         classes=layer_classes,
         precision=seen.precision,
         shape=seen.shape,
@@ -261,7 +262,9 @@ def _profile_on_gpu(config: ExperimentConfig, facts: DataFacts, steps: int) -> P
         source="measured",
         parallel=_name_mesh(built.config),
         recorded=seen.is_recorded,
-        not_recorded=None if seen.is_recorded else seen.not_recorded or _explain_eager(built.config, dtype),
+        not_recorded=None
+        if seen.is_recorded
+        else seen.not_recorded or explain_eager(built.config, dtype) or BY_STRATEGY,
         batch_seconds=seen.batch_seconds,
         matched=matched,
         notes=notes,
@@ -298,21 +301,7 @@ def watch_replays(built: BuiltTraining, steps: int) -> tuple[WatchedSteps, list[
     return seen, [kernel.timed for kernel in kernels], matched, watch.classes
 
 
-def _explain_eager(config: ExperimentConfig, dtype: torch.dtype) -> str:
-    """Return why a step is not recorded as a whole."""
-    settings = config.training
-    if not settings.record:
-        return "training.record is false"
-    if settings.accumulate > 1:
-        return f"training.accumulate is {settings.accumulate}, and a recorded batch is a whole step"
-    if not is_fused_on_gpu(config.optimizer.spec()):
-        return f"optimizer {config.optimizer.name} is not fused"
-    if dtype is torch.float16:
-        return "float16 scales its loss, and looks at the gradients in each step"
-    return "its strategy records in parts, or not at all"
-
-
-def find_peaks(gpu: GpuKind, dtype: torch.dtype) -> DevicePeaks:
+def compute_peaks(gpu: GpuKind, dtype: torch.dtype) -> DevicePeaks:
     """Return what a kind of GPU can do at best in a precision."""
     flops = gpu.peaks.full if dtype is torch.float32 else gpu.peaks.half
     return DevicePeaks(bytes_per_second=gpu.peaks.bandwidth, flops_per_second=flops, source=gpu.source)

@@ -12,7 +12,7 @@ from volseg.config.loading import load_config, path_override
 from volseg.config.shipped import find_shipped
 from volseg.data.synthetic import make_task
 from volseg.experiment.predicting import predict
-from volseg.experiment.report import closing_words
+from volseg.experiment.report import format_outcome
 from volseg.experiment.training import train
 from volseg.parallel.devices import count_gpus
 
@@ -54,7 +54,7 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
     predict(folder, [root / "imagesTs"]).require_all()
     real = "task04_unet" if count_gpus() else "task04_cpu"  # both come with volseg, and are found by their names
     more = ["volseg data fetch Task04_Hippocampus", f"volseg train {real} --set data.root=Task04_Hippocampus"]
-    return "\n  ".join([closing_words(outcome), *map(spell, more)])
+    return "\n  ".join([format_outcome(outcome), *map(spell, more)])
 
 
 def _free_folder() -> Path:

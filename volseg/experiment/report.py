@@ -24,7 +24,7 @@ from volseg.errors import VolsegError
 from volseg.evaluation.published import published_results
 from volseg.evaluation.summary import Summary, read_structure
 from volseg.evaluation.tables import format_table
-from volseg.experiment.cases import PatientWords
+from volseg.experiment.cases import PatientReport
 from volseg.experiment.placed_network import build_plain_network
 from volseg.experiment.rehearsing import rehearse_network
 from volseg.files import replacing
@@ -40,11 +40,11 @@ from volseg.workflow.validation import Example, Validated, make_example
 __all__ = [
     "Outcome",
     "attempt",
-    "closing_words",
     "describe_network",
     "dice_table",
     "draw_overlays",
-    "tell_findings",
+    "format_outcome",
+    "list_findings",
     "write_outcome",
     "write_page",
 ]
@@ -69,7 +69,7 @@ class Outcome:
     """Batches per epoch."""
     remarks: Sequence[Remark] = ()
     """On cases that should be looked at."""
-    patients: PatientWords = field(default_factory=PatientWords)
+    patients: PatientReport = field(default_factory=PatientReport)
     """How many there are, and whether one trains and validates."""
     memory: str | None = None
     """What the first steps took of the GPUs, and what was forecast; None where there are none."""
@@ -77,8 +77,8 @@ class Outcome:
     """What ran out of memory, and how the training went on."""
 
 
-def tell_findings(
-    task: Task, problems: Sequence[Problem], remarks: Sequence[Remark], patients: PatientWords
+def list_findings(
+    task: Task, problems: Sequence[Problem], remarks: Sequence[Remark], patients: PatientReport
 ) -> dict[str, Any]:
     """Return what a report says that stands in no other file of the run folder, as plain values."""
     return {
@@ -102,7 +102,7 @@ def write_outcome(outcome: Outcome, cases: Sequence[Case], channel: int) -> None
         Channel of the images that the pictures show.
     """
     folder = outcome.folder
-    findings = tell_findings(outcome.task, outcome.problems, outcome.remarks, outcome.patients)
+    findings = list_findings(outcome.task, outcome.problems, outcome.remarks, outcome.patients)
     folder.write_json(TOLD, {**findings, "memory": outcome.memory, "replanned": outcome.replanned})
     if outcome.validated is not None:
         attempt("no pictures of cases were drawn", lambda: draw_overlays(folder, outcome.task, cases, channel=channel))
@@ -128,7 +128,7 @@ def attempt(otherwise: str, write: Callable[[], object]) -> None:
         logger.warning("%s: %s: %s", otherwise, type(fault).__name__, fault)
 
 
-def closing_words(outcome: Outcome) -> str:
+def format_outcome(outcome: Outcome) -> str:
     """Return what a training ends by saying: Dice, folder, and the commands to type next."""
     folder = outcome.folder.path
     own = name_components(list_component_files(folder, []))
@@ -175,10 +175,10 @@ def describe_network(config: ExperimentConfig, task: Task) -> str:
                 handle.remove()
     total = sum(parameter.numel() for parameter in network.parameters())
     trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-    rows = [
-        f"| {name or '(network)'} | {type(module).__name__} | {_count(module):,} | {shapes.get(id(module), '')} |"
-        for name, module in network.named_modules()
-    ]
+    rows = []
+    for name, module in network.named_modules():
+        count = sum(parameter.numel() for parameter in module.parameters())
+        rows.append(f"| {name or '(network)'} | {type(module).__name__} | {count:,} | {shapes.get(id(module), '')} |")
     return "\n".join(
         [
             f"{config.network.name}: {total:,} parameters, {trained:,} of them trained. {remark}",
@@ -188,10 +188,6 @@ def describe_network(config: ExperimentConfig, task: Task) -> str:
             *rows,
         ]
     )
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _describe(output: Any) -> str:
@@ -264,9 +260,9 @@ def _read_example(folder: RunFolder, task: Task, case: Case) -> Example | None:
             return None
         case = {**checked.case, "reference": checked.case["label"]}
     prediction = read_volume(folder.validation / f"{case['case']}.nii.gz")
-    known = {0, *task.class_values, *(value for key in task.structures for value in _list_values(key))}
+    known = {
+        0,
+        *task.class_values,
+        *(value for key in task.structures for value in (key if isinstance(key, tuple) else (key,))),
+    }
     return make_example(case, prediction, known, task.ignore)
-
-
-def _list_values(key: int | tuple[int, ...]) -> tuple[int, ...]:
-    return key if isinstance(key, tuple) else (key,)

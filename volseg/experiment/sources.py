@@ -14,16 +14,16 @@ from volseg.data.names import list_some
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import is_archive
 from volseg.exchange.nnunet import is_nnunet_model
-from volseg.exchange.nnunet.folder import find_nnunet, read_nnunet
-from volseg.experiment.folds import find_final_state
-from volseg.experiment.imported import NNUNET_CHECKPOINTS, find_weights, open_archive, open_nnunet, open_weights
+from volseg.exchange.nnunet.folder import locate_nnunet, read_nnunet
+from volseg.experiment.folds import load_final_state
+from volseg.experiment.imported import NNUNET_CHECKPOINTS, locate_weights, open_archive, open_nnunet, open_weights
 from volseg.experiment.trained import SourceNetwork, Trained, open_run, require_checkpoint, require_keys
 from volseg.inference.postprocessing import Postprocessing
 from volseg.transforms.preprocessing import Preprocessing
 
 __all__ = [
     "Source",
-    "find_folds",
+    "list_folds",
     "list_runs",
     "load_trained",
     "open_one",
@@ -71,7 +71,7 @@ def load_trained(
     return joined if len(named) == 1 else replace(joined, postprocessing=None)  # nobody measured what helps these
 
 
-def find_folds(folder: Path) -> list[RunFolder]:
+def list_folds(folder: Path) -> list[RunFolder]:
     """Return the finished folds of a cross-validation, in order; none where the folder holds no folds.
 
     Those that were begun and not finished are left out, and named.
@@ -83,7 +83,7 @@ def find_folds(folder: Path) -> list[RunFolder]:
     """
     begun = {int(path.name[5:]): RunFolder(path) for path in folder.glob("fold_*") if path.name[5:].isdecimal()}
     begun = {number: begun[number] for number in sorted(begun) if begun[number].exists}
-    finished = [number for number, run in begun.items() if find_final_state(run, run.config()) is not None]
+    finished = [number for number, run in begun.items() if load_final_state(run, run.config()) is not None]
     left = [str(number) for number in begun if number not in finished]
     if begun and not finished:
         raise ConfigError(
@@ -113,7 +113,7 @@ def list_runs(source: Source) -> list[RunFolder]:
         If there are folds and none is finished.
     """
     path = path_of(source)
-    return [RunFolder(path)] if RunFolder(path).exists or isinstance(source, RunFolder) else find_folds(path)
+    return [RunFolder(path)] if RunFolder(path).exists or isinstance(source, RunFolder) else list_folds(path)
 
 
 def require_runs(source: str | Path) -> list[RunFolder]:
@@ -164,14 +164,14 @@ def open_source(source: Source, checkpoint: str = "latest", overrides: Sequence[
             yield replace(open_run(run, checkpoint, overrides), postprocessing=order)
     elif path.is_file() and around.exists and path.absolute().parent == around.checkpoints:
         yield open_run(around, path, overrides)
-    elif (found := find_nnunet(path, NNUNET_CHECKPOINTS[checkpoint])) is not None:
+    elif (found := locate_nnunet(path, NNUNET_CHECKPOINTS[checkpoint])) is not None:
         folder, name, folds = found
         yield from open_nnunet(read_nnunet(folder, checkpoint=name, folds=folds), overrides)
     elif is_archive(path):
         yield from open_archive(path, overrides, checkpoint=checkpoint)
     elif path.name.startswith("fold_") and is_archive(path.parent):
         yield from open_archive(path.parent, overrides, checkpoint=checkpoint, fold=path.name)
-    elif (file := find_weights(path)) is not None:
+    elif (file := locate_weights(path)) is not None:
         yield from open_weights(file, overrides)
     else:
         raise ConfigError(f"{path} {_describe(path)}")

@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -15,22 +16,22 @@ from volseg.checkpointing.folder import CASES, MEMORY, NETWORK
 from volseg.checkpointing.ranks import JobFolder
 from volseg.config.loading import format_config, require_config
 from volseg.config.schema import ExperimentConfig
+from volseg.data.augmented import EpochBatches
 from volseg.data.cases import Task
 from volseg.data.growing import GrowingBatches
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
-from volseg.experiment.cases import ChosenCases, PatientWords, choose_cases
+from volseg.experiment.cases import CaseReading, choose_cases
 from volseg.experiment.compiled_kernels import compile_for_training
-from volseg.experiment.measured_kernels import KERNELS, settle_kernels
+from volseg.experiment.measured_kernels import KERNELS, resolve_kernels
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
-from volseg.experiment.placed_network import build_model, choose_device, count_devices
-from volseg.experiment.reading import CaseReading
+from volseg.experiment.placed_network import TrainingMesh, build_model, choose_device, count_devices
 from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
-from volseg.experiment.report import Outcome, describe_network, tell_findings, write_outcome, write_page
-from volseg.experiment.settling import join_processes, settle_mesh
+from volseg.experiment.report import Outcome, describe_network, list_findings, write_outcome, write_page
 from volseg.experiment.starting import START, Start
+from volseg.experiment.training_mesh import join_processes, resolve_mesh
 from volseg.monitoring.duration import DurationWarning
 from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.logger_table import build_logger
@@ -45,9 +46,8 @@ from volseg.parallel.devices import count_restarts, is_main_process
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
 from volseg.reporting.reading import TOLD
-from volseg.workflow.checkpoints import Checkpoints
-from volseg.workflow.hooks import ForgetOldSizes, Hook, Patience
-from volseg.workflow.randomness import deterministic, seed_everything
+from volseg.workflow.hooks import Checkpoints, ForgetOldSizes, Hook, Patience
+from volseg.workflow.precision import deterministic, seed_everything
 from volseg.workflow.training import Score, Training
 from volseg.workflow.validation import Validated
 
@@ -122,27 +122,11 @@ def _train(
             resume = job.claim(resume or count_restarts() > 0)
             held.push(partial(_write_page, job))  # after the heartbeat, which tells how the run ended
             job.write_status(signs, BeginAgain)
+        run = _Run(job, resume, replanning, signs, held)
         with signs.span("building"):
-            run = _begin(job, resume, hooks, loggers, replanning, signs, held)
-        _fit(run)
-        return _finish(run)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """A training that has begun, and what its end needs."""
-
-    job: JobFolder
-    reading: CaseReading
-    chosen: ChosenCases
-    model: nn.Module
-    held_out: PreparedCases
-    """Cases that validate; those that train are the batches' now."""
-    training: Training
-    replanning: Replanning
-    memory: FirstSteps
-    log: TrainingLog
-    signs: Heartbeat
+            run.begin(loggers, hooks)
+        run.fit()
+        return run.finish()
 
 
 def _write_page(job: JobFolder, kind: type[BaseException] | None, *ended: object) -> None:
@@ -152,170 +136,196 @@ def _write_page(job: JobFolder, kind: type[BaseException] | None, *ended: object
         write_page(job.folder, kind)
 
 
-def _tell_patients(patients: PatientWords) -> None:
-    if patients.warning:
-        logger.warning("%s", patients.warning)
-    elif patients.summary:
-        logger.info("%s", patients.summary)
+class _Run:
+    """A training from its config to its summary: begun, or gone on with, then trained to its end and validated."""
 
+    model: nn.Module
+    reading: CaseReading
+    held_out: PreparedCases
+    """Cases that validate; those that train are the batches'."""
+    training: Training
+    memory: FirstSteps
+    log: TrainingLog
 
-def _begin(
-    job: JobFolder,
-    resume: bool,
-    hooks: Sequence[Hook],
-    loggers: Sequence[Logger],
-    replanning: Replanning,
-    signs: Heartbeat,
-    held: ExitStack,
-) -> _Run:
-    """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
-    given, folder, device = job.config, job.folder, choose_device(job.config)
-    with signs.span("reading"):
-        chosen = choose_cases(job.config)
-    if is_main_process():
-        _tell_patients(chosen.patients)
-    require_plausible_sizes(job.config, chosen.task, device)
-    build_objective(job.config, chosen.task)  # a loss that cannot be of this task is refused before cases are read
-    choose_channel(job.config, chosen.task)
-    plan = folder.plan() if resume else plan_network(job.config, chosen.task)
-    config = replanning.settle(job, plan.complete(job.config), resume)
-    config, mesh = settle_mesh(config, chosen.task, device)
-    replanning.tried = find_candidate(config, mesh.plan, count_devices(config, device))
-    job.keep_mesh(config)
-    seed_everything(config.seed)
-    if resume:
-        compatible.require_same_task(folder, chosen.task)
-        compatible.require_same_split(folder, chosen.split)
-        compatible.require_same_mesh(folder, config)
-    start = None if resume or config.training.start_from is None else Start(config, chosen)
-    reading = CaseReading(config, mesh, plan.spacing)
-    prepared = None
-    compiling = held.enter_context(closing(compile_for_training(given, replanning.tried, device)))
-    # The cases first, meanwhile: a network that is built is run once, with its kernels.
-    if gather_over_processes(["compiling"] if compiling.is_compiling else []):
-        with signs.span("preparing"):
-            prepared = reading.prepare(chosen)
-        with signs.span("compiling"):
+    def __init__(self, job: JobFolder, resume: bool, replanning: Replanning, signs: Heartbeat, held: ExitStack) -> None:
+        self.job, self.resume, self.replanning, self.signs, self.held = job, resume, replanning, signs, held
+        self.device = choose_device(job.config)
+        self.prepared: PreparedCases | None = None
+        """The cases, until the batches are made."""
+        self.files: dict[str, Any] = {}
+        """Contents of JSON files of the run folder that say how this run is computed."""
+
+    def begin(self, loggers: Sequence[Logger], hooks: Sequence[Hook]) -> None:
+        """Build everything, then describe the run: a config that cannot be run leaves no folder behind."""
+        given, job = self.job.config, self.job
+        self._choose_cases()
+        self.plan = job.folder.plan() if self.resume else plan_network(given, self.chosen.task)
+        config = self.replanning.settle(job, self.plan.complete(given), self.resume)
+        config, mesh = resolve_mesh(config, self.chosen.task, self.device)
+        self._note_candidate(config, mesh)
+        job.keep_mesh(config)
+        seed_everything(config.seed)
+        if self.resume:
+            compatible.require_same_task(job.folder, self.chosen.task)
+            compatible.require_same_split(job.folder, self.chosen.split)
+            compatible.require_same_mesh(job.folder, config)
+        is_new = not self.resume and config.training.start_from is not None
+        start = Start(config, self.chosen) if is_new else None
+        self.reading = CaseReading(config, mesh, self.plan.spacing)
+        self._compile_and_prepare(given)
+        config = self._settle_kernels(config, mesh)
+        self.model = build_model(config, self.chosen.task, self.device, mesh=mesh, begin=start)
+        batches = self._make_batches(config, mesh)
+        self._build_training(config, batches, loggers, hooks)
+        self._describe(config, start)
+
+    def _choose_cases(self) -> None:
+        """Choose the cases, and refuse what cannot be trained with before any is read."""
+        config = self.job.config
+        with self.signs.span("reading"):
+            self.chosen = choose_cases(config)
+        if is_main_process() and self.chosen.patients.warning:
+            logger.warning("%s", self.chosen.patients.warning)
+        elif is_main_process() and self.chosen.patients.summary:
+            logger.info("%s", self.chosen.patients.summary)
+        require_plausible_sizes(config, self.chosen.task, self.device)
+        build_objective(config, self.chosen.task)
+        choose_channel(config, self.chosen.task)
+
+    def _note_candidate(self, config: ExperimentConfig, mesh: TrainingMesh) -> None:
+        self.replanning.tried = find_candidate(config, mesh.plan, count_devices(config, self.device))
+
+    def _prepare(self) -> None:
+        with self.signs.span("preparing"):
+            self.prepared = self.reading.prepare(self.chosen)
+
+    def _compile_and_prepare(self, given: ExperimentConfig) -> None:
+        """Read the cases while a worker compiles kernels, if there is one: a built network is run once, with them."""
+        assert self.replanning.tried is not None
+        compiling = self.held.enter_context(closing(compile_for_training(given, self.replanning.tried, self.device)))
+        if not gather_over_processes(["compiling"] if compiling.is_compiling else []):
+            return
+        self._prepare()
+        with self.signs.span("compiling"):
             compiling.wait()
             gather_over_processes([])  # a process with a worker waits for that, and the others for the process
-    with signs.span("measuring") if config.training.kernels == "measured" else nullcontext():
-        config, measured = settle_kernels(folder, config, mesh, chosen.task, device, resume=resume)
-    if measured is not None:
-        replanning.tried = find_candidate(config, mesh.plan, count_devices(config, device))
-    described = {**replanning.files(), **({} if measured is None else {KERNELS: measured.as_json()})}
-    model = build_model(config, chosen.task, device, mesh=mesh, begin=start)
-    if prepared is None:
-        with signs.span("preparing"):
-            prepared = reading.prepare(chosen)
-    meter = GpuMeter()
-    before = meter.count()
-    batches = reading.make_batches(prepared, chosen.task, model, device)
-    beside = meter.count() - before
-    first = config.patch.first_whole(config.training.epochs)
-    memory = FirstSteps(meter, mesh.estimate, beside=beside, write=partial(job.write_json, MEMORY), first_epoch=first)
-    held_out = replace(prepared, training=())
-    if resume:
-        compatible.require_same_cases(folder, prepared.fingerprints)
-    del prepared  # its training cases: on a GPU the batches have copied them
-    validate = partial(reading.make_validation, model, chosen.task, held_out)
-    log = _open_log(config, job, loggers, signs, memory, chosen.task)
-    held.callback(log.end)  # without scores, where the training does not reach its end
-    training = build_training(
-        config,
-        model,
-        batches,
-        validation=validate(mirror=False) if chosen.validation else None,
-        hooks=[
-            *([ForgetOldSizes(batches)] if isinstance(batches, GrowingBatches) else []),
-            *_own_hooks(config, job, memory, log, signs),
-            *build_hooks(config),
-            *hooks,
-        ],
-        task=chosen.task,
-    )
-    told = {TOLD: tell_findings(chosen.task, held_out.problems, held_out.remarks, chosen.patients)}
-    if resume:
-        state = folder.newest_checkpoint()
-        compatible.require_epochs(folder, state, config.training.epochs)
-        training.load_state_dict(state)
-        if is_main_process():
-            logger.info("%s goes on after epoch %d and batch %d", folder.path, *state.progress)
-        job.go_on({**told, **described}, finished=training.finished)
-    else:
-        begun = {CASES: held_out.fingerprints, NETWORK: plan.as_json()}
-        begun |= {} if start is None else {START: start.as_json()}
-        job.begin(chosen, {**begun, **told, **described})
-    return _Run(
-        job=job,
-        reading=reading,
-        chosen=chosen,
-        model=model,
-        held_out=held_out,
-        training=training,
-        replanning=replanning,
-        memory=memory,
-        log=log,
-        signs=signs,
-    )
 
+    def _settle_kernels(self, config: ExperimentConfig, mesh: TrainingMesh) -> ExperimentConfig:
+        """Return the config with the kernels to train with, which may have to be measured."""
+        folder, task = self.job.folder, self.chosen.task
+        with self.signs.span("measuring") if config.training.kernels == "measured" else nullcontext():
+            config, measured = resolve_kernels(folder, config, mesh, task, self.device, resume=self.resume)
+        self.files |= self.replanning.files()
+        if measured is not None:
+            self._note_candidate(config, mesh)
+            self.files[KERNELS] = measured.as_json()
+        return config
 
-def _fit(run: _Run) -> None:
-    """Train to the last epoch."""
-    is_begun = not run.training.finished
-    try:
-        with run.signs.fitting():
-            run.training.run()
-    except Exception:
-        if run.job.leads and (run.training.epoch, run.training.position) == (0, 0):
-            run.job.folder.abandon()
-        raise
-    if is_begun and run.job.leads:
-        run.job.folder.forget_validation()
+    def _make_batches(self, config: ExperimentConfig, mesh: TrainingMesh) -> EpochBatches:
+        """Return the batches, which on a GPU copy the cases that train: nothing else holds these afterwards."""
+        if self.prepared is None:
+            self._prepare()
+        prepared, self.prepared = self.prepared, None
+        assert prepared is not None
+        meter = GpuMeter()
+        before = meter.count()
+        batches = self.reading.make_batches(prepared, self.chosen.task, self.model, self.device)
+        beside, first = meter.count() - before, config.patch.first_whole(config.training.epochs)
+        write = partial(self.job.write_json, MEMORY)
+        self.memory = FirstSteps(meter, mesh.estimate, beside=beside, write=write, first_epoch=first)
+        self.held_out = replace(prepared, training=())
+        if self.resume:
+            compatible.require_same_cases(self.job.folder, prepared.fingerprints)
+        return batches
 
-
-def _finish(run: _Run) -> Outcome:
-    """Validate as the config asks for, and report."""
-    job, config, chosen = run.job, run.job.config, run.chosen
-    final = None
-    scores = list_final(run.training.history[-1]) if run.training.history else {}
-    job.require_folder()
-    if chosen.validation:
-        validation = run.reading.make_validation(
-            run.model,
-            chosen.task,
-            run.held_out,
-            mirror=config.inference.mirror,
-            folder=job.folder.validation,
-            show=True,
+    def _build_training(
+        self, config: ExperimentConfig, batches: EpochBatches, loggers: Sequence[Logger], hooks: Sequence[Hook]
+    ) -> None:
+        task, make = self.chosen.task, self.reading.make_validation
+        self.log = _open_log(config, self.job, loggers, self.signs, self.memory, task)
+        self.held.callback(self.log.end)  # without scores, where the training does not reach its end
+        self.training = build_training(
+            config,
+            self.model,
+            batches,
+            validation=make(self.model, task, self.held_out, mirror=False) if self.chosen.validation else None,
+            hooks=[
+                *([ForgetOldSizes(batches)] if isinstance(batches, GrowingBatches) else []),
+                *_own_hooks(config, self.job, self.memory, self.log, self.signs),
+                *build_hooks(config),
+                *hooks,
+            ],
+            task=task,
         )
-        with run.signs.validating():
-            final = run.training.validate(validation)
-        scores = _name_final(final)
-    with run.signs.span("writing"):
-        return _write_end(run, final, scores)
 
+    def _describe(self, config: ExperimentConfig, start: Start | None) -> None:
+        """Load the state of a run that goes on, and write into its folder what is known of it."""
+        job, folder, held_out = self.job, self.job.folder, self.held_out
+        findings = list_findings(self.chosen.task, held_out.problems, held_out.remarks, self.chosen.patients)
+        self.files[TOLD] = findings
+        if self.resume:
+            state = folder.newest_checkpoint()
+            compatible.require_epochs(folder, state, config.training.epochs)
+            self.training.load_state_dict(state)
+            if is_main_process():
+                logger.info("%s goes on after epoch %d and batch %d", folder.path, *state.progress)
+            job.go_on(self.files, finished=self.training.finished)
+        else:
+            begun = {CASES: held_out.fingerprints, NETWORK: self.plan.as_json()}
+            begun |= {} if start is None else {START: start.as_json()}
+            job.begin(self.chosen, {**begun, **self.files})
 
-def _write_end(run: _Run, final: Score | None, scores: Mapping[str, float]) -> Outcome:
-    """Tell the loggers, and write summary and report."""
-    job, config, chosen = run.job, run.job.config, run.chosen
-    run.log.end(scores)
-    outcome = Outcome(
-        folder=job.folder,
-        task=chosen.task,
-        history=tuple(run.training.history),
-        validated=final if isinstance(final, Validated) else None,
-        problems=run.held_out.problems,
-        remarks=run.held_out.remarks,
-        patients=chosen.patients,
-        seconds=run.signs.seconds,
-        iterations=config.training.iterations,
-        memory=run.memory.describe(),
-        replanned=None if run.replanning.replanned is None else str(run.replanning.replanned),
-    )
-    if job.leads:
+    def fit(self) -> None:
+        """Train to the last epoch."""
+        is_begun = not self.training.finished
+        try:
+            with self.signs.fitting():
+                self.training.run()
+        except Exception:
+            if self.job.leads and (self.training.epoch, self.training.position) == (0, 0):
+                self.job.folder.abandon()
+            raise
+        if is_begun and self.job.leads:
+            self.job.folder.forget_validation()
+
+    def finish(self) -> Outcome:
+        """Validate as the config asks for, and report."""
+        job, chosen = self.job, self.chosen
+        final = None
+        scores = list_final(self.training.history[-1]) if self.training.history else {}
         job.require_folder()
-        write_outcome(outcome, [*chosen.validation, *run.held_out.validation], choose_channel(config, chosen.task))
-    return outcome
+        if chosen.validation:
+            mirror, folder = job.config.inference.mirror, job.folder.validation
+            validation = self.reading.make_validation(
+                self.model, chosen.task, self.held_out, mirror=mirror, folder=folder, show=True
+            )
+            with self.signs.validating():
+                final = self.training.validate(validation)
+            scores = {"final/dice_mean": final.score, **{f"final/{name}": each for name, each in final.scores.items()}}
+        with self.signs.span("writing"):
+            return self._write_end(final, scores)
+
+    def _write_end(self, final: Score | None, scores: Mapping[str, float]) -> Outcome:
+        """Tell the loggers, and write summary and report."""
+        job, config, chosen, held_out = self.job, self.job.config, self.chosen, self.held_out
+        self.log.end(scores)
+        outcome = Outcome(
+            folder=job.folder,
+            task=chosen.task,
+            history=tuple(self.training.history),
+            validated=final if isinstance(final, Validated) else None,
+            problems=held_out.problems,
+            remarks=held_out.remarks,
+            patients=chosen.patients,
+            seconds=self.signs.seconds,
+            iterations=config.training.iterations,
+            memory=self.memory.describe(),
+            replanned=None if self.replanning.replanned is None else str(self.replanning.replanned),
+        )
+        if job.leads:
+            job.require_folder()
+            write_outcome(outcome, [*chosen.validation, *held_out.validation], choose_channel(config, chosen.task))
+        return outcome
 
 
 def _open_log(
@@ -339,11 +349,6 @@ def _open_log(
     texts = {"config": f"```yaml\n{format_config(config)}```", "network": describe_network(config, task)}
     channel = choose_channel(config, task)
     return TrainingLog([History(), *loggers], run, texts=texts, more=memory.scalars, channel=channel, ends=False)
-
-
-def _name_final(final: Score) -> dict[str, float]:
-    """Return the scores of the final validation by tag."""
-    return {"final/dice_mean": final.score, **{f"final/{name}": value for name, value in final.scores.items()}}
 
 
 def _own_hooks(

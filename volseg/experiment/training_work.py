@@ -20,18 +20,24 @@ from volseg.estimate.candidate_list import Freedom
 from volseg.estimate.work import Batch, Step, Work
 from volseg.experiment.building import build_objective, build_step
 from volseg.experiment.data_facts import DataFacts
-from volseg.experiment.kernels import explain_slowness
 from volseg.experiment.placed_network import build_plain_network
-from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network, require_window
+from volseg.experiment.rehearsing import (
+    OneOutput,
+    explain_eager,
+    explain_slowness,
+    rehearse_losses,
+    rehearse_network,
+    require_window,
+)
 from volseg.inference.predictor import evaluating
 from volseg.inference.window_step import WindowStep
 from volseg.models import GridRule
 from volseg.models.networks import complete_spec
 from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.components import build_optimizer, find_frozen_norms, freeze_parts, is_fused_on_gpu
+from volseg.workflow.components import build_optimizer, freeze_parts, list_frozen_norms
 from volseg.workflow.precision import Precision
 
-__all__ = ["Described", "at_size", "describe_training", "find_freedom", "find_reserve", "find_validated"]
+__all__ = ["Described", "at_size", "compute_validated_shape", "describe_training", "find_freedom", "find_reserve"]
 
 FLOAT_BYTES, LABEL_BYTES = 4, 1
 
@@ -82,7 +88,7 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
         made = rehearse_network(network, config, facts.task)
     rehearse_losses(build_objective(config, facts.task), made, facts.task)
     freeze_parts(network, config.training.frozen)
-    network.hold_in_evaluation(find_frozen_norms(network))
+    network.hold_in_evaluation(list_frozen_norms(network))
     if config.training.memory_format == "channels_last":
         network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     batches = min(config.training.accumulate, 2)
@@ -90,10 +96,12 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
         build=network.train,
         shape=(config.patch.batch, facts.task.num_channels, *config.patch.size),
         make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
-        build_optimizer=lambda model: _build_optimizer(config, model),
+        build_optimizer=lambda model: build_optimizer(
+            config.optimizer.spec(), model, on_gpu=True, parts=config.optimizer.parts
+        ),
         build_step=lambda model, optimizer: _build_step(config, facts, dtype, batches, model, optimizer),
         precision=dtype,
-        validate=None if find_validated(config, facts) is None else partial(_validate, config, facts, dtype),
+        validate=None if compute_validated_shape(config, facts) is None else partial(_validate, config, facts, dtype),
         name=config.network.name,
     )
     return Described(config=config, facts=facts, work=work, batches=batches, rule=network.rule)
@@ -105,10 +113,6 @@ def _make_batch(config: ExperimentConfig, facts: DataFacts, rows: int, device: t
         "image": torch.zeros(rows, facts.task.num_channels, *size, device=device),
         "label": torch.zeros(rows, 1, *size, dtype=torch.uint8, device=device),
     }
-
-
-def _build_optimizer(config: ExperimentConfig, model: nn.Module) -> Optimizer:
-    return build_optimizer(config.optimizer.spec(), model, on_gpu=True, parts=config.optimizer.parts)
 
 
 def _build_step(
@@ -136,7 +140,7 @@ def _build_step(
     return run
 
 
-def find_validated(config: ExperimentConfig, facts: DataFacts) -> tuple[int, ...] | None:
+def compute_validated_shape(config: ExperimentConfig, facts: DataFacts) -> tuple[int, ...] | None:
     """Return the shape of what goes through the network at a time between epochs, None where that is not known.
 
     That is a window, or as many as the config says; without windows whole volumes, of which the largest counts.
@@ -159,7 +163,7 @@ def _validate(config: ExperimentConfig, facts: DataFacts, dtype: torch.dtype, mo
         regions=bool(task.regions),
         autocast=None if dtype is torch.float32 else dtype,
     )
-    shape = find_validated(config, facts)
+    shape = compute_validated_shape(config, facts)
     assert shape is not None
     with torch.no_grad(), evaluating((model,)):
         step(torch.zeros(shape, device=next(model.parameters()).device))
@@ -177,14 +181,7 @@ def find_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kerne
     has_fast_kernels : bool
         Whether that kind of GPU has them.
     """
-    parallel, settings = config.parallel, config.training
-    # Half precision scales its loss, and looks at the gradients' values in each step.
-    records = (
-        settings.record
-        and settings.accumulate == 1
-        and is_fused_on_gpu(config.optimizer.spec())
-        and dtype is not torch.float16
-    )
+    parallel = config.parallel
     data, spatial, pipeline = parallel.data, parallel.spatial, parallel.pipeline
     if parallel.model_strategy == "spatial":
         data, pipeline = data or (None if spatial else 1), 1
@@ -197,7 +194,7 @@ def find_freedom(config: ExperimentConfig, dtype: torch.dtype, *, has_fast_kerne
         split_size=parallel.split_size if isinstance(parallel.split_size, int) else None,
         checkpoint=parallel.checkpoint,
         kernels=_list_kernels(config, dtype, has_fast_kernels),
-        records=records,
+        records=explain_eager(config, dtype) is None,
         whole=bool(config.patch.growth),  # who computes what is settled for one size
     )
 
@@ -243,7 +240,7 @@ def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
             notes.append("the cases that data.keep: device puts on the GPU are not counted: their sizes are not known")
         elif bank:
             notes.append(f"{bank / 2**30:.2f} GiB of each GPU are for prepared cases (data.device_limit)")
-    if config.split.validation != "none" and find_validated(config, facts) is None:
+    if config.split.validation != "none" and compute_validated_shape(config, facts) is None:
         notes.append("a validation of whole volumes is not counted: their sizes are not known (inference.window)")
     return ahead + AUGMENTATION * len(set(config.patch.sizes)) + bank, notes
 

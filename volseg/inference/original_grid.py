@@ -4,19 +4,228 @@ As in nnU-Net, the probabilities are resampled and the label is decided afterwar
 resampled to the nearest voxel has the staircase of the coarser grid.
 """
 
+import copy
+import math
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from monai.data import MetaTensor
 from torch import Tensor
 
-from volseg.errors import GridError
-from volseg.inference.decision import SLAB_ELEMENTS, Decision, LabelRule
-from volseg.inference.sampling import Aligned, Box, Held, Oblique, sample_grid
+from volseg.device.triton_tiles import takes
+from volseg.errors import ConfigError, GridError
+from volseg.inference import triton_decision
+from volseg.inference.sampling import Aligned, Box, Held, Oblique, Place, Sampling, sample_grid
 from volseg.transforms.grid import Grid
 
-__all__ = ["NEAREST_AXIS", "WayBack", "label_map_on", "original_label_map", "resample"]
+__all__ = [
+    "NEAREST_AXIS",
+    "Also",
+    "Decision",
+    "LabelRule",
+    "Prediction",
+    "WayBack",
+    "decide",
+    "label_map_on",
+    "measure_entropy",
+    "original_label_map",
+    "resample",
+]
+
+
+# From probabilities on the network's grid to labels on the image's, box by box as they become known.
+#
+# Probabilities are interpolated where a label is decided and nowhere else, so those of all classes never exist on the
+# image's grid, which for a CT with many labels is more than a GPU holds.
+
+
+Also = Literal["entropy", "probabilities"]
+"""What can be asked for beside labels."""
+
+MOST_LABELS = 256
+"""A label map that holds class indices is uint8."""
+
+IN_A_REGION = 0.5
+"""Probability above which a voxel belongs to a region; nnU-Net's."""
+
+SLAB_ELEMENTS = 2**25
+"""Probabilities interpolated at once: 128 MiB in float32, and three times as much on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelRule:
+    """What a label map holds, given the probabilities of K classes or regions."""
+
+    values: tuple[int, ...]
+    """Of each class or region."""
+    regions: bool = False
+    """Whether each is painted where its probability exceeds one half, over those before it."""
+    of_logits: bool = False
+    """Whether logits are blended and interpolated, those of regions moved by `IN_A_REGION`: labels follow from these
+    as from probabilities, which are made of them on the image's grid."""
+
+    @classmethod
+    def of(
+        cls, num_classes: int, values: Collection[int] | None, regions: bool, *, of_logits: bool = False
+    ) -> "LabelRule":
+        """Return the rule; values are the classes' indices by default."""
+        if values is None and num_classes > MOST_LABELS:
+            raise GridError(f"a uint8 label map holds {MOST_LABELS} labels, the model has {num_classes} classes")
+        return cls(tuple(range(num_classes) if values is None else values), regions, of_logits)
+
+    def make_probabilities(self, blended: Tensor) -> Tensor:
+        """Return the probabilities ``(K, ...)`` of what was blended and interpolated."""
+        if not self.of_logits:
+            return blended
+        return (blended - IN_A_REGION).sigmoid() if self.regions else blended.softmax(0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest type of a label map that holds the values."""
+        return torch.uint8 if max(self.values) <= 255 else torch.int32
+
+    @property
+    def outside(self) -> int:
+        """The label of a voxel that was cropped away: of several classes without probability, the first."""
+        return 0 if self.regions else self.values[0]
+
+    def table(self, device: torch.device) -> Tensor | None:
+        """Return the values as a tensor; None where they are indices."""
+        if self.values == tuple(range(len(self.values))) and not self.regions:
+            return None
+        return torch.tensor(self.values, dtype=self.dtype, device=device)
+
+
+def decide(probabilities: Tensor, rule: LabelRule) -> Tensor:
+    """Return the labels of probabilities ``(K, ...)``: of several equal classes, the first."""
+    if rule.regions:
+        labels = torch.zeros(probabilities.shape[1:], dtype=rule.dtype, device=probabilities.device)
+        for value, probability in zip(rule.values, probabilities, strict=True):
+            labels.masked_fill_(probability > IN_A_REGION, value)
+        return labels
+    index, table = probabilities.argmax(0), rule.table(probabilities.device)
+    return index.to(rule.dtype) if table is None else table[index]
+
+
+def measure_entropy(probabilities: Tensor, regions: bool) -> Tensor:
+    """Return how unsure probabilities ``(K, ...)`` are, from 0 to 1: 1 where all classes are equally probable.
+
+    The entropy over its logarithm of K; of regions, the mean of each one's, with K = 2.
+    """
+    certain = torch.special.entr(probabilities)
+    if regions:
+        return (certain + torch.special.entr(1 - probabilities)).mean(0).div_(math.log(2)).clamp_(0, 1)
+    total = certain.sum(0)
+    return total.div_(math.log(len(probabilities))).clamp_(0, 1) if len(probabilities) > 1 else total.zero_()
+
+
+class Decision:
+    """The label map of one case, and what else was asked for, while it is being filled.
+
+    Parameters
+    ----------
+    sampling : Sampling
+        From the image's grid to that of the probabilities.
+    shape : tuple of int
+        Of the image's grid.
+    rule : LabelRule
+        What label maps hold.
+    also : collection of str
+        ``entropy``, ``probabilities``; the latter take K times the image's voxels in float32.
+    device : torch.device
+        Where the label map is built; `take` brings it there.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        shape: tuple[int, int, int],
+        rule: LabelRule,
+        *,
+        also: Collection[str] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if unknown := set(also) - {"entropy", "probabilities"}:
+            raise ConfigError(f"a prediction has entropy and probabilities beside its labels, got {sorted(unknown)}")
+        self.sampling, self.rule = sampling, rule
+        classes = len(rule.values)
+        self.labels = torch.full(shape, rule.outside, dtype=rule.dtype, device=device)
+        self.entropy = torch.zeros(shape, device=device) if "entropy" in also else None
+        self.probabilities = torch.zeros(classes, *shape, device=device) if "probabilities" in also else None
+        if self.probabilities is not None and not rule.regions:
+            self.probabilities[0] = 1  # what was cropped away is the background for sure
+        self._underway: deque[tuple[torch.cuda.Event, Tensor, Place, Tensor]] = deque()
+
+    def join(self) -> "Decision":
+        """Return one that fills the same volumes, for a thread that decides other cells of them."""
+        other = copy.copy(self)
+        other._underway = deque()
+        return other
+
+    def take(self, held: Held, cells: Box) -> None:
+        """Decide every voxel whose cell lies in a box; the planes after the box must be held too."""
+        fused = isinstance(self.sampling, Aligned) and self.probabilities is None and takes(held.values)
+        if fused and not (self.rule.of_logits and self.entropy is not None):
+            assert isinstance(self.sampling, Aligned)
+            found = triton_decision.decide(
+                self.sampling, held, cells, self.rule.table(held.values.device), self.rule.dtype,
+                regions=self.rule.regions, entropy=self.entropy is not None,
+            )  # fmt: skip
+            for box, labels, entropy in found:
+                self._bring(labels, self.labels, box)
+                if self.entropy is not None and entropy is not None:
+                    self._bring(entropy, self.entropy, box)
+            return
+        for place, blended in self.sampling.read(held, cells, SLAB_ELEMENTS):
+            self._bring(decide(blended, self.rule), self.labels, place)
+            if self.entropy is None and self.probabilities is None:
+                continue
+            probabilities = self.rule.make_probabilities(blended)
+            if self.entropy is not None:
+                self._bring(measure_entropy(probabilities, self.rule.regions), self.entropy, place)
+            if self.probabilities is not None:
+                for of_class, whole in zip(probabilities, self.probabilities, strict=True):
+                    self._bring(of_class, whole, place)
+
+    def finish(self) -> None:
+        """Wait for what is still on its way."""
+        while self._underway:
+            self._land()
+
+    def _bring(self, part: Tensor, whole: Tensor, place: Place) -> None:
+        """Copy a part to its place; from a GPU to the CPU while the GPU goes on."""
+        if part.device == whole.device or not part.is_cuda or isinstance(place[0], Tensor):
+            here = tuple(axis.to(whole.device) if isinstance(axis, Tensor) else axis for axis in place)
+            whole[here] = part.to(whole.device)
+            return
+        staged = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+        staged.copy_(part, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(part.device))
+        self._underway.append((event, whole, place, staged))
+        if len(self._underway) > 2:  # hence few staged copies, and the GPU is never waited for
+            self._land()
+
+    def _land(self) -> None:
+        event, whole, place, staged = self._underway.popleft()
+        event.synchronize()
+        whole[place] = staged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prediction:
+    """The label map of a case, and what else was asked for."""
+
+    labels: MetaTensor
+    """``(1, D, H, W)``, the values of label files; with the grid, file name and header codes of the image."""
+    entropy: MetaTensor | None = None
+    """``(1, D, H, W)`` float32, how unsure the model is: nats over the logarithm of K, thus from 0 to 1."""
+    probabilities: MetaTensor | None = None
+    """``(K, D, H, W)`` float32 on the CPU."""
+
 
 NEAREST_AXIS = "nearest_axis"
 """Key of a preprocessed image's ``meta``: its axis along which the nearest plane counts on the way back."""

@@ -12,7 +12,7 @@ and adds fewest. Without regions this says: what is removed becomes background, 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,14 +128,7 @@ class Postprocessing:
     def save(self, path: str | Path, further: Mapping[str, Any] | None = None) -> Path:
         """Write the steps, and what is known about them, as JSON in one step or not at all; return the path."""
         path = Path(path)
-        content = {
-            "format": FORMAT,
-            "steps": [{"operation": step.operation, "values": list(step.values)} for step in self.steps],
-            "labels": list(self.labels),
-            "structures": [list(values) for values in self.structures],
-            "painted": list(self.painted),
-            **(further or {}),
-        }
+        content = {"format": FORMAT, **asdict(self), **(further or {})}
         with replacing(path) as partial:
             partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         return path

@@ -20,8 +20,7 @@ from monai.data import MetaTensor
 from torch import Tensor, nn
 
 from volseg.errors import BatchFieldError, ConfigError, NonFinitePredictionError
-from volseg.inference.decision import Also, Decision, LabelRule, Prediction
-from volseg.inference.original_grid import WayBack
+from volseg.inference.original_grid import Also, Decision, LabelRule, Prediction, WayBack
 from volseg.inference.streaming import Streamer, pad_shape
 from volseg.inference.window_step import Model, WindowStep, full_logits
 from volseg.inference.windows import MONAI, Windowing

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,17 +46,6 @@ class Held:
     def locate(self, axis: int, voxels: Tensor) -> Tensor:
         """Return the indices along dim ``axis + 1`` of voxels of the source."""
         return (voxels - self.origin[axis]) % self.values.shape[axis + 1]
-
-
-class Sampling(Protocol):
-    """How the values of a source grid are read at the voxels of a target grid."""
-
-    def read(self, held: Held, cells: Box, most_elements: int) -> Iterator[tuple[Place, Tensor]]:
-        """Yield places in the target whose cells lie in the box, and the values there ``(K, ...)``.
-
-        No step holds more than about ``most_elements`` values. Voxels outside of the source have no cell.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +89,10 @@ class Aligned:
         return d, h, w
 
     def read(self, held: Held, cells: Box, most_elements: int) -> Iterator[tuple[Place, Tensor]]:
-        """Yield boxes of the target and the values there, as `Sampling.read` says."""
+        """Yield boxes of the target whose cells lie in the box, and the values there ``(K, ...)``.
+
+        No step holds more than about ``most_elements`` values. Voxels outside of the source have no cell.
+        """
         found = self.find(cells)
         # A source finer than the target has more planes between two voxels than come out.
         sides = [len(cells[table.source]) for table in self.tables]
@@ -148,7 +139,7 @@ class Oblique:
         return not self.nearest
 
     def read(self, held: Held, cells: Box, most_elements: int) -> Iterator[tuple[Place, Tensor]]:
-        """Yield lists of voxels of the target and the values there, as `Sampling.read` says."""
+        """Yield lists of voxels of the target and the values there, as `Aligned.read`."""
         # Positions, their cells and the eight corners weigh as much as some forty more classes.
         for box in split_box(self._bound(cells), most_elements // (len(held.values) + 40)):
             axes = [torch.arange(part.start, part.stop, device=held.values.device) for part in box]
@@ -204,9 +195,11 @@ class Oblique:
         return along(2, ())
 
 
-def sample_grid(
-    target: Grid, source: Grid, *, mode: str = "bilinear", nearest_axis: int | None = None
-) -> Aligned | Oblique:
+Sampling = Aligned | Oblique
+"""How the values of a source grid are read at the voxels of a target grid."""
+
+
+def sample_grid(target: Grid, source: Grid, *, mode: str = "bilinear", nearest_axis: int | None = None) -> Sampling:
     """Return how values on ``source`` are read at the voxels of ``target``.
 
     ``mode`` is ``"bilinear"`` (trilinear; edge voxels are continued by half their side) or ``"nearest"``. Along

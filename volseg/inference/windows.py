@@ -27,7 +27,7 @@ __all__ = [
     "Windowing",
     "choose_axis",
     "compute_importance",
-    "find_starts",
+    "compute_starts",
     "list_layers",
     "merge_layers",
     "plan_blend",
@@ -35,12 +35,12 @@ __all__ = [
 ]
 
 
-def find_starts(side: int, window: int, overlap: float) -> list[int]:
+def compute_starts(side: int, window: int, overlap: float) -> list[int]:
     """Return the first voxel of each window along one axis; the last window ends at the border.
 
     Examples
     --------
-    >>> find_starts(20, 8, 0.5), find_starts(21, 8, 0.5), find_starts(8, 8, 0.5)
+    >>> compute_starts(20, 8, 0.5), compute_starts(21, 8, 0.5), compute_starts(8, 8, 0.5)
     ([0, 4, 8, 12], [0, 4, 8, 12, 13], [0])
     """
     if not 0 < window <= side:
@@ -60,12 +60,12 @@ class Windowing:
     """Whose rule says where windows lie and how much their voxels count."""
 
     starts: Callable[[int, int, float], Sequence[int]]
-    """As `find_starts`: rising, from 0 to the border."""
+    """As `compute_starts`: rising, from 0 to the border."""
     importance: Callable[[Sequence[int], torch.device], Tensor]
     """As `compute_importance`: positive."""
 
 
-MONAI = Windowing(find_starts, compute_importance)
+MONAI = Windowing(compute_starts, compute_importance)
 
 
 def choose_axis(shape: Sequence[int], window: Sequence[int]) -> int:

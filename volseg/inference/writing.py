@@ -5,8 +5,9 @@ import io
 import json
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -268,33 +269,19 @@ def _write(volumes: Tensor, grid: Grid, meta: Mapping[str, Any], path: Path, abo
         raise DataError(f"probabilities and entropies are written as NIfTI: {path} must end in .nii or .nii.gz")
     shape = grid.shape if len(volumes) == 1 and about["holds"] == "entropy" else (*grid.shape, len(volumes))
     with replacing(path) as partial, partial.open("wb") as raw:
-        if path.name.lower().endswith(".gz"):
-            # No time stamp and no name: equal volumes, equal files. Level 1: most voxels are 0 or 1 anyway.
-            with gzip.GzipFile("", "wb", compresslevel=1, fileobj=raw, mtime=0) as packed:
-                _write_volumes(packed, volumes, shape, grid, meta, path, about)
-        else:
-            _write_volumes(raw, volumes, shape, grid, meta, path, about)
+        # No time stamp and no name: equal volumes, equal files. Level 1: most voxels are 0 or 1 anyway.
+        is_packed = path.name.lower().endswith(".gz")
+        packed = gzip.GzipFile("", "wb", compresslevel=1, fileobj=raw, mtime=0) if is_packed else nullcontext(raw)
+        with packed as file:
+            file.write(_make_header(shape, grid, meta, about))
+            for volume in volumes:  # one after the other: a copy of one of them is all that this takes
+                numbers = volume.detach().as_subclass(Tensor).to("cpu").float().numpy()
+                low, high = float(numbers.min()), float(numbers.max())
+                if not -ROUNDING <= low <= high <= 1 + ROUNDING:  # NaN compares as false
+                    raise DataError(f"{path} takes numbers from 0 to 1, got {low:g} to {high:g}")
+                stored = np.rint(numbers.clip(0, 1) * np.float32(FULL_SCALE)).astype("<u2")
+                file.write(stored.tobytes(order="F"))  # the first axis is NIfTI's fastest
     return path
-
-
-def _write_volumes(
-    file: IO[bytes] | gzip.GzipFile,
-    volumes: Tensor,
-    shape: tuple[int, ...],
-    grid: Grid,
-    meta: Mapping[str, Any],
-    path: Path,
-    about: Mapping[str, Any],
-) -> None:
-    """Write the header, and one volume after the other: a copy of one of them is all that this takes."""
-    file.write(_make_header(shape, grid, meta, about))
-    for volume in volumes:
-        numbers = volume.detach().as_subclass(Tensor).to("cpu").float().numpy()
-        low, high = float(numbers.min()), float(numbers.max())
-        if not -ROUNDING <= low <= high <= 1 + ROUNDING:  # NaN compares as false
-            raise DataError(f"{path} takes numbers from 0 to 1, got {low:g} to {high:g}")
-        stored = np.rint(numbers.clip(0, 1) * np.float32(FULL_SCALE)).astype("<u2")
-        file.write(stored.tobytes(order="F"))  # the first axis is NIfTI's fastest
 
 
 def _make_header(shape: tuple[int, ...], grid: Grid, meta: Mapping[str, Any], about: Mapping[str, Any]) -> bytes:

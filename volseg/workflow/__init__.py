@@ -2,8 +2,7 @@
 
 from volseg.checkpointing.file import load_checkpoint, save_checkpoint
 from volseg.checkpointing.state import EpochRecord, TrainingState
-from volseg.workflow.checkpoints import Checkpoints
-from volseg.workflow.hooks import Hook, Patience
+from volseg.workflow.hooks import Checkpoints, Hook, Patience
 from volseg.workflow.named import Named
 from volseg.workflow.training import Training
 from volseg.workflow.validation import Testing, Validated, Validation

@@ -30,10 +30,10 @@ __all__ = [
     "build_loss",
     "build_metric",
     "build_optimizer",
-    "find_frozen_norms",
     "freeze_parts",
     "group_parameters",
     "is_fused_on_gpu",
+    "list_frozen_norms",
     "match_parameters",
 ]
 
@@ -353,7 +353,7 @@ def freeze_parts(network: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for name in names if name in frozen]
 
 
-def find_frozen_norms(network: nn.Module) -> list[nn.Module]:
+def list_frozen_norms(network: nn.Module) -> list[nn.Module]:
     """Return the norms with running statistics that lie in frozen parts.
 
     Such a norm has only frozen parameters; one without any belongs to the smallest part around it that has some.

@@ -11,7 +11,7 @@ from torch import Tensor
 from volseg.errors import NonFiniteLossError
 from volseg.losses.overlap import compute_soft_dice
 
-__all__ = ["CHECK_EVERY", "NORM", "OVERLAP", "EpochClock", "EpochLosses", "Glimpse"]
+__all__ = ["CHECK_EVERY", "NORM", "OVERLAP", "AsyncLossReader", "EpochClock", "EpochLosses"]
 
 
 CHECK_EVERY = 32
@@ -134,7 +134,7 @@ EVERY_SECONDS = 0.5
 """Between two copies: more could not be read, and each takes some ten microseconds of the host."""
 
 
-class Glimpse:
+class AsyncLossReader:
     """The losses of one of the last batches, copied beside what a GPU computes; on a CPU they are there at once."""
 
     def __init__(self) -> None:

@@ -5,17 +5,28 @@ registration by name, so what happens at an event is what the list of hooks says
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from volseg.checkpointing.state import EpochRecord
+from torch import Tensor
+
+from volseg.checkpointing.background import BackgroundWriter
+from volseg.checkpointing.file import BEST, LATEST, PREVIOUS, save_checkpoint
+from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.config.registry import Registry
-from volseg.errors import ConfigError
+from volseg.data.growing import GrowingBatches
+from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
+from volseg.files import require_writable
+from volseg.parallel.devices import is_main_process
+from volseg.workflow.epoch import NORM
 
 if TYPE_CHECKING:
     from volseg.workflow.training import Training
 
-__all__ = ["HOOKS", "ForgetOldSizes", "Hook", "Patience", "build_hook"]
+__all__ = ["HOOKS", "Checkpoints", "ForgetOldSizes", "Hook", "Patience", "build_hook"]
 
 
 class Hook:
@@ -109,26 +120,16 @@ def _validations_since_best(history: Sequence[EpochRecord]) -> int:
     return len(known) - 1 - known.index(max(known)) if known else 0
 
 
-class Growing(Protocol):
-    """Batches that have another size from some epoch on."""
-
-    def changes_at(self, epoch: int) -> bool:
-        """Say whether the patches of an epoch have another size than those of the one before."""
-
-    def release_before(self, epoch: int) -> None:
-        """Free what the batches of the epoch before hold of a GPU besides the cases."""
-
-
 class ForgetOldSizes(Hook):
     """Free the recordings of a step on patches of a size that will not come again, and of their batches.
 
     Parameters
     ----------
-    batches : Growing
+    batches : GrowingBatches
         Of the training.
     """
 
-    def __init__(self, batches: Growing) -> None:
+    def __init__(self, batches: GrowingBatches) -> None:
         self._batches = batches
 
     def on_epoch_begin(self, training: "Training") -> None:
@@ -136,3 +137,122 @@ class ForgetOldSizes(Hook):
         if self._batches.changes_at(training.epoch):
             training.step.release()
             self._batches.release_before(training.epoch)
+
+
+# When a training is saved: a hook that takes its state between two batches, while it goes on.
+#
+# `volseg.checkpointing` says what is saved and how it is written.
+
+
+class Checkpoints(Hook):
+    """Write ``latest.pt`` and ``best.pt`` while training, which goes on meanwhile.
+
+    The state is copied between two batches and written by a thread. A fault of the thread, such as a full disk, is
+    raised after the next batch. The latest checkpoint before the last one is kept as ``previous.pt``.
+
+    Parameters
+    ----------
+    folder : path
+        Where the checkpoints lie; made when the first one is written.
+    every_minutes : float
+        ``latest.pt`` is written when this much time has passed since the last one, in the middle of an epoch too, and
+        always after the last epoch, also where a hook ended the training, and at an interrupt. Time, not epochs: what
+        a crash can cost is time. One is written after the other, however short the time.
+    metadata : callable, optional
+        Returns plain values to store beside the state (the config).
+    require_folder : callable, optional
+        Called before each writing, in its thread; raises if nothing may be written to the folder any more.
+
+    Raises
+    ------
+    ConfigError
+        If the folder cannot be written to: now, and not when there is a checkpoint to lose.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        every_minutes: float = 5.0,
+        metadata: Callable[[], dict[str, Any]] | None = None,
+        require_folder: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.folder = require_writable(folder) if is_main_process() else Path(folder)
+        self.every_seconds = 60 * every_minutes
+        self.metadata = metadata or dict
+        self.require_folder = require_folder
+        self._writer = BackgroundWriter(self._save)
+        self._taken_at = time.monotonic()
+        self._taken: tuple[int, int] | None = None  # the progress of the latest one
+
+    def on_batch_end(self, training: "Training", fields: Mapping[str, Any]) -> None:
+        """Keep the latest state once enough time has passed."""
+        del fields
+        self._writer.poll()
+        if self._is_due and training.is_between_steps:
+            self._take(training, LATEST)
+
+    def on_best(self, training: "Training", record: EpochRecord) -> None:
+        """Keep the weights of the best epoch."""
+        del record
+        self._take(training, BEST)
+
+    def on_epoch_end(self, training: "Training", record: EpochRecord) -> None:
+        """Keep the latest state after the last epoch, and once enough time has passed in a validation."""
+        del record
+        if self._is_due or training.finished:
+            self._take(training, LATEST)
+
+    def on_interrupt(self, training: "Training") -> None:
+        """Keep the state between two batches, from which the training goes on as if nothing had happened."""
+        self._take(training, LATEST)
+        self.finish()
+
+    def on_training_end(self, training: "Training") -> None:
+        """Keep the last epoch where a hook that was called after this one stopped the training there."""
+        try:
+            if training.finished and training.position == 0 and self._taken != (training.epoch, 0):
+                self._take(training, LATEST)
+        finally:
+            self.finish()
+        self._writer = BackgroundWriter(self._save)  # frees the host memory of the old one
+
+    def finish(self) -> None:
+        """Wait until every state that was taken is on the disk."""
+        self._writer.finish()
+
+    @property
+    def _is_due(self) -> bool:
+        return self._writer.is_idle and time.monotonic() - self._taken_at >= self.every_seconds
+
+    def _take(self, training: "Training", name: str) -> None:
+        if not training.is_main_process:
+            return
+        self._writer.take(name, replace(training.state(), metadata=self.metadata()))
+        if name == LATEST:
+            self._taken_at, self._taken = time.monotonic(), (training.epoch, training.position)
+
+    def _save(self, name: str, state: TrainingState) -> None:
+        """Write a state, in the writer's thread, unless its losses or weights are not numbers."""
+        losses = (loss for batch in state.losses for name, loss in batch.items() if name != NORM)
+        if not all(loss.isfinite().all() for loss in losses):
+            return  # the training raises that itself, with the cases, when it looks at its losses
+        for part, tensors in state.model.items():
+            if isinstance(tensors, Tensor) and tensors.is_floating_point() and tensors.isnan().any():
+                raise NonFiniteLossError(
+                    f"{part} is not a number after epoch {state.epoch}, batch {state.position}, though every loss so "
+                    f"far was one; it is not written to {self.folder / name}. Lower the learning rate or set "
+                    "training.clip, then go on from the checkpoint before by --resume"
+                )
+        is_there = self.folder.is_dir()  # asked first: one that is taken away from now on is not made again
+        self.require_folder()
+        try:
+            save_checkpoint(
+                state,
+                self.folder / name,
+                previous=self.folder / PREVIOUS if name == LATEST else None,
+                make_folder=not is_there,
+            )
+        except CheckpointError:
+            self.require_folder()  # says more, where the folder was taken away since it was asked
+            raise

@@ -25,7 +25,7 @@ from volseg.parallel.devices import is_main_process
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
 from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.epoch import CHECK_EVERY, EpochClock, EpochLosses, Glimpse
+from volseg.workflow.epoch import CHECK_EVERY, AsyncLossReader, EpochClock, EpochLosses
 from volseg.workflow.hooks import Hook
 from volseg.workflow.interrupts import Stopping, StopRequested
 from volseg.workflow.named import Named
@@ -179,7 +179,7 @@ class Training:
         self.voxels_per_batch: int | None = None
         self._stop_reason: str | None = None
         self._losses = self._new_losses()
-        self._glimpse = Glimpse()
+        self._loss_reader = AsyncLossReader()
         self._clock = EpochClock()
         self._stopping = Stopping(self.device)
 
@@ -276,7 +276,7 @@ class Training:
         completes = (self.position + 1) % self.accumulate == 0 or self.position + 1 == self.num_batches
         losses = self.step(tensors, gathered=self._group_size(), completes=completes)
         self._losses.add(losses, self.step.gradient_norm if completes else None, self.step.overlap)
-        self.latest_losses = self._glimpse.exchange(losses) or self.latest_losses
+        self.latest_losses = self._loss_reader.exchange(losses) or self.latest_losses
         samples = self.step.batch_size if self.step.replicated is not None else None
         self.voxels_per_batch = count_voxels(tensors.get("image"), samples)
         self.position += 1

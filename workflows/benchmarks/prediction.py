@@ -54,11 +54,11 @@ from volseg.data.cases import Task
 from volseg.data.checks import read_case
 from volseg.data.preprocessed import prepare, preprocess
 from volseg.fields import Case
-from volseg.inference.decision import Decision, Prediction
-from volseg.inference.overlapped import overlapped
+from volseg.inference.in_memory import prepare_on, suits
+from volseg.inference.original_grid import Decision, Prediction
 from volseg.inference.predictor import Predictor
-from volseg.inference.preparing_on_device import prepare_on, suits
-from volseg.inference.recorded_model import choose_windows_per_step, record_models
+from volseg.inference.prefetching import overlapped
+from volseg.inference.window_step import choose_windows_per_step, record_models
 from volseg.inference.writing import write_prediction
 from volseg.models.deep_supervision import DynUNet
 from volseg.monitoring.environment import environment

@@ -205,7 +205,7 @@ def gathered(chosen: argparse.Namespace, seconds: Mapping[int, float]) -> dict[s
 
     config = config_of(chosen)
     crossed = experiment.cross_validate(config, folds=chosen.folds)  # they are finished: nothing is trained
-    print(experiment.cross_validation_words(crossed))
+    print(experiment.format_cross_validation(crossed))
     return {
         "command": shlex.join(["python", *sys.argv]),
         "environment": environment(),

@@ -21,8 +21,8 @@ __all__ = [
     "FILES",
     "NnunetModel",
     "NnunetWeights",
-    "find_nnunet",
     "is_nnunet_model",
+    "locate_nnunet",
     "parse_nnunet",
     "read_alone",
     "read_checkpoint",
@@ -122,7 +122,7 @@ def is_nnunet_model(path: str | Path) -> bool:
     return all((Path(path) / name).is_file() for name in FILES) and any(Path(path).glob("fold_*"))
 
 
-def find_nnunet(path: Path, checkpoint: str) -> tuple[Path, str, list[str] | None] | None:
+def locate_nnunet(path: Path, checkpoint: str) -> tuple[Path, str, list[str] | None] | None:
     """Return the model folder, the checkpoint's name and the folds that a path means; None for another path.
 
     Parameters

@@ -18,7 +18,7 @@ import torch
 from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
-from volseg.inference.decision import IN_A_REGION
+from volseg.inference.original_grid import IN_A_REGION
 from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import WindowStep
 from volseg.inference.windows import Windowing

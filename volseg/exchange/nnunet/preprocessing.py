@@ -17,8 +17,7 @@ from scipy.ndimage import binary_fill_holes
 from torch import Tensor
 
 from volseg.errors import DataError, GridError
-from volseg.exchange.nnunet.plans import NnunetPlan
-from volseg.exchange.nnunet.resampling import find_thick_axis, resample
+from volseg.exchange.nnunet.plans import NnunetPlan, compute_thick_axis, resample
 from volseg.fields import Case
 from volseg.inference.original_grid import NEAREST_AXIS
 from volseg.memory import available_bytes
@@ -69,10 +68,10 @@ class _AsNnunet(MapTransform):
             )
         if 0 in shape:
             raise DataError(f"{before} voxels of {sides} mm are less than one of {list(plan.spacing)} mm along an axis")
-        voxels = resample(voxels, shape, plan.of_images, find_thick_axis(plan.of_images, sides, plan.spacing))
+        voxels = resample(voxels, shape, plan.of_images, compute_thick_axis(plan.of_images, sides, plan.spacing))
         made = MetaTensor(voxels).copy_meta_from(image)
         made.affine = affine @ _place([axis.start for axis in box], before, shape)
-        thick = find_thick_axis(plan.of_logits, plan.spacing, sides) if plan.of_logits.order_thick == 0 else None
+        thick = compute_thick_axis(plan.of_logits, plan.spacing, sides) if plan.of_logits.order_thick == 0 else None
         made.meta[NEAREST_AXIS] = thick
         return {**data, "image": made}
 

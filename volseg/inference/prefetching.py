@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from volseg.fields import Case
-from volseg.inference.decision import Prediction
+from volseg.inference.original_grid import Prediction
 
 __all__ = ["CaseOutcome", "overlapped"]
 

@@ -34,7 +34,7 @@ from volseg.workflow.named import Named
 from volseg.workflow.objective import require_mean_over_samples
 from volseg.workflow.precision import Precision
 
-__all__ = ["join_processes", "settle_mesh"]
+__all__ = ["join_processes", "resolve_mesh"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def join_processes(config: ExperimentConfig) -> None:
         start_group(config.parallel.timeout, on_cpu=config.device == "cpu")
 
 
-def settle_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> tuple[ExperimentConfig, TrainingMesh]:
+def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> tuple[ExperimentConfig, TrainingMesh]:
     """Return the config with what it left open about the mesh, and the mesh; every process calls it.
 
     Raises

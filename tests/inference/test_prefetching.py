@@ -11,9 +11,9 @@ from monai.data import MetaTensor
 from torch import nn
 
 from volseg.errors import NonFinitePredictionError, ReaderError
-from volseg.inference.decision import Prediction
-from volseg.inference.overlapped import overlapped
+from volseg.inference.original_grid import Prediction
 from volseg.inference.predictor import Predictor
+from volseg.inference.prefetching import overlapped
 from volseg.inference.writing import write_prediction
 
 PATIENCE = 60
