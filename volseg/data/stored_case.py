@@ -9,7 +9,6 @@ executed by opening such a file. Volumes are mapped copy-on-write: the system ke
 and drops them when memory is short, and who writes to such a tensor changes a copy of his own.
 """
 
-import errno
 import json
 import os
 import struct
@@ -26,7 +25,7 @@ import torch
 from monai.data import MetaTensor
 from torch import Tensor
 
-from volseg.data.shared_memory import ALIGNMENT, place_of, view_bytes
+from volseg.data.shared_memory import ALIGNMENT, map_file, place_of, view_bytes, view_tensor
 from volseg.errors import DataError
 from volseg.fields import Case
 
@@ -108,11 +107,7 @@ class StoredCase:
             description = _read_at(file, begin, length)
             if sha256(description).digest() != digest:
                 raise DamagedCaseError(f"{path} has a damaged description")
-        try:
-            # Not Python's mmap, each of which keeps a descriptor: a process may have a thousand of them.
-            mapped: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
-        except RuntimeError as fault:  # removed just now, or the system allows no more address space
-            raise OSError(errno.ENOMEM, str(fault).partition("\n")[0]) from fault
+        mapped = map_file(str(path), size)
         told = json.loads(description)
         return cls(
             path=path,
@@ -171,9 +166,7 @@ class StoredCase:
 
     def tensor(self, name: str) -> Tensor:
         """Return a volume without its metadata."""
-        begin, dtype, shape = self._volumes[name]["place"]
-        values = torch.empty(0, dtype=getattr(torch, dtype))
-        return values.set_(self._mapped, begin // values.element_size(), shape)  # type: ignore[call-overload]
+        return view_tensor(self._mapped, self._volumes[name]["place"])
 
     def volumes(self) -> Case:
         """Return all volumes, with the metadata that they came with."""
