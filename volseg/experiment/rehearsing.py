@@ -19,7 +19,7 @@ from volseg.data.cases import Task
 from volseg.data.labels import num_indices
 from volseg.errors import ConfigError, VolsegError
 from volseg.models import FitGrid
-from volseg.models.copies import run_on_copies
+from volseg.models.grids import run_on_copies
 from volseg.workflow.named import Named
 from volseg.workflow.objective import Objective
 
