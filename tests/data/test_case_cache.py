@@ -23,7 +23,7 @@ from in_group import in_group
 from monai.data import MetaTensor
 from torch.nn.functional import pad
 
-from volseg.data import case_cache, code_digest, file_digests, stored_case
+from volseg.data import case_cache, file_digests, stored_case
 from volseg.data.bank import CaseBank
 from volseg.data.cache_folder import choose_cache_folder, list_entries, remove_entries, verify_entries
 from volseg.data.case_cache import CaseCache
@@ -260,7 +260,7 @@ def test_what_ones_own_code_imports_is_part_of_the_name(task, folder, tmp_path, 
     keys = [key(), key()]
     (helper / "halving.py").write_text("FACTOR = 0.25\n", encoding="utf-8")
     keys.append(key())
-    monkeypatch.setattr(code_digest, "version", lambda name: "0.1")
+    monkeypatch.setattr(file_digests, "version", lambda name: "0.1")
     keys.append(key())
     (tmp_path / "no_such_module.py").write_text("", encoding="utf-8")
     importlib.invalidate_caches()

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from volseg.device.module_internals import get_buffers, get_parameters
 from volseg.errors import GridError
-from volseg.models.deep_supervision import DynUNet
+from volseg.models.networks import DynUNet
 from volseg.models.residual_encoder import PlainConvUNet, ResEncUNet
 from volseg.models.vnet import VNet
 
