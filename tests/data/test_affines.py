@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import SimpleITK
 
-from volseg.data.affines import read_affine
-from volseg.data.readers import read_volume
+from volseg.data.readers import read_affine, read_volume
 from volseg.errors import ReaderError
 
 AFFINE = np.array([[0, -2.0, 0.1, 5], [1.5, 0, 0, -7], [0, 0.1, 4.0, 9], [0, 0, 0, 1]])

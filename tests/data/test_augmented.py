@@ -8,8 +8,7 @@ import torch
 from volseg.config.augmentation import AugmentationConfig
 from volseg.data.augmented import AugmentedBatches
 from volseg.data.bank import CaseBank
-from volseg.data.patches import PatchBatches
-from volseg.data.seeds import mix_seed
+from volseg.data.patches import PatchBatches, mix_seed
 from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
 PATCH = (12, 10, 8)

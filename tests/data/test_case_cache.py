@@ -23,14 +23,14 @@ from in_group import in_group
 from monai.data import MetaTensor
 from torch.nn.functional import pad
 
-from volseg.data import case_cache, code_digest, file_digests, stored_case
+from volseg.data import case_cache, file_digests, stored_case
 from volseg.data.bank import CaseBank
 from volseg.data.cache_folder import choose_cache_folder, list_entries, remove_entries, verify_entries
 from volseg.data.case_cache import CaseCache
 from volseg.data.file_digests import FileDigests
 from volseg.data.layouts import load_task
 from volseg.data.patches import PatchBatches
-from volseg.data.preparing import prepare_sound, prepare_together
+from volseg.data.preparing import prepare_together
 from volseg.data.reading_group import meet_readers
 from volseg.data.stored_case import DamagedCaseError, StoredCase, write_case
 from volseg.data.synthetic import make_task
@@ -64,7 +64,7 @@ def folder(tmp_path):
 def prepared_by(task, folder=None, *, steps=STEPS, training=NUM_TRAINING, **options):
     preprocessing = build_preprocessing(steps)
     cache = None if folder is None else CaseCache(folder, task, preprocessing, **options)
-    return prepare_sound(task.training[:training], task.training[training:], task, preprocessing, cache=cache)
+    return prepare_together(task.training[:training], task.training[training:], task, preprocessing, cache=cache)
 
 
 def assert_same(prepared, expected):
@@ -260,7 +260,7 @@ def test_what_ones_own_code_imports_is_part_of_the_name(task, folder, tmp_path, 
     keys = [key(), key()]
     (helper / "halving.py").write_text("FACTOR = 0.25\n", encoding="utf-8")
     keys.append(key())
-    monkeypatch.setattr(code_digest, "version", lambda name: "0.1")
+    monkeypatch.setattr(file_digests, "version", lambda name: "0.1")
     keys.append(key())
     (tmp_path / "no_such_module.py").write_text("", encoding="utf-8")
     importlib.invalidate_caches()
@@ -359,7 +359,7 @@ def test_bad_cases_are_told_afresh_and_good_ones_kept(task, folder, read):
     told = []
     for _ in range(2):
         cache = CaseCache(folder, task, preprocessing)
-        prepared = prepare_sound(task.training, (), task, preprocessing, skip_bad=True, cache=cache)
+        prepared = prepare_together(task.training, (), task, preprocessing, skip_bad=True, cache=cache)
         told.append([str(problem) for problem in prepared.problems])
     assert told[0] == told[1]
     assert len(told[0]) == 1
@@ -457,7 +457,7 @@ task, preprocessing = load_task(root), build_preprocessing(steps)
 cache = case_cache.CaseCache(folder, task, preprocessing)
 print("ready", flush=True)
 sys.stdin.readline()
-prepared = preparing.prepare_sound(task.training, (), task, preprocessing, cache=cache, workers=2)
+prepared = preparing.prepare_together(task.training, (), task, preprocessing, cache=cache, workers=2)
 digests = [digest(case["image"]) for case in prepared.training]
 print(json.dumps({"stored": cache.num_stored, "digests": digests}))
 """

@@ -10,7 +10,7 @@ from monai.data import MetaTensor
 
 from volseg.data.checks import check_cases
 from volseg.data.layouts import load_task
-from volseg.data.preparing import prepare_sound
+from volseg.data.preparing import prepare_together
 from volseg.data.preprocessed import prepare_all, preprocess
 from volseg.data.synthetic import make_task
 from volseg.data.threads import map_in_threads
@@ -41,7 +41,7 @@ def truncate(path):
 
 def test_cases_are_those_of_preparing_alone_from_one_reading(task, preprocessing, reads):
     seen = []
-    prepared = prepare_sound(
+    prepared = prepare_together(
         task.training[:3], task.training[3:], task, preprocessing, workers=2, progress=lambda: seen.append(1)
     )
     assert reads == {case[field]: 1 for case in task.training for field in ("image", "label")}
@@ -67,7 +67,7 @@ def test_all_bad_cases_are_named_at_once_in_the_words_of_the_checks(task, prepro
     task.training[3]["label"].unlink()
     reads.clear()
     with pytest.raises(DataError) as caught:
-        prepare_sound(task.training[:2], task.training[2:], task, preprocessing, workers=workers)
+        prepare_together(task.training[:2], task.training[2:], task, preprocessing, workers=workers)
     assert reads.keys() >= {case["image"] for case in task.training}
     lines = str(caught.value).splitlines()
     assert lines[0] == "2 case(s) cannot be used:"
@@ -77,7 +77,7 @@ def test_all_bad_cases_are_named_at_once_in_the_words_of_the_checks(task, prepro
 
 def test_bad_cases_are_left_out_and_told(task, preprocessing):
     truncate(task.training[1]["label"])
-    prepared = prepare_sound(task.training[:2], task.training[2:], task, preprocessing, skip_bad=True)
+    prepared = prepare_together(task.training[:2], task.training[2:], task, preprocessing, skip_bad=True)
     assert [case["case"] for case in prepared.training] == [task.training[0]["case"]]
     assert [case["case"] for case in prepared.validation] == [case["case"] for case in task.training[2:]]
     assert prepared.problems == check_cases(task.training, task)
@@ -87,10 +87,10 @@ def test_a_sound_case_that_cannot_be_preprocessed_comes_after_the_bad_ones(task)
     nowhere = build_preprocessing([{"name": "CropForeground", "above": 1e9}])
     first = task.training[0]["case"]
     with pytest.raises(GridError, match=rf"^case {first}: .* no voxel that exceeds 1000000000.0"):
-        prepare_sound(task.training, (), task, nowhere)
+        prepare_together(task.training, (), task, nowhere)
     truncate(task.training[3]["image"])
     with pytest.raises(DataError, match=r"^1 case\(s\) cannot be used"):
-        prepare_sound(task.training, (), task, nowhere)
+        prepare_together(task.training, (), task, nowhere)
 
 
 def test_bits_do_not_depend_on_the_number_of_cores():

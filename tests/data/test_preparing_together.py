@@ -20,9 +20,9 @@ from volseg.data import preparing, reading_group, shared_memory
 from volseg.data.bank import CaseBank
 from volseg.data.checks import Problem, check_cases
 from volseg.data.layouts import load_task
-from volseg.data.preparing import prepare_sound, prepare_together
+from volseg.data.preparing import prepare_together
 from volseg.data.reading_group import deal_by_size, meet_readers
-from volseg.data.shared_memory import SharedTensors, map_tensors, take
+from volseg.data.shared_memory import SharedTensors, map_tensors, view_tensor
 from volseg.data.synthetic import make_task
 from volseg.errors import VolsegError
 from volseg.transforms.preprocessing import build_preprocessing
@@ -126,7 +126,9 @@ def read_and_kept(root):
 def test_every_file_is_read_once_and_every_voxel_kept_once(made):
     processes = 4
     task = load_task(made)
-    alone = prepare_sound(task.training[:NUM_TRAINING], task.training[NUM_TRAINING:], task, build_preprocessing(STEPS))
+    alone = prepare_together(
+        task.training[:NUM_TRAINING], task.training[NUM_TRAINING:], task, build_preprocessing(STEPS)
+    )
     told = in_group(processes, read_and_kept, made)
     ids = [case["case"] for case in task.training]
     assert sorted(name for found in told for name in found["files"]) == sorted(ids)
@@ -194,7 +196,7 @@ def on_two_machines(root, damaged):
 def test_each_machine_reads_what_trains_and_one_of_them_what_validates(made):
     task = load_task(made)
     ids = [case["case"] for case in task.training]
-    alone = prepare_sound(task.training[:NUM_TRAINING], (), task, build_preprocessing(STEPS))
+    alone = prepare_together(task.training[:NUM_TRAINING], (), task, build_preprocessing(STEPS))
     told = in_group(4, on_two_machines, made, ids[2])
     for first in (0, 2):
         read = told[first]["files"] + told[first + 1]["files"]
@@ -222,7 +224,9 @@ def without_sharing(root):
 
 def test_where_memory_cannot_be_shared_every_process_keeps_its_own(made):
     task = load_task(made)
-    alone = prepare_sound(task.training[:NUM_TRAINING], task.training[NUM_TRAINING:], task, build_preprocessing(STEPS))
+    alone = prepare_together(
+        task.training[:NUM_TRAINING], task.training[NUM_TRAINING:], task, build_preprocessing(STEPS)
+    )
     told = in_group(2, without_sharing, made)
     assert sum(read for read, *_ in told) == 2 * NUM_TRAINING + 3
     assert [trained for _, trained, _ in told] == [fingerprint(alone.training)] * 2
@@ -289,7 +293,7 @@ def broken_reader(root):
 def test_what_cannot_be_preprocessed_is_the_first_case_in_every_process(made):
     task = load_task(made)
     with pytest.raises(VolsegError) as alone:
-        prepare_sound(task.training, (), task, build_preprocessing([{"name": "CropForeground", "above": 1e9}]))
+        prepare_together(task.training, (), task, build_preprocessing([{"name": "CropForeground", "above": 1e9}]))
     told = in_group(2, cropped_away, made)
     assert told == [(type(alone.value).__name__, str(alone.value))] * 2
 
@@ -316,7 +320,7 @@ def real_cases(root, num_training, num_validation):
 @pytest.mark.real_data
 def test_real_cases_are_those_of_one_process(msd_task04):
     task = load_task(msd_task04)
-    alone = prepare_sound(task.training[:12], task.training[12:16], task, build_preprocessing(STEPS))
+    alone = prepare_together(task.training[:12], task.training[12:16], task, build_preprocessing(STEPS))
     told = in_group(2, real_cases, msd_task04, 12, 4)
     for training, _, mapped in told:
         assert training == fingerprint(alone.training)
@@ -338,10 +342,10 @@ def test_writing_to_shared_memory_changes_ones_own_copy_only():
     places = [store.add(torch.arange(5.0)), store.add(torch.ones(2, 3, dtype=torch.uint8))]
     first, second = (map_tensors(store.address) for _ in range(2))
     store.close()
-    take(first, places[0]).fill_(9)
-    assert take(first, places[0]).tolist() == [9.0] * 5
-    assert take(second, places[0]).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert take(second, places[1]).tolist() == [[1, 1, 1], [1, 1, 1]]
+    view_tensor(first, places[0]).fill_(9)
+    assert view_tensor(first, places[0]).tolist() == [9.0] * 5
+    assert view_tensor(second, places[0]).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert view_tensor(second, places[1]).tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
 def be_killed(meeting, root):

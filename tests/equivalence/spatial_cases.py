@@ -367,7 +367,7 @@ def supervised(**where: Any) -> dict[str, float]:
     """Train with heads of three grids, the coarsest too thin to be cut, and the loss that reads each voxel once."""
     from monai.losses import DeepSupervisionLoss, DiceCELoss
 
-    from volseg.models.deep_supervision import DynUNet
+    from volseg.models.networks import DynUNet
     from volseg.workflow.components import build_loss
 
     nets = []

@@ -12,7 +12,7 @@ import torch
 
 from volseg.data.labels import num_indices
 from volseg.data.layouts import load_task
-from volseg.data.preparing import prepare_sound
+from volseg.data.preparing import prepare_together
 from volseg.data.synthetic_labels import make_annotated_task
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.summary import evaluate_files, read_structure, read_summary
@@ -117,7 +117,7 @@ def test_batches_of_any_annotation_hold_nothing_that_means_nothing(tasks, config
     for annotation in WRITTEN:
         config = configured(config_file, tasks(annotation), "patch.batch=4", "augmentation.rotation.probability=1.0")
         task = load_task(config.data.root)
-        prepared = prepare_sound(task.training, [], task, preprocessing_of(config))
+        prepared = prepare_together(task.training, [], task, preprocessing_of(config))
         batch = next(build_batches(config, task, prepared.training, torch.device("cpu")).epoch(0))
         assert int(batch["label"].max()) < num_indices(task)
         if annotation == "sparse":

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from volseg.device import triton_tiles
 from volseg.errors import DataError
-from volseg.losses.dice import choice
 from volseg.losses.dice.terms import Terms
-from volseg.losses.dice_cross_entropy import dice_cross_entropy, read_at_grid
+from volseg.losses.dice_cross_entropy import choose_backend, dice_cross_entropy, read_at_grid
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.transport.one_process import LocalDevices
 from volseg.parallel.spatial.volume import from_whole
@@ -103,14 +102,14 @@ def test_triton_equals_plain(
     x = on_gpu(classes, layout, dtype)
     exact = x.double()
     y = read_at_grid(torch.randint(0, classes, (2, 1, 12, 9, 22), device="cuda").to(label_dtype), x.shape[2:])
-    sums, expected = (choice.sums(volume, y, terms.squared) for volume in (x, exact))
+    sums, expected = (choose_backend(volume).sums(volume, y, terms.squared) for volume in (x, exact))
     torch.testing.assert_close(sums.sum(0).double(), expected.sum(0), rtol=1e-5, atol=1e-4)  # float32 sums of 594
-    (loss, slopes), (wanted, exact_slopes) = (choice.combine(s, terms, x.shape) for s in (sums, expected))
+    (loss, slopes), (wanted, exact_slopes) = (choose_backend(s).combine(s, terms, x.shape) for s in (sums, expected))
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
     torch.testing.assert_close(slopes.double(), exact_slopes, rtol=1e-4, atol=1e-9)
     slopes, exact_slopes = (s.expand(4, *x.shape[:2]) for s in (slopes, exact_slopes))
-    gradient = choice.gradient(x, y, slopes, terms.squared)
-    wanted = choice.gradient(exact, y, exact_slopes, terms.squared)
+    gradient = choose_backend(x).gradient(x, y, slopes, terms.squared)
+    wanted = choose_backend(exact).gradient(exact, y, exact_slopes, terms.squared)
     rounding = {torch.float32: 1e-4, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
     torch.testing.assert_close(gradient.double(), wanted, rtol=rounding, atol=1e-7)
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from volseg.models.copies import run_on_copies
-from volseg.models.grids import probe_grid_rule
+from volseg.models.grids import probe_grid_rule, run_on_copies
 
 
 class SharesAll(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 from volseg.models import build_network, plan_topology
 from volseg.models.topology import plan_vnet_topology
-from volseg.planning.features import (
+from volseg.planning.patch import (
     count_residual_features,
     count_unet_features,
     count_vnet_features,

@@ -13,7 +13,7 @@ from volseg.data import load_task
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.planning import Fingerprint, keep_fingerprint, load_fingerprint, take_fingerprint
-from volseg.planning.stored import ENDS, find_places
+from volseg.planning.fingerprint import ENDS, find_places
 
 
 @pytest.fixture

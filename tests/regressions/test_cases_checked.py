@@ -15,7 +15,7 @@ from monai.data import MetaTensor
 
 from volseg import experiment
 from volseg.data import check_cases, inspect_cases, load_task, make_task, summarise_remarks
-from volseg.data.preparing import prepare_sound
+from volseg.data.preparing import prepare_together
 from volseg.errors import DataError, GridError
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -128,7 +128,7 @@ def test_the_same_image_twice_is_told_whatever_it_is_called(task, preprocessing)
     [line] = summarise_remarks(inspect_cases(task.training, task).remarks)
     assert line.startswith("1 case(s): the same image stands under several names")
     assert line.endswith(f"{names[0]} (also {names[3]})")
-    prepared = prepare_sound(task.training[:4], task.training[4:], task, preprocessing)
+    prepared = prepare_together(task.training[:4], task.training[4:], task, preprocessing)
     assert summarise_remarks(prepared.remarks) == [line]
     assert len(prepared.training) == 4
 
@@ -137,8 +137,8 @@ def test_the_same_image_in_training_and_validation_is_refused_or_left_out_of_tra
     copy_image(task, 0, 4)
     names = [case["case"] for case in task.training]
     with pytest.raises(DataError, match=rf"{names[0]}: .* holds the same voxels as the validation case {names[4]}"):
-        prepare_sound(task.training[:4], task.training[4:], task, preprocessing)
-    prepared = prepare_sound(task.training[:4], task.training[4:], task, preprocessing, skip_bad=True)
+        prepare_together(task.training[:4], task.training[4:], task, preprocessing)
+    prepared = prepare_together(task.training[:4], task.training[4:], task, preprocessing, skip_bad=True)
     assert [case["case"] for case in prepared.training] == names[1:4]
     assert [case["case"] for case in prepared.validation] == names[4:]
     assert [problem.case for problem in prepared.problems] == names[:1]

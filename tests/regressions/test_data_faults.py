@@ -16,7 +16,7 @@ from volseg.data.bank import CaseBank
 from volseg.data.case_cache import CaseCache
 from volseg.data.checks import check_case, read_case
 from volseg.data.patches import PatchBatches
-from volseg.data.preparing import prepare_sound
+from volseg.data.preparing import prepare_together
 from volseg.errors import ConfigError, DataError, NonFiniteLossError, ReaderError
 from volseg.experiment.sources import load_trained
 from volseg.transforms.grid import Grid
@@ -232,7 +232,7 @@ def batches(root, tmp_path):
     preprocessing = build_preprocessing([{"name": "ZScore"}])
     for _ in range(2):
         cache = CaseCache(tmp_path / "cache", task, preprocessing)
-        prepared = prepare_sound(task.training, [], task, preprocessing, cache=cache)
+        prepared = prepare_together(task.training, [], task, preprocessing, cache=cache)
     return PatchBatches(CaseBank(prepared.training, keep="memory"), (12, 14, 10), 2, 30), prepared.training
 
 

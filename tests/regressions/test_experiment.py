@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from volseg import Named, Training, experiment
 from volseg.cli import app
 from volseg.data.layouts import load_task
-from volseg.data.preparing import prepare_sound
+from volseg.data.preparing import prepare_together
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.workflow import load_checkpoint, save_checkpoint
@@ -88,8 +88,8 @@ def test_bad_cases_come_before_whatever_a_step_of_ones_own_raises(tmp_path):
         raise KeyError(case["case"])
 
     with pytest.raises(KeyError, match=task.training[0]["case"]):
-        prepare_sound(task.training, (), task, preprocess, workers=1)
+        prepare_together(task.training, (), task, preprocess, workers=1)
     for case in task.training[1:]:
         case["label"].unlink()
     with pytest.raises(DataError, match=r"^2 case\(s\) cannot be used"):
-        prepare_sound(task.training, (), task, preprocess, workers=1)
+        prepare_together(task.training, (), task, preprocess, workers=1)

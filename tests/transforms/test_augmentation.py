@@ -10,9 +10,8 @@ from torch import Tensor
 from volseg.config.augmentation import AugmentationConfig
 from volseg.errors import ConfigError, GridError
 from volseg.transforms.augmentation import AugmentationParameters, BatchAugmentation
-from volseg.transforms.augmentation.constants import constant, positions
 from volseg.transforms.augmentation.parameters import control_points
-from volseg.transforms.augmentation.spatial import displacement
+from volseg.transforms.augmentation.spatial import constant, displacement, positions
 
 PATCH = (12, 10, 8)
 EVERYTHING = AugmentationConfig.model_validate(

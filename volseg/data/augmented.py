@@ -1,6 +1,6 @@
 """Batches with augmentation on the training device, each a function of seed, epoch and position alone."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import accumulate, islice, pairwise
 from typing import Protocol
@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from volseg.data.cases import Batch
-from volseg.data.patches import PatchBatches
-from volseg.data.seeds import mix_seed
+from volseg.data.patches import PatchBatches, mix_seed
 from volseg.device.graph import RecordedFunction
 from volseg.errors import ConfigError
 from volseg.transforms.augmentation import AugmentationParameters, BatchAugmentation, triton_reading
 from volseg.transforms.augmentation.own import OwnAugmentations
 from volseg.transforms.augmentation.sources import PatchSources
 
-__all__ = ["AugmentedBatches", "EpochBatches", "remaining_batches"]
+__all__ = ["AugmentedBatches", "EpochBatches", "GrowingBatches", "remaining_batches"]
 
 
 class EpochBatches(Protocol):
@@ -229,3 +228,39 @@ def _check_rows(rows: Sequence[slice], batch_size: int) -> None:
             f"rows must be slices of the {batch_size} rows of a batch, each with first and last row and none twice, "
             f"got {list(rows)}; Replicas.deal gives them"
         )
+
+
+class GrowingBatches:
+    """Batches of one size in some epochs, and of another in others; all are of the same length.
+
+    Which size an epoch has follows from its number alone, as its batches do: a training that goes on in any of them
+    sees what it would have seen.
+
+    Parameters
+    ----------
+    choose : callable
+        Returns the batches of an epoch, the same object for all epochs of one size.
+    """
+
+    def __init__(self, choose: Callable[[int], AugmentedBatches]) -> None:
+        self.of_epoch = choose
+
+    def __len__(self) -> int:
+        return len(self.of_epoch(0))
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a whole batch, of any size."""
+        return self.of_epoch(0).batch_size
+
+    def changes_at(self, epoch: int) -> bool:
+        """Say whether the patches of an epoch have another size than those of the one before."""
+        return epoch > 0 and self.of_epoch(epoch) is not self.of_epoch(epoch - 1)
+
+    def release_before(self, epoch: int) -> None:
+        """Free what the batches of the epoch before hold of a GPU besides the cases."""
+        self.of_epoch(epoch - 1).release()
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of epoch ``number`` from batch ``start`` on."""
+        return self.of_epoch(number).epoch(number, start)

@@ -19,12 +19,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from volseg.data.residency import choose_budget, choose_resident
 from volseg.data.stored_case import StoredCase
 from volseg.errors import DataError
 from volseg.transforms.augmentation.sources import PatchSources
 
-__all__ = ["MOST_FOREGROUND", "CaseBank", "ForegroundVoxels", "list_voxels", "require_fit"]
+__all__ = [
+    "MOST_FOREGROUND",
+    "CaseBank",
+    "ForegroundVoxels",
+    "choose_budget",
+    "choose_resident",
+    "list_voxels",
+    "require_fit",
+]
 
 MOST_FOREGROUND = 10_000
 """Voxels remembered per case and class for oversampling; nnU-Net's number."""
@@ -86,15 +93,15 @@ class ForegroundVoxels:
 
 
 def list_voxels(
-    label: Tensor, most: int, num_classes: int | None = None, *, is_sparse: bool = False
+    label: Tensor, num_classes: int | None = None, *, is_sparse: bool = False
 ) -> dict[str, ForegroundVoxels]:
     """Return where the classes of a label map lie, ``foreground``, and of a sparse one where any does, ``annotated``.
 
     See `CaseBank` for the parameters.
     """
-    found = {"foreground": ForegroundVoxels.find([label], most, num_classes=num_classes)}
+    found = {"foreground": ForegroundVoxels.find([label], MOST_FOREGROUND, num_classes=num_classes)}
     if is_sparse:
-        found["annotated"] = ForegroundVoxels.find([label.ne(num_classes or 0)], most, seed=1, num_classes=2)
+        found["annotated"] = ForegroundVoxels.find([label.ne(num_classes or 0)], MOST_FOREGROUND, seed=1, num_classes=2)
     return found
 
 
@@ -117,8 +124,6 @@ class CaseBank:
         on a CPU.
     image_dtype : torch.dtype
         How images are stored; float16 halves the memory. Patches are float32 in any case.
-    most_foreground : int
-        Voxels remembered per case and class for oversampling.
     num_classes : int, optional
         Classes of the labels, background included, where these may hold larger numbers; see `volseg.data.labels`.
     is_sparse : bool
@@ -155,7 +160,6 @@ class CaseBank:
         keep: Literal["auto", "device", "memory"] = "auto",
         budget_bytes: int | None = None,
         image_dtype: torch.dtype = torch.float32,
-        most_foreground: int = MOST_FOREGROUND,
         num_classes: int | None = None,
         is_sparse: bool = False,
     ) -> None:
@@ -165,14 +169,14 @@ class CaseBank:
         self.names = [str(case["case"]) for case in cases]
         images = [_drop_metadata(case["image"]).to(image_dtype) for case in cases]
         labels = [_drop_metadata(case["label"]) for case in cases]
-        listed = [case.get("voxels") if most_foreground == MOST_FOREGROUND else None for case in cases]
+        listed = [case.get("voxels") for case in cases]
         for name, image, label, known in zip(self.names, images, labels, listed, strict=True):
             require_fit(name, image, label, images[0].shape[0], values=known is None)
         labels = [label.to(torch.uint8) for label in labels]
         self.num_channels = int(images[0].shape[0])
         self.shapes = torch.tensor([image.shape[1:] for image in images])
         found = [
-            list_voxels(label, most_foreground, num_classes, is_sparse=is_sparse) if known is None else known
+            list_voxels(label, num_classes, is_sparse=is_sparse) if known is None else known
             for label, known in zip(labels, listed, strict=True)
         ]
         self.foreground = ForegroundVoxels.join([of["foreground"] for of in found])
@@ -371,3 +375,33 @@ def require_fit(name: str, image: Tensor, label: Tensor, num_channels: int, *, v
             f"case {name}: labels must be whole numbers, but its preprocessed label holds others; change the step that "
             "interpolates it"
         )
+
+
+SHARE_OF_MEMORY = 0.3
+"""Of a device's free memory, what cases take by themselves; the rest is for training."""
+
+
+def choose_budget(free_bytes: int, limit_bytes: int | None = None) -> int:
+    """Return how many bytes cases may take of a device that has ``free_bytes``; a limit counts in place of the share.
+
+    >>> choose_budget(100), choose_budget(100, limit_bytes=80), choose_budget(100, limit_bytes=120)
+    (30, 80, 100)
+    """
+    return int(SHARE_OF_MEMORY * free_bytes) if limit_bytes is None else min(limit_bytes, free_bytes)
+
+
+def choose_resident(sizes_bytes: Sequence[int], budget_bytes: int) -> list[bool]:
+    """Choose as many cases as the budget holds: the smallest, of equal ones the first.
+
+    All cases are drawn equally often, so the number of cases decides how many patches need not be fetched, and which
+    ones they are does not.
+
+    >>> choose_resident([40, 10, 30, 10], budget_bytes=50)
+    [False, True, True, True]
+    """
+    chosen, left = [False] * len(sizes_bytes), budget_bytes
+    for index in sorted(range(len(sizes_bytes)), key=lambda index: sizes_bytes[index]):
+        if sizes_bytes[index] > left:
+            break
+        chosen[index], left = True, left - sizes_bytes[index]
+    return chosen

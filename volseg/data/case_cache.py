@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 import volseg.transforms
-from volseg.data.bank import MOST_FOREGROUND, ForegroundVoxels, list_voxels, require_fit
+from volseg.data.bank import ForegroundVoxels, list_voxels, require_fit
 from volseg.data.cache_folder import GIB, SUFFIX, list_entries, make_cache_folder, remove_given_up
 from volseg.data.cases import Case, Task
-from volseg.data.code_digest import digest_modules
-from volseg.data.file_digests import FileDigests
+from volseg.data.file_digests import FileDigests, digest_modules
 from volseg.data.readers import SUFFIXES, find_suffix, list_files
 from volseg.data.stored_case import DamagedCaseError, StoredCase, write_case
 from volseg.errors import ConfigError, DataError, ReaderError
@@ -145,7 +144,7 @@ class CaseCache:
         except DataError:  # whoever takes the case says so
             return None
         label = prepared["label"].as_subclass(Tensor)
-        found_voxels = list_voxels(label, MOST_FOREGROUND, self._num_classes, is_sparse=self._is_sparse)
+        found_voxels = list_voxels(label, self._num_classes, is_sparse=self._is_sparse)
         listed = {
             f"{name}{part}": getattr(of, part.removeprefix("."))
             for name, of in found_voxels.items()

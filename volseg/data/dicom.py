@@ -1,7 +1,7 @@
 """Read a DICOM series: the only one of a folder, or the one that a file belongs to.
 
 A series of slices in files of their own and a file of several frames take the same way: headers become frames
-(`volseg.data.dicom_frames`), frames become a stack (`volseg.data.dicom_stack`), and only then pixels are read
+(`volseg.data.dicom_frames`), frames become a stack (`stack_frames`), and only then pixels are read
 (`volseg.data.dicom_pixels`), each by the rescaling of its own frame.
 """
 
@@ -14,15 +14,15 @@ import numpy as np
 from monai.data import MetaTensor
 
 from volseg.data.content import require_memory
-from volseg.data.dicom_elements import Header, decode_text, read_elements, read_header
+from volseg.data.dicom_elements import TAGS, WANTED, Header, decode_text, read_elements, read_header
 from volseg.data.dicom_frames import Frame, list_frames
 from volseg.data.dicom_pixels import read_stored
-from volseg.data.dicom_stack import stack_frames
-from volseg.data.dicom_tags import TAGS, WANTED
+from volseg.data.itk import lps_to_ras
+from volseg.data.names import list_some
 from volseg.data.volume import as_volume
 from volseg.errors import ReaderError
 
-__all__ = ["list_slices", "read_dicom_series"]
+__all__ = ["list_slices", "read_dicom_series", "stack_frames"]
 
 SERIES_UID = (0x0020, 0x000E)
 
@@ -132,3 +132,166 @@ def _read_voxels(headers: Sequence[Header], frames: Sequence[Frame]) -> np.ndarr
                 is_stored = (slope, intercept) == (1, 0)
                 voxels[place] = image if is_stored else np.multiply(image, slope, dtype=np.float64) + intercept
     return voxels
+
+
+TOLERANCE = 0.05
+"""Largest distance of a slice from its place in an even stack, as a fraction of the distance between slices.
+
+A missing slice moves another one by at least half that distance; the rounding of positions moves it far less.
+"""
+
+TURNED, STRETCHED = 1e-3, 5e-4
+"""Largest difference of direction cosines, and of PixelSpacing as a fraction, between slices. Both allow for
+rounding in a header, and move the end of 500 voxels by half a voxel at most."""
+
+SAME_PLACE = 0.01
+"""Distance along the normal, as a fraction of the pixel spacing, up to which two slices lie at one place."""
+
+MOST_GROUPS = 9
+"""Groups of unlike slices that a message counts."""
+
+
+def stack_frames(frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray]:
+    """Return the frames in the order of their places along the normal, and their affine, voxel index to RAS+ mm.
+
+    Voxel indices are column, row and place in the order. Each image lies where its own tags say. ITK assumes an even
+    stack: a missing slice stretches the patient, and slices of a tilted gantry are straightened. Here, slices that are
+    not parallel, evenly spaced and of one size are refused, and the error says how they differ.
+
+    Parameters
+    ----------
+    frames : sequence of Frame
+        At least one, in any order, of one or of several files.
+
+    Raises
+    ------
+    ReaderError
+        They differ in size, orientation, spacing or units; several lie at one place; one is missing.
+    """
+    _require_alike(frames)
+    directions = np.reshape(np.median([frame.orientation for frame in frames], axis=0), (2, 3))
+    between_rows, between_columns = np.median([frame.spacing for frame in frames], axis=0)
+    right, down = directions / np.linalg.norm(directions, axis=1, keepdims=True)
+    normal = np.cross(right, down)
+    along = np.array([frame.position for frame in frames]) @ normal
+    order = sorted(range(len(frames)), key=lambda index: (along[index], frames[index].file, frames[index].index))
+    ordered = [frames[index] for index in order]
+    affine = np.eye(4)
+    affine[:3, 0], affine[:3, 1] = right * between_columns, down * between_rows
+    affine[:3, 2] = _measure_step(ordered, along[order]) if len(frames) > 1 else normal * _find_thickness(frames[0])
+    affine[:3, 3] = ordered[0].position
+    return ordered, lps_to_ras(affine)
+
+
+def _find_thickness(frame: Frame) -> float:
+    if frame.thickness is None:
+        raise ReaderError(
+            f"{frame.file} is a single slice without SpacingBetweenSlices and SliceThickness; a volume of one slice "
+            "needs one of them. Add it to the header, or name the whole series"
+        )
+    return frame.thickness
+
+
+def _require_alike(frames: Sequence[Frame]) -> None:
+    """Raise unless all frames have one size, orientation, spacing and meaning."""
+    for values, tolerance, words in (
+        (
+            [(frame.stored.columns, frame.stored.rows) for frame in frames],
+            0.0,
+            "{odd} has {0[0]} x {0[1]} voxels, {usual} has {1[0]} x {1[1]} ({counts}); a volume needs slices of one "
+            "size, so take out the others",
+        ),
+        (
+            [frame.orientation for frame in frames],
+            TURNED,
+            "{odd} is turned against {usual}; a volume needs parallel slices, so take out localizers and the like. "
+            "ImageOrientationPatient is {0} and {1} ({counts})",
+        ),
+        (
+            [frame.spacing for frame in frames],
+            STRETCHED * min(min(frame.spacing) for frame in frames),
+            "{odd} has the PixelSpacing {0} mm, {usual} has {1} ({counts}); a volume needs one spacing. Put the slices "
+            "of each into a folder of their own, or resample them",
+        ),
+    ):
+        if (unlike := _find_unlike(np.array(values, dtype=float), tolerance)) is not None:
+            odd, usual, counts = unlike
+            found, names = map(list, (values[odd], values[usual])), {"odd": frames[odd], "usual": frames[usual]}
+            raise ReaderError(f"{frames[odd].file.parent}: {words.format(*found, **names, counts=counts)}")
+    for name in sorted({name for frame in frames for name in frame.units}):
+        firsts = {frame.units[name]: frame for frame in reversed(frames) if name in frame.units}
+        is_frame = name == "FrameOfReferenceUID"
+        # Some programs that remove names write a new frame of reference into each file.
+        if len(firsts) > 1 and not (is_frame and 2 < len(firsts) == len({frame.file for frame in frames})):
+            (one, by_one), (other, by_other) = sorted(firsts.items())[:2]
+            raise ReaderError(
+                f"{by_one.file.parent}: {by_one} has the {name} {one!r} and {by_other} has {other!r}; a volume needs "
+                "one. Put the slices of each into a folder of their own"
+                f"{', or give all of them one if they are of one scan' * is_frame}"
+            )
+
+
+def _find_unlike(values: np.ndarray, tolerance: float) -> tuple[int, int, str] | None:
+    """Return the index of a row in the smallest group of like rows, of one in the largest, and the groups' sizes."""
+    groups: list[np.ndarray] = []
+    left = np.arange(len(values))
+    while len(left) and len(groups) < MOST_GROUPS:
+        is_like = np.abs(values[left] - values[left[0]]).max(axis=1) <= tolerance
+        groups.append(left[is_like])
+        left = left[~is_like]
+    if len(groups) == 1:
+        return None
+    groups.reverse()  # of groups of one size the first counts as the usual one
+    groups.sort(key=len)
+    counts = ", ".join(str(len(group)) for group in reversed(groups))
+    more = f" and {len(left)} others" if len(left) else ""
+    return int(groups[0][0]), int(groups[-1][0]), f"{counts}{more} slices are alike"
+
+
+def _measure_step(frames: Sequence[Frame], along: np.ndarray) -> np.ndarray:
+    """Return the step (mm, LPS) from a slice to the next one; the frames are in order."""
+    positions = np.array([frame.position for frame in frames])
+    gaps = np.diff(along)
+    apart = gaps > SAME_PLACE * min(frames[0].spacing)
+    if not apart.all():
+        raise _explain_doubled(frames, np.split(np.arange(len(frames)), np.flatnonzero(apart) + 1))
+    step: np.ndarray = (positions[-1] - positions[0]) / (len(frames) - 1)
+    even = positions[0] + np.arange(len(frames))[:, None] * step
+    away = np.linalg.norm(positions - even, axis=1)
+    if not away.max() <= TOLERANCE * gaps.mean():
+        gaps = np.linalg.norm(np.diff(positions, axis=0), axis=1)
+        odd = int(np.abs(gaps - np.median(gaps)).argmax())
+        raise ReaderError(
+            f"{frames[0].file.parent}: the {len(frames)} slices are not evenly spaced: {gaps[odd]:g} mm between "
+            f"{frames[odd]} and {frames[odd + 1]}, {np.median(gaps):g} mm elsewhere; a slice is missing, or the slices "
+            "are of several stacks"
+        )
+    return step
+
+
+def _explain_doubled(frames: Sequence[Frame], places: Sequence[np.ndarray]) -> ReaderError:
+    """Return the error for frames of which several lie at one place, given the frames of each place."""
+    folder = frames[0].file.parent
+    counts = sorted({len(place) for place in places})
+    place = next(place for place in places if len(place) > 1)
+    one, other = (frames[index] for index in place[:2])
+    if np.linalg.norm(np.subtract(one.position, other.position)) > max(one.spacing):
+        return ReaderError(
+            f"{folder}: {one} and {other} lie side by side in one plane, at {list(one.position)} and "
+            f"{list(other.position)} mm; a volume needs one slice per plane. Convert the series to NIfTI"
+        )
+    if len(counts) > 1:
+        many = f"{len(frames)} slices at {len(places)} places, {counts[0]} to {counts[-1]} at each"
+    else:
+        many = f"{counts[0]} slices at {f'each of {len(places)} places' if len(places) > 1 else 'one place'}"
+    states = [frames[index].states for index in place]
+    differ = [
+        f"{name} ({list_some([*dict.fromkeys(state.get(name, 'none') for state in states)])})"
+        for name in {name: None for state in states for name in state}
+        if len({state.get(name) for state in states}) > 1
+    ]
+    apart = f"differ in {'; '.join(differ)}" if differ else "no known tag tells them apart"
+    return ReaderError(
+        f"{folder}: {many}, a volume needs one: {one} and {other} both lie at {list(one.position)} mm, and {apart}. "
+        "Put each time, b-value or echo into a folder of its own, for example by dcm2niix; take out duplicates"
+    )

@@ -1,7 +1,7 @@
 """The images of a DICOM file: its only slice, or its frames.
 
 Position, orientation, pixel spacing and rescaling come from the tags of each slice or frame. An enhanced file keeps
-them in functional groups, per frame or shared by all frames; `volseg.data.dicom_stack` compares the images. Frames
+them in functional groups, per frame or shared by all frames; `volseg.data.dicom` compares the images. Frames
 without a position of their own are refused, and so are values that are no linear function of the stored ones.
 """
 
@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from volseg.data.dicom_elements import Header, Item, parse_numbers
+from volseg.data.dicom_elements import BINARY, GROUPS, STATES, TAGS, UNITS, Header, Item, parse_numbers
 from volseg.data.dicom_pixels import Stored, describe_stored
-from volseg.data.dicom_tags import BINARY, GROUPS, STATES, TAGS, UNITS
 from volseg.errors import ReaderError
 
 __all__ = ["Frame", "list_frames"]

@@ -13,40 +13,28 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from volseg.data.dicom_elements import Tag, read_elements
+from volseg.data.dicom_elements import read_elements
 from volseg.data.names import find_doubled, list_some
 from volseg.errors import DataError, ReaderError
 
 __all__ = ["FoundSeries", "Series", "choose_series", "gather_series", "name_series", "search_series"]
 
-CHARACTERS, IMAGE_TYPE, STUDY_DATE, MODALITY, DESCRIPTION = (
-    (0x0008, 0x0005),
-    (0x0008, 0x0008),
-    (0x0008, 0x0020),
-    (0x0008, 0x0060),
-    (0x0008, 0x103E),
-)
-PATIENT, SERIES_UID, NUMBER, ORIENTATION, FRAMES, ROWS = (
-    (0x0010, 0x0020),
-    (0x0020, 0x000E),
-    (0x0020, 0x0011),
-    (0x0020, 0x0037),
-    (0x0028, 0x0008),
-    (0x0028, 0x0010),
-)
-READ = {
-    CHARACTERS,
-    IMAGE_TYPE,
-    STUDY_DATE,
-    MODALITY,
-    DESCRIPTION,
-    PATIENT,
-    SERIES_UID,
-    NUMBER,
-    ORIENTATION,
-    FRAMES,
-    ROWS,
+TAGS = {
+    "SpecificCharacterSet": (0x0008, 0x0005),
+    "ImageType": (0x0008, 0x0008),
+    "StudyDate": (0x0008, 0x0020),
+    "Modality": (0x0008, 0x0060),
+    "SeriesDescription": (0x0008, 0x103E),
+    "PatientID": (0x0010, 0x0020),
+    "SeriesInstanceUID": (0x0020, 0x000E),
+    "SeriesNumber": (0x0020, 0x0011),
+    "ImageOrientationPatient": (0x0020, 0x0037),
+    "NumberOfFrames": (0x0028, 0x0008),
+    "Rows": (0x0028, 0x0010),
 }
+
+Header = Mapping[str, bytes]
+"""The values of the elements of `TAGS` that a file has, by keyword."""
 
 DERIVED = {
     "SEG": "a segmentation",
@@ -130,15 +118,16 @@ def gather_series(files: Iterable[Path]) -> FoundSeries:
     DataError
         The files of a series lie in several folders.
     """
-    headers: dict[tuple[Path, str], dict[Path, Mapping[Tag, bytes]]] = defaultdict(dict)
+    headers: dict[tuple[Path, str], dict[Path, Header]] = defaultdict(dict)
     damaged = []
     for file in files:
         try:
-            found = read_elements(file, READ)
+            found = read_elements(file, TAGS.values())
         except ReaderError:  # the reader says what is wrong with it, if it is asked to read its series
             found = None
-        if found is not None and SERIES_UID in found:
-            headers[file.parent, _decode(found[SERIES_UID])][file] = found
+        if found is not None and TAGS["SeriesInstanceUID"] in found:
+            header = {keyword: found[tag] for keyword, tag in TAGS.items() if tag in found}
+            headers[file.parent, _decode(header["SeriesInstanceUID"])][file] = header
         elif found is None and file.suffix.lower() == ".dcm":
             damaged.append(file)
     if torn := find_doubled(uid for _, uid in headers):
@@ -201,34 +190,34 @@ def _name(series: Series) -> str:
     return "_".join(part for part in plain if part) or "series"
 
 
-def _describe(uid: str, headers: Mapping[Path, Mapping[Tag, bytes]]) -> Series:
+def _describe(uid: str, headers: Mapping[Path, Header]) -> Series:
     first = next(iter(headers.values()))
-    encoding = "utf-8" if _decode(first.get(CHARACTERS, b"")) == UTF_8 else "latin-1"
-    texts = {tag: _decode(first.get(tag, b""), encoding) for tag in (PATIENT, DESCRIPTION)}
-    date, number, modality = (_decode(first.get(tag, b"")) for tag in (STUDY_DATE, NUMBER, MODALITY))
+    encoding = "utf-8" if _decode(first.get("SpecificCharacterSet", b"")) == UTF_8 else "latin-1"
+    texts = {tag: _decode(first.get(tag, b""), encoding) for tag in ("PatientID", "SeriesDescription")}
+    date, number, modality = (_decode(first.get(tag, b"")) for tag in ("StudyDate", "SeriesNumber", "Modality"))
     return Series(
         uid=uid,
         files=tuple(headers),
-        patient=texts[PATIENT],
+        patient=texts["PatientID"],
         date=date,
         number=number,
-        description=texts[DESCRIPTION],
+        description=texts["SeriesDescription"],
         modality=modality,
-        left_out=_tell_other(list(headers.values()), modality, texts[DESCRIPTION]),
+        left_out=_tell_other(list(headers.values()), modality, texts["SeriesDescription"]),
     )
 
 
-def _tell_other(headers: Sequence[Mapping[Tag, bytes]], modality: str, description: str) -> str:
+def _tell_other(headers: Sequence[Header], modality: str, description: str) -> str:
     """Return what a series is if it is no image to segment."""
     if modality in DERIVED:
         return DERIVED[modality]
-    if not any(ROWS in header for header in headers):
+    if not any("Rows" in header for header in headers):
         return "no image"
-    if all("LOCALIZER" in _decode(header.get(IMAGE_TYPE, b"")).split("\\") for header in headers):
+    if all("LOCALIZER" in _decode(header.get("ImageType", b"")).split("\\") for header in headers):
         return "a localizer"
     if SCOUT.search(description):
         return "a localizer, by its description"
-    has_place = any(ORIENTATION in header or FRAMES in header for header in headers)
+    has_place = any("ImageOrientationPatient" in header or "NumberOfFrames" in header for header in headers)
     return "" if has_place else "an image without a place in the patient"
 
 

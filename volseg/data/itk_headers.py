@@ -131,10 +131,8 @@ def _read_nrrd(path: Path) -> _Claim:
         raise ReaderError(f"{path} stores voxels of type {kind!r}; convert them to integers or floats")
     if encoding not in NRRD_PACKINGS and encoding not in NRRD_TEXTS:
         raise ReaderError(f"{path} has the encoding {encoding!r}; convert it to raw or gzip")
-    for key in ("lineskip", "byteskip"):
-        if not re.fullmatch(r"-1|\d{1,12}", fields.get(key, "0")):
-            raise _damaged(path, f"its {key} is {fields[key][:40]!r}")
-    skips = max(0, int(fields.get("byteskip", 0)))
+    _read_number(fields, "lineskip", path)
+    skips = max(0, _read_number(fields, "byteskip", path))
     data = fields.get("datafile")
     return _Claim(
         voxels=math.prod(shape),
@@ -157,25 +155,21 @@ def _read_meta(path: Path) -> _Claim:
     if "ElementDataFile" not in fields:
         raise _damaged(path, "its header has no ElementDataFile")
     shape = _read_shape(fields, "NDims", "DimSize", path)
-    channels = fields.get("ElementNumberOfChannels", "1")
-    if not re.fullmatch(r"[1-9]\d{0,5}", channels):
-        raise _damaged(path, f"its ElementNumberOfChannels is {channels[:40]!r}")
+    channels = _read_number(fields, "ElementNumberOfChannels", path, r"[1-9]\d{0,5}", default="1")
     kind = fields.get("ElementType", "").lower()
     if kind not in META_BYTES:
         raise ReaderError(f"{path} stores voxels of type {kind.upper()!r}; convert them to integers or floats")
-    if not re.fullmatch(r"-1|\d{1,12}", fields.get("HeaderSize", "0")):
-        raise _damaged(path, f"its HeaderSize is {fields['HeaderSize'][:40]!r}")
-    if not re.fullmatch(r"\d{1,15}", fields.get("CompressedDataSize", "0")):
-        raise _damaged(path, f"its CompressedDataSize is {fields['CompressedDataSize'][:40]!r}")
+    header_size = _read_number(fields, "HeaderSize", path)
+    packed_bytes = _read_number(fields, "CompressedDataSize", path, r"\d{1,15}")
     data = fields["ElementDataFile"]
     is_local = data.lower() == "local"
     claim = _Claim(
-        voxels=math.prod(shape) * int(channels),
+        voxels=math.prod(shape) * channels,
         bytes_each=META_BYTES[kind],
         file=path if is_local else _find_data(path, data),
-        begins=ends if is_local else max(0, int(fields.get("HeaderSize", 0))),
+        begins=ends if is_local else max(0, header_size),
         packing="zlib" if _is_true(fields, "CompressedData", path) else "plain",
-        packed_bytes=int(fields.get("CompressedDataSize", 0)) or None,
+        packed_bytes=packed_bytes or None,
     )
     if not _is_true(fields, "BinaryData", path, default=True):
         raise ReaderError(f"{path} stores its voxels as text; convert it to binary")
@@ -231,6 +225,15 @@ def _read_shape(fields: Mapping[str, str], dimension: str, sizes: str, path: Pat
     if len(shape) != int(count) or not all(re.fullmatch(r"0*[1-9]\d{0,9}", side) for side in shape):
         raise _damaged(path, f"its {sizes} are {' '.join(shape)[:60]!r}; needed: {count} positive numbers")
     return tuple(map(int, shape))
+
+
+def _read_number(
+    fields: Mapping[str, str], key: str, path: Path, pattern: str = r"-1|\d{1,12}", default: str = "0"
+) -> int:
+    value = fields.get(key, default)
+    if not re.fullmatch(pattern, value):
+        raise _damaged(path, f"its {key} is {value[:40]!r}")
+    return int(value)
 
 
 def _is_true(fields: Mapping[str, str], key: str, path: Path, *, default: bool = False) -> bool:

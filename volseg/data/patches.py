@@ -10,15 +10,15 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from volseg.data.bank import CaseBank, ForegroundVoxels
 from volseg.data.cases import Batch
-from volseg.data.seeds import mix_seed
 from volseg.errors import ConfigError
 
-__all__ = ["EpochPlaces", "EpochPlan", "PatchBatches", "num_foreground", "plan_epoch"]
+__all__ = ["EpochPlaces", "EpochPlan", "PatchBatches", "mix_seed", "num_foreground", "plan_epoch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,3 +287,13 @@ def _make_ahead(
         finally:  # the caller may stop in mid-epoch
             for future in pending:
                 future.cancel()
+
+
+def mix_seed(*numbers: int) -> int:
+    """Return the seed for torch that belongs to some numbers: an experiment's seed, an epoch, a position.
+
+    >>> mix_seed(0, 1, 2) == mix_seed(0, 1, 2) != mix_seed(0, 2, 1)
+    True
+    """
+    # SeedSequence spreads neighbouring numbers over unrelated seeds; torch takes a signed 64-bit seed.
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1

@@ -16,26 +16,23 @@ from torch import Tensor
 from volseg.data.bank import require_fit
 from volseg.data.case_cache import CaseCache, take_case
 from volseg.data.cases import Case, Task
-from volseg.data.checks import Problem, Remark, read_case, remark_on_same_images, require_sound
+from volseg.data.checks import (
+    Problem,
+    Remark,
+    read_case,
+    refuse_held_out,
+    remark_on_same_images,
+    require_sound,
+)
 from volseg.data.preprocessed import Preprocessing, preprocess
 from volseg.data.readers import list_files
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
-from volseg.data.shared_memory import SharedTensors, map_tensors, take
+from volseg.data.shared_memory import SharedTensors, map_tensors, view_tensor
 from volseg.data.stored_case import StoredCase
 from volseg.data.threads import map_in_threads
-from volseg.data.told_cases import (
-    ReadCase,
-    ToldCase,
-    add_held_out,
-    describe_found,
-    describe_read,
-    list_digests,
-    recall_remark,
-    take_told,
-)
-from volseg.parallel.processes.progress_sync import Rounds, exchange, run_together, told_error
+from volseg.parallel.processes.progress_sync import Rounds, describe_error, exchange, run_together, told_error
 
-__all__ = ["PreparedCases", "prepare_sound", "prepare_together"]
+__all__ = ["PreparedCases", "prepare_together"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +52,61 @@ class PreparedCases:
     """What should be looked at, of all cases, whoever read them."""
 
 
-def prepare_sound(
-    training: Sequence[Case],
-    validation: Sequence[Case],
-    task: Task,
-    preprocessing: Preprocessing,
-    *,
-    skip_bad: bool = False,
-    cache: CaseCache | None = None,
-    workers: int | None = None,
-    progress: Callable[[], object] | None = None,
-) -> PreparedCases:
-    """Check cases while preparing them, in this process alone; see `prepare_together`."""
-    return prepare_together(
-        training, validation, task, preprocessing, skip_bad=skip_bad, cache=cache, workers=workers, progress=progress
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CaseReport:
+    """What one process found in a case, as it reports it to the others."""
+
+    problems: Sequence[Problem] = ()
+    remarks: Sequence[Remark] = ()
+    digest: str | None = None
+    fingerprint: str = ""
+    fault: Sequence[str] | None = None
+    """Type and text of the error because of which a case without problems could not be preprocessed."""
+    stored: Mapping[str, Any] | None = None
+    """Where the other processes of the machine find the case: ``places`` in shared memory, field by field, or a
+    ``file`` of the cache."""
+    reader: int = 0
+    """Number in the group of the process that read the case."""
+
+    def as_list(self) -> list[Any]:
+        """Return the report as JSON can hold it."""
+        problems, remarks = ([one.as_list() for one in of] for of in (self.problems, self.remarks))
+        return [problems, remarks, self.digest, self.fingerprint, self.fault, self.stored]
+
+    @classmethod
+    def from_list(cls, content: Sequence[Any], reader: int) -> "_CaseReport":
+        """Return the report that ``as_list`` described."""
+        problems, remarks, digest, fingerprint, fault, stored = content
+        return cls(
+            problems=[Problem.from_list(one) for one in problems],
+            remarks=[Remark.from_list(one) for one in remarks],
+            digest=digest,
+            fingerprint=fingerprint,
+            fault=fault,
+            stored=stored,
+            reader=reader,
+        )
+
+    def describe_sound(self, case: Case) -> dict[str, Any]:
+        """Return what is kept with a stored case. A file is named by its place: it may lie elsewhere next time."""
+        files = _list_all_files(case)
+        remarks = [
+            [files.index(one.file) if one.file in files else None, one.message, one.kind] for one in self.remarks
+        ]
+        return {"remarks": remarks, "digest": self.digest, "fingerprint": self.fingerprint}
+
+    @classmethod
+    def of_stored(cls, stored: StoredCase, case: Case) -> "_CaseReport":
+        """Return the report that ``describe_sound`` described, about the files where the case lies now."""
+        found, files = stored.about["found"], _list_all_files(case)
+        return cls(
+            remarks=[
+                Remark(case["case"], None if place is None else files[place], message, kind)
+                for place, message, kind in found["remarks"]
+            ],
+            digest=found["digest"],
+            fingerprint=found["fingerprint"],
+        )
 
 
 def prepare_together(
@@ -128,29 +165,27 @@ def prepare_together(
     with closing(SharedTensors()) if shares else nullcontext() as store:
         reading = _Reading(sides, _choose_own(sides, readers), task, preprocessing, skip_bad, store, cache)
         heard = None if progress is None else _count_heard(progress, readers)
-        told = run_together(readers.group, partial(reading.run, workers=workers), num_counts=2, heard=heard)
-        cases = take_told(told)
-        add_held_out(cases, sides)
-        problems = [problem for _, case in sorted(cases.items()) for problem in case.problems]
+        messages = run_together(readers.group, partial(reading.run, workers=workers), num_counts=2, heard=heard)
+        reports = _merge_reports(messages, sides)
+        problems = [problem for report in reports.values() for problem in report.problems]
         if not skip_bad:
             require_sound(problems)
-        reading.require_prepared(cases, readers)
-        shared = _map_shared(told, sides, readers)
-    sound = [index for index in range(len(sides)) if not cases[index].problems]
-    prepared = {index: attempt.prepared for index, attempt in reading.attempts.items()}
-    held = [(index, shared.get(index) or prepared.get(index)) for index in sound]
+        reading.require_prepared(reports, readers)
+        shared = _map_shared(messages, sides, readers)
+    sound = [index for index in reports if not reports[index].problems]
+    held = [(index, shared.get(index) or reading.prepared.get(index)) for index in sound]
     return PreparedCases(
         training=[case for index, case in held if case is not None and not sides[index][1]],
         validation=[case for index, case in held if case is not None and sides[index][1]],
         order=[case["case"] for case, validates in (sides[index] for index in sound) if validates],
         problems=problems,
         fingerprints={
-            sides[index][0]["case"]: None if told.problems else told.fingerprint
-            for index, told in sorted(cases.items())
+            sides[index][0]["case"]: None if report.problems else report.fingerprint
+            for index, report in reports.items()
         },
         remarks=[
-            *(remark for _, case in sorted(cases.items()) for remark in case.remarks),
-            *remark_on_same_images(list_digests(cases, sides)),
+            *(remark for report in reports.values() for remark in report.remarks),
+            *remark_on_same_images(_list_digests(reports, sides)),
         ],
     )
 
@@ -173,7 +208,9 @@ class _Reading:
         store: SharedTensors | None,
         cache: CaseCache | None,
     ) -> None:
-        self.attempts: dict[int, ReadCase] = {}
+        self.prepared: dict[int, Case] = {}
+        """The cases that this process holds."""
+        self._faults: dict[int, Exception] = {}
         self._sides, self._own, self._task = sides, own, task
         self._preprocessing = preprocessing
         self._skip_bad = skip_bad
@@ -186,43 +223,36 @@ class _Reading:
         # Trainings that begin together with one cache begin at different cases, and find each other's.
         begin = 0 if self._cache is None else randbelow(max(1, len(self._own)))
         order = [*self._own[begin:], *self._own[:begin]]
-        with closing(map_in_threads(self.read_one, order, workers)) as attempts:
-            for index, attempt in zip(order, attempts, strict=True):
-                self.attempts[index] = attempt
+        reports = []
+        with closing(map_in_threads(self.read_one, order, workers)) as found:
+            for index, report in zip(order, found, strict=True):
+                reports.append([index, report.as_list()])
                 rounds.count(int(self._sides[index][1]))
                 rounds.check()
-        return {
-            "address": None if self._store is None else self._store.address,
-            "cases": [[index, *describe_read(attempt)] for index, attempt in self.attempts.items()],
-        }
+        return {"address": None if self._store is None else self._store.address, "cases": reports}
 
-    def read_one(self, index: int) -> ReadCase:
+    def read_one(self, index: int) -> _CaseReport:
         """Read a case, or take it from the cache."""
         case, validates = self._sides[index]
         key = None if self._cache is None else self._cache.key_of(case)
         if self._cache is None or key is None:
-            return self._keep(index, self._prepare(index))
+            return self._keep(index, *self._prepare(index))
         with self._cache.making(key) as stored:
             if stored is None:
-                attempt = self._prepare(index)
-                if attempt.prepared is not None:
-                    stored = self._cache.store(key, case, attempt.prepared, describe_found(attempt, case))
+                report, prepared = self._prepare(index)
+                if prepared is not None:
+                    stored = self._cache.store(key, case, prepared, report.describe_sound(case))
                 if stored is None:
-                    return self._keep(index, attempt)
-        found = stored.about["found"]
-        return ReadCase(
-            remarks=[recall_remark(told, case) for told in found["remarks"]],
-            digest=found["digest"],
-            fingerprint=found["fingerprint"],
-            prepared=take_case(stored, case, keep_reference=validates),
-            stored=None if validates or self._store is None else {"file": str(stored.path)},
-        )
+                    return self._keep(index, report, prepared)
+        self.prepared[index] = take_case(stored, case, keep_reference=validates)
+        is_shared = self._store is not None and not validates
+        return replace(_CaseReport.of_stored(stored, case), stored={"file": str(stored.path)} if is_shared else None)
 
-    def _prepare(self, index: int) -> ReadCase:
+    def _prepare(self, index: int) -> tuple[_CaseReport, Case | None]:
         """Read, check and preprocess a case."""
         case, _ = self._sides[index]
         checked = read_case(case, self._task)
-        found = ReadCase(
+        report = _CaseReport(
             problems=checked.problems,
             remarks=checked.remarks,
             digest=checked.digest,
@@ -231,36 +261,68 @@ class _Reading:
         if checked.problems and not self._skip_bad:
             self._is_refused.set()
         if checked.problems or self._is_refused.is_set():
-            return found
+            return report, None
         try:
             prepared = preprocess(checked.case, case, self._preprocessing, keep_reference=True, task=self._task)
-            return replace(found, prepared=prepared)
-        except Exception as fault:  # whatever a step may raise is told below, unless there are bad cases
-            return replace(found, fault=fault)
+            return report, prepared
+        except Exception as fault:  # whatever a step may raise is reported, unless there are bad cases
+            return self._note_fault(index, report, fault), None
 
-    def _keep(self, index: int, attempt: ReadCase) -> ReadCase:
-        """Return what was prepared as it is held in memory."""
+    def _keep(self, index: int, report: _CaseReport, prepared: Case | None) -> _CaseReport:
+        """Hold what was prepared in memory; return the report that says where."""
         _, validates = self._sides[index]
-        if attempt.prepared is None or validates:
-            return attempt
-        prepared = {
-            name: value for name, value in attempt.prepared.items() if name not in ("reference", "reference_file")
-        }
-        if self._store is None:
-            return replace(attempt, prepared=prepared)
-        try:
-            return replace(attempt, prepared=None, stored={"places": _put(prepared, self._store)})
-        except Exception as fault:  # told as those of the steps are
-            return replace(attempt, prepared=None, fault=fault)
+        if prepared is not None and not validates:
+            prepared = {name: value for name, value in prepared.items() if name not in ("reference", "reference_file")}
+            if self._store is not None:
+                try:
+                    return replace(report, stored={"places": _put(prepared, self._store)})
+                except Exception as fault:  # reported as those of the steps are
+                    return self._note_fault(index, report, fault)
+        if prepared is not None:
+            self.prepared[index] = prepared
+        return report
 
-    def require_prepared(self, cases: Mapping[int, ToldCase], readers: Readers) -> None:
-        """Raise what kept the first case from being preprocessed, if one was, whoever met it."""
-        for index, told in sorted(cases.items()):
-            if told.fault is not None and not told.problems:
-                own = self.attempts.get(index)
-                if own is not None and own.fault is not None:
-                    raise own.fault
-                raise told_error(told.fault, f"process {readers.rank_of(told.teller)}")
+    def _note_fault(self, index: int, report: _CaseReport, fault: Exception) -> _CaseReport:
+        self._faults[index] = fault
+        return replace(report, fault=describe_error(fault))
+
+    def require_prepared(self, reports: Mapping[int, _CaseReport], readers: Readers) -> None:
+        """Raise the error that kept the first case from being preprocessed, if there is one in any process."""
+        for index, report in reports.items():
+            if report.fault is not None and not report.problems:
+                if index in self._faults:
+                    raise self._faults[index]
+                raise told_error(report.fault, f"process {readers.rank_of(report.reader)}")
+
+
+def _list_all_files(case: Case) -> list[Path]:
+    return [file for field in ("image", "label") if field in case for file in list_files(case[field])]
+
+
+def _merge_reports(messages: Sequence[Mapping[str, Any]], sides: Sequence[tuple[Case, bool]]) -> dict[int, _CaseReport]:
+    """Return the report of every case, in order. Where several machines read it, that of the first with a fault.
+
+    A training case whose image validates as well has a problem besides.
+    """
+    reports: dict[int, _CaseReport] = {}
+    for reader, message in enumerate(messages):
+        for index, content in message["cases"]:
+            known = reports.get(index)
+            if known is None or not (known.problems or known.fault):
+                reports[index] = _CaseReport.from_list(content, reader)
+    reports = dict(sorted(reports.items()))
+    validation = {case["case"] for case, validates in sides if validates}
+    leaks = refuse_held_out(_list_digests(reports, sides), validation)
+    for index, report in reports.items():
+        case, validates = sides[index]
+        if case["case"] in leaks and not validates:
+            reports[index] = replace(report, problems=[*report.problems, *leaks[case["case"]]])
+    return reports
+
+
+def _list_digests(reports: Mapping[int, _CaseReport], sides: Sequence[tuple[Case, bool]]) -> list[tuple[Case, str]]:
+    """Return the cases that can be used, with their paths, and the digest of each one's voxels."""
+    return [(sides[i][0], report.digest) for i, report in reports.items() if report.digest and not report.problems]
 
 
 def _choose_own(sides: Sequence[tuple[Case, bool]], readers: Readers) -> list[int]:
@@ -315,26 +377,24 @@ def _put(case: Case, store: SharedTensors) -> dict[str, Any]:
 
 
 def _map_shared(
-    told: Sequence[Mapping[str, Any]], sides: Sequence[tuple[Case, bool]], readers: Readers
+    messages: Sequence[Mapping[str, Any]], sides: Sequence[tuple[Case, bool]], readers: Readers
 ) -> dict[int, Case]:
     """Return all training cases that the readers of this machine have stored, once every process has mapped them."""
     shared: dict[int, Case] = {}
 
     def map_all(rounds: Rounds) -> None:
         del rounds
-        if readers.number is None:
-            return
-        for teller in readers.local:
-            stored = {index: where for index, *_, where in told[teller]["cases"] if where}
-            is_in_memory = any("places" in where for where in stored.values())
-            mapped = map_tensors(told[teller]["address"]) if is_in_memory else None
-            for index, where in stored.items():
+        for reader in readers.local if readers.number is not None else ():
+            found = {index: stored for index, (*_, stored) in messages[reader]["cases"] if stored}
+            is_in_memory = any("places" in stored for stored in found.values())
+            mapped = map_tensors(messages[reader]["address"]) if is_in_memory else None
+            for index, stored in found.items():
                 case, _ = sides[index]
-                if "file" in where:
-                    shared[index] = take_case(StoredCase.open(Path(where["file"])), case, keep_reference=False)
+                if "file" in stored:
+                    shared[index] = take_case(StoredCase.open(Path(stored["file"])), case, keep_reference=False)
                     continue
                 assert mapped is not None
-                volumes = {field: take(mapped, place) for field, place in where["places"].items()}
+                volumes = {field: view_tensor(mapped, place) for field, place in stored["places"].items()}
                 shared[index] = {**case, **volumes}
 
     run_together(readers.group, map_all)

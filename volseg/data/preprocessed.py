@@ -1,6 +1,7 @@
 """Cases from paths to what the network sees: read, preprocess, and keep the label on its own grid for validation."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from volseg.data.cases import Case, Task
@@ -55,30 +56,6 @@ def preprocess(
     return prepared
 
 
-def prepare_all(
-    cases: Sequence[Case],
-    preprocessing: Preprocessing,
-    *,
-    keep_reference: bool = False,
-    task: Task | None = None,
-    workers: int | None = None,
-    show: Callable[[Iterable[Case]], Iterable[Case]] = iter,
-) -> list[Case]:
-    """Prepare cases in threads, unchecked.
-
-    Parameters
-    ----------
-    cases, preprocessing, keep_reference, task
-        As for `prepare`.
-    workers : int, optional
-        Threads; see `map_in_threads`.
-    show : callable
-        Wraps the prepared cases, for instance in a progress bar.
-    """
-    return list(
-        show(
-            map_in_threads(
-                lambda case: prepare(case, preprocessing, keep_reference=keep_reference, task=task), cases, workers
-            )
-        )
-    )
+def prepare_all(cases: Sequence[Case], preprocessing: Preprocessing, *, keep_reference: bool = False) -> list[Case]:
+    """Prepare cases in threads, unchecked; the parameters are those of `prepare`."""
+    return list(map_in_threads(partial(prepare, preprocessing=preprocessing, keep_reference=keep_reference), cases))

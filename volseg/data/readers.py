@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from os import fspath
 from pathlib import Path
 
+import numpy as np
 import torch
 from monai.data import MetaTensor
 
@@ -18,7 +19,7 @@ from volseg.data.dicom import read_dicom_series
 from volseg.data.dicom_elements import is_dicom
 from volseg.data.itk import read_itk
 from volseg.data.names import list_some
-from volseg.data.nifti import read_nifti
+from volseg.data.nifti import read_nifti, read_nifti_affine
 from volseg.errors import BatchFieldError, LargeVolumeError, ReaderError
 from volseg.files import require_text
 from volseg.transforms.grid import Grid
@@ -31,7 +32,9 @@ __all__ = [
     "find_suffix",
     "list_files",
     "name_files",
+    "read_affine",
     "read_volume",
+    "require_header",
     "stem",
 ]
 
@@ -231,3 +234,38 @@ def stem(path: str | Path) -> str:
     """
     name = Path(fspath(path)).name
     return name[: -len(suffix)] if (suffix := find_suffix(path)) else name
+
+
+def read_affine(path: str | Path) -> np.ndarray:
+    """Return the affine of an image, 4 x 4, voxel index to RAS+ position in mm; of NIfTI only the header is read.
+
+    Raises
+    ------
+    ReaderError
+        The path does not exist, or cannot be read as far as needed.
+    """
+    path = Path(path)
+    if _is_nifti(path):
+        return read_nifti_affine(path)
+    return read_volume(path).affine.numpy(force=True)
+
+
+def require_header(path: str | Path) -> None:
+    """Raise unless there is a file that something reads, which begins as its kind does where that is NIfTI.
+
+    Raises
+    ------
+    ReaderError
+        It cannot be an image, whatever its voxels are.
+    """
+    path = Path(path)
+    choose_reader(path)
+    try:
+        if _is_nifti(path):
+            read_nifti_affine(path)
+    except OSError as fault:  # no right to read it, a share that is gone
+        raise ReaderError(f"{path} cannot be read ({fault.strerror or fault}); mend that, or leave it out") from fault
+
+
+def _is_nifti(path: Path) -> bool:
+    return path.is_file() and path.name.lower().endswith((".nii", ".nii.gz"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from volseg.data.shared_memory import SharedTensors, can_share, map_tensors, take
+from volseg.data.shared_memory import SharedTensors, can_share, map_tensors, view_tensor
 from volseg.parallel.processes.progress_sync import exchange
 from volseg.parallel.processes.supervision import name_machine
 
@@ -131,4 +131,4 @@ def _is_reached(address: list[int] | None, place: list | None) -> bool:
         mapped = map_tensors(address)
     except OSError:  # another user's, or a platform that hides it
         return False
-    return mapped is not None and take(mapped, place).item() == address[0]
+    return mapped is not None and view_tensor(mapped, place).item() == address[0]

@@ -7,7 +7,7 @@ remove. It is no part of ``/dev/shm``, which is 64 MB in a container.
 Every process maps it copy-on-write: who writes to such a tensor changes its own copy of a page and no other process's.
 """
 
-import mmap
+import errno
 import os
 import threading
 from typing import Any
@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Place", "SharedTensors", "can_share", "map_tensors", "place_of", "take", "view_bytes"]
+__all__ = [
+    "ALIGNMENT",
+    "Place",
+    "SharedTensors",
+    "can_share",
+    "map_file",
+    "map_tensors",
+    "place_of",
+    "view_bytes",
+    "view_tensor",
+]
 
 Place = list[Any]
 """Where a tensor lies: its first byte, type and shape. JSON."""
@@ -76,7 +86,7 @@ def place_of(values: Tensor, begin: int) -> Place:
     return [begin, str(values.dtype).removeprefix("torch."), list(values.shape)]
 
 
-def map_tensors(address: list[int]) -> mmap.mmap | None:
+def map_tensors(address: list[int]) -> torch.UntypedStorage | None:
     """Map what a process of this machine has filled; None where it holds nothing.
 
     Raises
@@ -84,19 +94,30 @@ def map_tensors(address: list[int]) -> mmap.mmap | None:
     OSError
         If the process has ended, or may not be looked into.
     """
-    process, number = address
-    file = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+    path = "/proc/{}/fd/{}".format(*address)
+    size = os.stat(path).st_size
+    return map_file(path, size) if size else None
+
+
+def map_file(path: str, size: int) -> torch.UntypedStorage:
+    """Map the first bytes of a file copy-on-write; the mapping lives as long as one of its tensors.
+
+    Raises
+    ------
+    OSError
+        If the file is gone or may not be read, or the system allows no more address space.
+    """
     try:
-        size = os.fstat(file).st_size
-        return mmap.mmap(file, size, access=mmap.ACCESS_COPY) if size else None
-    finally:
-        os.close(file)
+        # Not Python's mmap, each of which keeps a descriptor: a process may have a thousand of them.
+        mapped: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=size)
+    except RuntimeError as fault:
+        raise OSError(errno.ENOMEM, str(fault).partition("\n")[0]) from fault
+    storage: torch.UntypedStorage = mapped
+    return storage
 
 
-def take(mapped: mmap.mmap, place: Place) -> Tensor:
-    """Return a tensor of mapped memory; the mapping lives as long as one of its tensors."""
+def view_tensor(mapped: torch.UntypedStorage, place: Place) -> Tensor:
+    """Return a tensor of mapped memory."""
     begin, dtype, shape = place
-    count = 1
-    for side in shape:
-        count *= side
-    return torch.frombuffer(mapped, dtype=getattr(torch, dtype), count=count, offset=begin).view(shape)
+    values = torch.empty(0, dtype=getattr(torch, dtype))
+    return values.set_(mapped, begin // values.element_size(), shape)  # type: ignore[call-overload]

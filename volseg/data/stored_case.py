@@ -9,7 +9,7 @@ executed by opening such a file. Volumes are mapped copy-on-write: the system ke
 and drops them when memory is short, and who writes to such a tensor changes a copy of his own.
 """
 
-import errno
+import copy
 import json
 import os
 import struct
@@ -26,7 +26,7 @@ import torch
 from monai.data import MetaTensor
 from torch import Tensor
 
-from volseg.data.shared_memory import ALIGNMENT, place_of, view_bytes
+from volseg.data.shared_memory import ALIGNMENT, map_file, place_of, view_bytes, view_tensor
 from volseg.errors import DataError
 from volseg.fields import Case
 
@@ -108,12 +108,8 @@ class StoredCase:
             description = _read_at(file, begin, length)
             if sha256(description).digest() != digest:
                 raise DamagedCaseError(f"{path} has a damaged description")
-        try:
-            # Not Python's mmap, each of which keeps a descriptor: a process may have a thousand of them.
-            mapped: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
-        except RuntimeError as fault:  # removed just now, or the system allows no more address space
-            raise OSError(errno.ENOMEM, str(fault).partition("\n")[0]) from fault
-        told = json.loads(description)
+        mapped = map_file(str(path), size)
+        told = json.loads(description, object_hook=_decode)
         return cls(
             path=path,
             size=size,
@@ -171,16 +167,15 @@ class StoredCase:
 
     def tensor(self, name: str) -> Tensor:
         """Return a volume without its metadata."""
-        begin, dtype, shape = self._volumes[name]["place"]
-        values = torch.empty(0, dtype=getattr(torch, dtype))
-        return values.set_(self._mapped, begin // values.element_size(), shape)  # type: ignore[call-overload]
+        return view_tensor(self._mapped, self._volumes[name]["place"])
 
     def volumes(self) -> Case:
         """Return all volumes, with the metadata that they came with."""
-        return {name: self._with_meta(name, told["meta"]) for name, told in self._volumes.items()}
-
-    def _with_meta(self, name: str, meta: Any) -> Tensor:
-        return self.tensor(name) if meta is None else MetaTensor(self.tensor(name), meta=_decode(meta))
+        metas = {name: told["meta"] for name, told in self._volumes.items()}
+        return {
+            name: self.tensor(name) if meta is None else MetaTensor(self.tensor(name), meta=copy.deepcopy(meta))
+            for name, meta in metas.items()
+        }
 
 
 def _read_at(file: BinaryIO, begin: int, count: int) -> bytes:
@@ -213,15 +208,12 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"metadata of the type {type(value).__name__} cannot be stored")
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if TUPLE in value:
-        return tuple(_decode(part) for part in value[TUPLE])
-    if TENSOR in value:
-        numbers, dtype, is_tensor = value[TENSOR]
+def _decode(content: dict[str, Any]) -> Any:
+    """Return what an object of JSON stands for; those inside it are decoded already."""
+    if TUPLE in content:
+        return tuple(content[TUPLE])
+    if TENSOR in content:
+        numbers, dtype, is_tensor = content[TENSOR]
         values = torch.tensor(numbers, dtype=getattr(torch, dtype))
         return values if is_tensor else values.numpy()
-    return {key: _decode(part) for key, part in value.items()}
+    return content

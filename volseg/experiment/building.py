@@ -10,10 +10,9 @@ from torch.optim import Optimizer
 
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import BATCH_FIELDS, ExperimentConfig
-from volseg.data.augmented import AugmentedBatches, EpochBatches
+from volseg.data.augmented import AugmentedBatches, EpochBatches, GrowingBatches
 from volseg.data.bank import CaseBank
 from volseg.data.cases import Case, Task
-from volseg.data.growing import GrowingBatches
 from volseg.data.labels import num_indices, targets_of
 from volseg.data.patches import PatchBatches
 from volseg.errors import ConfigError

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from volseg.data.affines import require_header
 from volseg.data.cases import Case
 from volseg.data.dicom_elements import is_dicom
 from volseg.data.dicom_series import FoundSeries, choose_series, gather_series, name_series, search_series
@@ -12,7 +11,7 @@ from volseg.data.layouts.channels import group_channels, name_image
 from volseg.data.layouts.files import list_images
 from volseg.data.layouts.table import TABLES, read_images
 from volseg.data.names import find_doubled, list_some
-from volseg.data.readers import find_suffix, list_files, name_files
+from volseg.data.readers import find_suffix, list_files, name_files, require_header
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
 from volseg.files import require_text

@@ -15,8 +15,8 @@ from typing import Any, Self
 import numpy as np
 
 from volseg.config.schema import ExperimentConfig, NetworkConfig
-from volseg.data.affines import read_affine
 from volseg.data.cases import Case, Task
+from volseg.data.readers import read_affine
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
 from volseg.models.networks import ISOTROPIC, complete_spec

@@ -22,7 +22,7 @@ from volseg.device.compiler_internals import explain_no_compiler
 from volseg.device.torch_internals import tree_leaves
 from volseg.errors import ConfigError, ParallelError, VolsegError
 from volseg.models import FitGrid
-from volseg.models.copies import run_on_copies
+from volseg.models.grids import run_on_copies
 from volseg.parallel import CompiledNetwork, FastKernels
 from volseg.parallel.compiled_network import refusing
 from volseg.parallel.fast_kernels import explain_absence

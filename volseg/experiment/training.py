@@ -16,9 +16,8 @@ from volseg.checkpointing.folder import CASES, MEMORY, NETWORK
 from volseg.checkpointing.ranks import JobFolder
 from volseg.config.loading import format_config, require_config
 from volseg.config.schema import ExperimentConfig
-from volseg.data.augmented import EpochBatches
+from volseg.data.augmented import EpochBatches, GrowingBatches
 from volseg.data.cases import Task
-from volseg.data.growing import GrowingBatches
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel

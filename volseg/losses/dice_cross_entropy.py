@@ -14,6 +14,7 @@ A label that is no class makes the loss NaN, and an error where the host may loo
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,12 +24,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from volseg.device.fake_gpu import on_gpu
 from volseg.device.first_order import first_order
+from volseg.device.triton_tiles import takes
 from volseg.errors import DataError
-from volseg.losses.dice import choice
+from volseg.losses.dice import passes, reference
 from volseg.losses.dice.terms import SURPRISE, TRUTH, Terms
 from volseg.losses.overlap import leave_overlap
 
-__all__ = ["Terms", "compute_loss", "dice_cross_entropy", "read_at_grid", "sum_classes"]
+__all__ = ["Terms", "choose_backend", "compute_loss", "dice_cross_entropy", "read_at_grid", "sum_classes"]
 
 
 def dice_cross_entropy(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
@@ -102,25 +104,30 @@ def leave_foreground(sums: Tensor) -> None:
     leave_overlap(sums[:, :SURPRISE, :, 1:], (0, 2))
 
 
+def choose_backend(tensor: Tensor) -> ModuleType:
+    """Return what computes on a tensor: Triton's kernels where they take it, else plain torch."""
+    return passes if takes(tensor) else reference
+
+
 class _ClassSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, squared: bool) -> Tensor:
         ctx.save_for_backward(logits, label)
         ctx.squared = squared
-        return choice.sums(logits, label, squared)
+        return choose_backend(logits).sums(logits, label, squared)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
         logits, label = ctx.saved_tensors
         # The loss depends on the sum of the parts alone: every part has the same slopes.
-        return choice.gradient(logits, label, slopes[0], ctx.squared), None, None
+        return choose_backend(logits).gradient(logits, label, slopes[0], ctx.squared), None, None
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Tensor, terms: Terms, shape: tuple[int, ...]) -> Tensor:
-        loss, slopes = choice.combine(sums, terms, shape)
+        loss, slopes = choose_backend(sums).combine(sums, terms, shape)
         ctx.save_for_backward(slopes)
         ctx.shape = sums.shape
         return loss

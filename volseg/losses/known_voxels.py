@@ -23,7 +23,6 @@ References
    Analysis 70 (2021), 101979, doi:10.1016/j.media.2021.101979.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +34,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from volseg.device.fake_gpu import keeping, on_gpu
 from volseg.device.first_order import first_order
 from volseg.errors import DataError
-from volseg.losses.dice.reference import empty_gradient
+from volseg.losses.dice.reference import empty_gradient, iterate_chunks
 from volseg.losses.dice.terms import Terms
 from volseg.losses.dice_cross_entropy import read_at_grid
 from volseg.losses.overlap import leave_overlap
@@ -223,7 +222,7 @@ def _sum_voxels(logits: Tensor, label: Tensor, targets: Targets, squared: bool) 
     tables = _tables(targets, logits.device, wide)
     columns, numbers = tables.truth.shape
     out = torch.zeros(logits.shape[0], 3 * columns + numbers + 1, dtype=wide, device=logits.device)
-    for sample, _, values, hits in _iterate_chunks(logits, label, numbers):
+    for sample, _, values, hits in iterate_chunks(logits, label, numbers, _chunk_length(logits, numbers)):
         number = hits.to(torch.uint8).argmax(0)
         truth, known = (table.index_select(1, number) for table in (tables.truth, tables.known))
         if targets.regions:
@@ -249,7 +248,7 @@ def _compute_gradient(logits: Tensor, label: Tensor, slopes: Tensor, targets: Ta
     tables = _tables(targets, logits.device, wide)
     columns, numbers = tables.truth.shape
     out, flat = empty_gradient(logits)
-    for sample, voxels, values, hits in _iterate_chunks(logits, label, numbers):
+    for sample, voxels, values, hits in iterate_chunks(logits, label, numbers, _chunk_length(logits, numbers)):
         number = hits.to(torch.uint8).argmax(0)
         truth, known = (table.index_select(1, number) for table in (tables.truth, tables.known))
         overlap, mass, surprise = slopes[sample, : 3 * columns].unflatten(0, (3, columns)).unsqueeze(2).unbind()
@@ -289,13 +288,5 @@ def _choose_logs(logs: Tensor, number: Tensor, targets: Targets, tables: _Tables
     return torch.cat(rows).gather(0, number.unsqueeze(0)).squeeze(0)
 
 
-def _iterate_chunks(logits: Tensor, label: Tensor, numbers: int) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
-    """Yield sample, voxels, and there the logits in float32 or wider and whether the label is each number."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    each = torch.arange(numbers, device=logits.device).unsqueeze(1)
-    flat, labels = logits.flatten(2), label.flatten(2)
-    length = ELEMENTS // max(numbers, logits.shape[1])
-    for sample in range(logits.shape[0]):
-        for first in range(0, flat.shape[2], length):
-            voxels = slice(first, first + length)
-            yield sample, voxels, flat[sample, :, voxels].to(wide), labels[sample, :, voxels] == each
+def _chunk_length(logits: Tensor, numbers: int) -> int:
+    return ELEMENTS // max(numbers, logits.shape[1])

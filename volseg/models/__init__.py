@@ -1,9 +1,8 @@
 """Networks by name, and the volume sizes that each takes."""
 
-from volseg.models.deep_supervision import DynUNet
 from volseg.models.fit_grid import FitGrid
 from volseg.models.grids import GridRule, grid_divisors, grid_rule
-from volseg.models.networks import NETWORKS, build_network, complete_spec
+from volseg.models.networks import NETWORKS, DynUNet, build_network, complete_spec
 from volseg.models.residual_encoder import PlainConvUNet, ResEncUNet
 from volseg.models.topology import Topology, plan_topology
 from volseg.models.vnet import VNet

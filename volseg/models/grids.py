@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from monai.networks import nets
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 
+from volseg.device.module_internals import get_buffers, get_parameters
 from volseg.errors import GridError
-from volseg.models.copies import run_on_copies
-from volseg.models.deep_supervision import DynUNet
+from volseg.models.networks import DynUNet
 from volseg.models.residual_encoder import PlainConvUNet, ResEncUNet
 from volseg.models.vnet import VNet
 
-__all__ = ["GridRule", "grid_divisors", "grid_rule", "probe_grid_rule"]
+__all__ = ["GridRule", "grid_divisors", "grid_rule", "probe_grid_rule", "run_on_copies"]
 
 Sides = tuple[int, int, int]
 
@@ -111,42 +112,27 @@ def grid_rule(net: nn.Module) -> GridRule:
     return known(net) if known else probe_grid_rule(net)
 
 
+def _by_sides(sides: Sequence[int], **rules: Any) -> GridRule:
+    d, h, w = sides
+    return GridRule((d, h, w), (d, h, w), **rules)
+
+
 def _by_strides(strides: Sequence[Any]) -> GridRule:
     steps = [[stride] * 3 if isinstance(stride, int) else list(stride) for stride in strides]
-    d, h, w = (math.prod(step[axis] for step in steps) for axis in range(3))
-    return GridRule((d, h, w), (d, h, w), least_blocks=2)
-
-
-def _by_halving(times: int) -> GridRule:
-    side = 2**times
-    return GridRule((side,) * 3, (side,) * 3, least_blocks=2)
-
-
-def _segresnet(net: Any) -> GridRule:
-    return _by_halving(len(net.blocks_down) - 1)
-
-
-def _swin(net: Any) -> GridRule:
-    side = int(net.patch_size) ** 5
-    return GridRule((side,) * 3, (side,) * 3, least_blocks=2)
+    return _by_sides([math.prod(step[axis] for step in steps) for axis in range(3)], least_blocks=2)
 
 
 def _unetr(net: Any) -> GridRule:
-    d, h, w = (cells * patch for cells, patch in zip(net.feat_size, net.patch_size, strict=True))
-    return GridRule((d, h, w), (d, h, w), fixed=True)
+    return _by_sides([cells * patch for cells, patch in zip(net.feat_size, net.patch_size, strict=True)], fixed=True)
 
 
 _KNOWN: dict[type[nn.Module], Callable[[Any], GridRule]] = {
-    nets.VNet: lambda _: _by_halving(4),
-    VNet: lambda net: _by_strides(net.strides),
+    nets.VNet: lambda _: _by_strides([2] * 4),
     # MONAI ignores strides beyond the last level.
     nets.UNet: lambda net: _by_strides(net.strides[: len(net.channels) - 1]),
-    nets.DynUNet: lambda net: _by_strides(net.strides),
-    DynUNet: lambda net: _by_strides(net.strides),
-    PlainConvUNet: lambda net: _by_strides(net.strides),
-    ResEncUNet: lambda net: _by_strides(net.strides),
-    nets.SegResNet: _segresnet,
-    nets.SwinUNETR: _swin,
+    **dict.fromkeys((VNet, nets.DynUNet, DynUNet, PlainConvUNet, ResEncUNet), lambda net: _by_strides(net.strides)),
+    nets.SegResNet: lambda net: _by_strides([2] * (len(net.blocks_down) - 1)),
+    nets.SwinUNETR: lambda net: _by_strides([int(net.patch_size)] * 5),
     nets.UNETR: _unetr,
 }
 _BASES = (96, 64, 128, 160, 48, 80, 112, 32)
@@ -235,3 +221,31 @@ def _first_channels(net: nn.Module) -> int:
         if isinstance(module, nn.Conv3d):
             return module.in_channels
     return 1
+
+
+def run_on_copies(net: nn.Module, copy: Callable[[Tensor], Tensor], *args: Any) -> Any:
+    """Return ``net(*args)``, computed with a copy of each parameter and buffer.
+
+    Every place of a module is lent its tensor once, and tensors that stand in several places are one there too. With
+    its own ``tie_weights``, ``torch.func.functional_call`` (2.13) puts back what it lent where a module has two names,
+    as the layers of MONAI's DynUNet have, and leaves out what such a module shares with others without it.
+
+    Parameters
+    ----------
+    net : nn.Module
+        Anything that is called with ``args``.
+    copy : callable
+        Makes the copy, for instance on the meta device.
+    *args
+        Handed to ``net``.
+    """
+    copies: dict[int, Tensor] = {}
+    lent: dict[str, Tensor] = {}
+    for prefix, module in net.named_modules():
+        for key, tensor in (*get_parameters(module).items(), *get_buffers(module).items()):
+            if tensor is None:
+                continue
+            if id(tensor) not in copies:
+                copies[id(tensor)] = copy(tensor)
+            lent[f"{prefix}.{key}" if prefix else key] = copies[id(tensor)]
+    return functional_call(net, lent, args, tie_weights=False)

@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 from monai.networks import nets
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from volseg.config.base import list_values
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError
 from volseg.memory import available_bytes
-from volseg.models.deep_supervision import DynUNet
 from volseg.models.residual_encoder import ENCODER_BLOCKS, PlainConvUNet, ResEncUNet
-from volseg.models.topology import plan_topology
+from volseg.models.topology import FIRST_FILTERS, MOST_FILTERS, plan_topology
 from volseg.models.vnet import VNet
 
-__all__ = ["NETWORKS", "build_network", "complete_spec"]
+__all__ = ["NETWORKS", "DynUNet", "build_network", "complete_spec"]
 
 LARGEST = 1 << 16
 """Largest whole number in the parameters of networks of volseg and MONAI: channels, blocks, sides."""
@@ -51,6 +50,26 @@ OFFERED = (
 Found by trying all that take channels: the others classify, reconstruct, generate, register, tell images from others,
 take more than an image, return more than logits, or need packages of their own (DAF3D, HyenaNDUNETR).
 """
+
+
+class DynUNet(nets.DynUNet):
+    """Give ``[logits, coarser logits, ...]`` while training with deep supervision, and logits otherwise.
+
+    MONAI's own ``forward`` resizes every head to the full grid and stacks them as (B, 1 + heads, K, D, H, W), for
+    TorchScript's sake. `monai.losses.DeepSupervisionLoss` takes a list, finest first, and brings the label to each
+    head's grid, so the heads stay as coarse as they are: less memory, and an eighth of the loss's work per level. The
+    parameters and their names are MONAI's.
+    """
+
+    def forward(self, x: Tensor) -> Tensor | list[Tensor]:
+        """Return logits (B, K, D, H, W), or the list of them, (B, K, D, H, W) / 2, / 4, ... after the first."""
+        logits = self.output_block(self.skip_layers(x))
+        if not (self.training and self.deep_supervision):
+            return logits
+        outputs = [logits, *self.heads]
+        # The list belongs to the module: a head left in it would keep this step's graph alive until the next one.
+        self.heads[:] = [None] * len(self.heads)
+        return outputs
 
 
 def _explain_monai(name: str) -> str:
@@ -203,7 +222,7 @@ def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None, spacing:
     if "strides" in spec:
         strides = spec["strides"]
         kernels: Sequence[Any] = [3] * len(strides)
-        filters = [min(32 * 2**stage, 320) for stage in range(len(strides))]
+        filters = [min(FIRST_FILTERS * 2**stage, MOST_FILTERS) for stage in range(len(strides))]
     elif patch_size is not None:
         topology = plan_topology(patch_size, spacing)
         strides, kernels, filters = topology.strides, topology.kernels, list(topology.filters)

@@ -29,15 +29,15 @@ class Topology:
         return d, h, w
 
 
-def plan_topology(
-    patch_size: Sequence[float],
-    spacing: Sequence[float] = (1.0, 1.0, 1.0),
-    *,
-    smallest_side: int = 4,
-    first_filters: int = 32,
-    most_filters: int = 320,
-) -> Topology:
-    """Halve the axes until the bottleneck would have fewer than ``smallest_side`` voxels along each.
+SMALLEST_SIDE = 4
+"""Voxels below which no axis is halved: nnU-Net's number for volumes."""
+
+FIRST_FILTERS, MOST_FILTERS = 32, 320
+"""Channels of the first stage, and of any at most: nnU-Net's numbers."""
+
+
+def plan_topology(patch_size: Sequence[float], spacing: Sequence[float] = (1.0, 1.0, 1.0)) -> Topology:
+    """Halve the axes until the bottleneck would have fewer than `SMALLEST_SIDE` voxels along each.
 
     An axis is halved while it has twice that many voxels and its spacing is below twice the finest of the axes that
     can be halved; a kernel spans 3 voxels along an axis once its spacing is below twice the finest of all.
@@ -48,8 +48,6 @@ def plan_topology(
         D, H, W in voxels; a median of sizes may be no whole number.
     spacing : sequence of float
         Voxel size in mm.
-    smallest_side, first_filters, most_filters : int
-        nnU-Net's numbers for volumes.
 
     Raises
     ------
@@ -72,11 +70,11 @@ def plan_topology(
     strides: list[Sides] = [(1, 1, 1)]
     kernels: list[Sides] = []
     while True:
-        large = [axis for axis in range(3) if sides[axis] >= 2 * smallest_side]
+        large = [axis for axis in range(3) if sides[axis] >= 2 * SMALLEST_SIDE]
         finest = min((mm[axis] for axis in large), default=0.0)
         halved = [axis for axis in large if mm[axis] / finest < 2]
         # One axis alone is halved only where that leaves it clearly longer than the smallest side.
-        if not halved or (len(halved) == 1 and sides[halved[0]] < 3 * smallest_side):
+        if not halved or (len(halved) == 1 and sides[halved[0]] < 3 * SMALLEST_SIDE):
             break
         kernel = [3 if k == 3 or mm[axis] / min(mm) < 2 else 1 for axis, k in enumerate(kernel)]
         kernels.append((kernel[0], kernel[1], kernel[2]))
@@ -88,9 +86,9 @@ def plan_topology(
     if len(strides) < 3:
         raise ConfigError(
             f"patch size {tuple(patch_size)} is too small to plan a U-Net: it must be halved at least twice down to "
-            f"{smallest_side} voxels; choose a larger patch.size, or give strides and kernel_size"
+            f"{SMALLEST_SIDE} voxels; choose a larger patch.size, or give strides and kernel_size"
         )
-    filters = tuple(min(first_filters * 2**stage, most_filters) for stage in range(len(strides)))
+    filters = tuple(min(FIRST_FILTERS * 2**stage, MOST_FILTERS) for stage in range(len(strides)))
     return Topology(tuple(strides), (*kernels, (3, 3, 3)), filters)
 
 
@@ -102,9 +100,6 @@ VNET_KERNEL = 5
 
 VNET_MONAI = Topology(((1, 1, 1), *[(2, 2, 2)] * 4), ((VNET_KERNEL,) * 3,) * 5, VNET_FILTERS)
 """The V-Net of MONAI and of its authors, in which all axes are alike."""
-
-SMALLEST_SIDE = 4
-"""Voxels below which no axis is halved: nnU-Net's number for volumes."""
 
 THIN_SIDE, THIN_SHARE = 24, 3
 """An axis is thin if it has fewer voxels, and the longest axis is so many times longer."""

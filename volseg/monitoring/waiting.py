@@ -3,8 +3,7 @@
 import logging
 
 from volseg.checkpointing.state import EpochRecord
-from volseg.data.augmented import AugmentedBatches, EpochBatches
-from volseg.data.growing import GrowingBatches
+from volseg.data.augmented import AugmentedBatches, EpochBatches, GrowingBatches
 from volseg.workflow.hooks import Hook
 from volseg.workflow.spatial_group import GroupBatches
 from volseg.workflow.training import Training

@@ -1,14 +1,11 @@
 """From the fingerprint of a data set to a planned config."""
 
 from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
-from volseg.planning.fingerprint import Taken, take_fingerprint
-from volseg.planning.geometry import PRESETS, Geometry
-from volseg.planning.like import Like
-from volseg.planning.plan import DEFAULT_MEMORY, Plan, choose_name, parse_memory, plan
+from volseg.planning.fingerprint import Taken, keep_fingerprint, load_fingerprint, take_fingerprint
+from volseg.planning.geometry import PRESETS, Geometry, Like
+from volseg.planning.plan import DEFAULT_MEMORY, Plan, choose_name, parse_memory, plan, write_config
 from volseg.planning.published import published_fingerprint
 from volseg.planning.settings import Setting
-from volseg.planning.stored import keep_fingerprint, load_fingerprint
-from volseg.planning.writing import write_config
 
 __all__ = [
     "DEFAULT_MEMORY",

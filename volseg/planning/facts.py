@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+
 __all__ = ["CaseSizes", "Fingerprint", "Intensities"]
 
 Lengths = tuple[float, float, float]
@@ -65,27 +67,11 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Return the fingerprint that `to_json` described."""
-        cases = [
-            CaseSizes(
-                case=case["case"],
-                shape=tuple(case["shape"]),
-                spacing=tuple(case["spacing"]),
-                kept=case["kept"],
-                voxels=_by_value(case["voxels"]),
-            )
-            for case in content["cases"]
-        ]
-        return cls(
-            task=content["task"],
-            channels=tuple(content["channels"]),
-            labels=_by_value(content["labels"]),
-            cases=tuple(cases),
-            intensities=tuple(Intensities(**channel) for channel in content["intensities"]),
-            regions={name: tuple(values) for name, values in content["regions"].items()},
-            ignore=content["ignore"],
-        )
+        """Return the fingerprint that `to_json` described.
 
-
-def _by_value(mapping: Mapping[Any, Any]) -> dict[int, Any]:
-    return {int(value): of for value, of in mapping.items()}
+        Raises
+        ------
+        ValueError
+            If the content is something else.
+        """
+        return TypeAdapter(cls).validate_python(content)

@@ -5,27 +5,39 @@ Its rules break ties by that order, so they are applied in it here; what comes o
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from volseg.errors import ConfigError
 from volseg.models.topology import Topology, is_thin, plan_topology, plan_vnet_topology
 from volseg.planning.facts import Fingerprint
-from volseg.planning.features import (
+from volseg.planning.patch import (
     REFERENCE_BATCH,
     count_residual_features,
     count_unet_features,
     count_vnet_features,
+    plan_batch,
+    plan_patch,
     reference_features,
+    smallest_patch,
 )
-from volseg.planning.patch import plan_batch, plan_patch, smallest_patch
-from volseg.planning.spacing import plan_spacing, resampled_shape
+from volseg.transforms.grid import ANISOTROPY
 
-__all__ = ["PRESETS", "Geometry", "plan_geometry"]
+__all__ = [
+    "PRESETS",
+    "Geometry",
+    "Like",
+    "is_flat",
+    "plan_geometry",
+    "plan_geometry_like",
+    "plan_spacing",
+    "resampled_shape",
+]
 
 PRESETS = {
     "unet": "nnU-Net's plain U-Net",
@@ -68,7 +80,7 @@ class Geometry:
     topology: Topology | None = None
     """None for a network that is taken over."""
     features: int = 0
-    """Of one patch; see `volseg.planning.features`."""
+    """Of one patch; see `volseg.planning.patch`."""
     reference: float = 0.0
     """How many fit, with a batch of two."""
     num_gpus: int = 1
@@ -163,3 +175,106 @@ def _count_gpus(features: int, reference: float, volume: Sequence[int], gpu_memo
             f"be cut into {most} slabs; name GPUs with more memory, or choose another preset"
         )
     return needed
+
+
+Floats = NDArray[np.float64]
+
+
+def plan_spacing(spacings: Sequence[Sequence[float]], shapes: Sequence[Sequence[int]]) -> tuple[Floats, str]:
+    """Return the spacing (mm) to which all cases are resampled, and why.
+
+    It is the median along each axis. Where one axis has more than three times the others' spacing and less than a third
+    of their voxels, the tenth percentile along it: the median would throw away slices of the cases that have many.
+
+    Parameters
+    ----------
+    spacings, shapes : sequences
+        Of each case, after cropping to what is not 0.
+
+    References
+    ----------
+    .. [1] F. Isensee et al., "nnU-Net", Nature Methods 18, 2021, supplement, doi:10.1038/s41592-020-01008-z.
+    """
+    mm, sides = np.asarray(spacings, dtype=np.float64), np.asarray(shapes, dtype=np.float64)
+    target, size = np.percentile(mm, 50, 0), np.percentile(sides, 50, 0)
+    worst = int(np.argmax(target))
+    others = [axis for axis in range(3) if axis != worst]
+    finer = max(target[others])
+    thick = target[worst] > ANISOTROPY * finer
+    few = size[worst] * ANISOTROPY < min(size[others])
+    if not (thick and few):
+        return target, "median of the cases along each axis"
+    tenth = float(np.percentile(mm[:, worst], 10))
+    # Not finer than the other axes, by a hair, so that the axis stays the coarsest one.
+    target[worst] = tenth if tenth >= finer else finer + 1e-5
+    return target, (
+        f"median of the cases, but for the thick slices ({np.percentile(mm[:, worst], 50):.4g} mm, more than 3 times "
+        "the others, and less than a third of their voxels): tenth percentile"
+    )
+
+
+def resampled_shape(shape: Sequence[int], spacing: Sequence[float], target: Sequence[float] | Floats) -> list[int]:
+    """Return how many voxels a case has along each axis at the target spacing."""
+    return [round(side / to * count) for side, to, count in zip(spacing, target, shape, strict=True)]
+
+
+def is_flat(patch: Sequence[int], coarse: int) -> bool:
+    """Tell whether a patch is so short along its coarsest axis that it is augmented as a stack of planes.
+
+    >>> is_flat((320, 256, 20), 2), is_flat((40, 56, 40), 0)
+    (True, False)
+    """
+    return max(patch) / patch[coarse] > ANISOTROPY
+
+
+SAME_AXIS = str.maketrans("LPI", "RAS")
+
+PRESETS_OF = {"VNet": "vnet", "ResEncUNet": "resenc"}
+"""Preset with whose learning rate a network is trained; `unet` for any other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Like:
+    """What a plan takes over from a trained network."""
+
+    source: str
+    """Path of the weights, with which the training begins."""
+    network: Mapping[str, Any]
+    """Name and all parameters."""
+    patch: Sequence[int]
+    batch: int
+    spacing: Sequence[float]
+    """Voxel sides (mm) along the axes of the network."""
+    axcodes: str = "RAS"
+    """Directions in the patient to which these axes point."""
+
+    @property
+    def preset(self) -> str:
+        """The preset whose other settings suit the network."""
+        return PRESETS_OF.get(str(self.network.get("name")), "unet")
+
+
+def plan_geometry_like(fingerprint: Fingerprint, like: Like) -> Geometry:
+    """Return the sizes of a data set at the spacing of a trained network, in the order of its axes.
+
+    Intensities are not taken over: they follow from the data set, whose channels may be of another kind.
+    """
+    axes = ["RAS".index(letter) for letter in like.axcodes.translate(SAME_AXIS)]
+    shapes = [
+        resampled_shape([case.shape[axis] for axis in axes], [case.spacing[axis] for axis in axes], like.spacing)
+        for case in fingerprint.cases
+    ]
+    median = [float(side) for side in np.median(shapes, 0)]
+    a, b, c = (float(mm) for mm in like.spacing)
+    patch, largest = ((int(d), int(h), int(w)) for d, h, w in (like.patch, np.max(shapes, 0)))
+    return Geometry(
+        spacing=(a, b, c),
+        spacing_rule=f"that of {like.source}, at which its weights were trained",
+        median_shape=(median[0], median[1], median[2]),
+        largest_shape=largest,
+        voxels=math.prod(median) * len(shapes),
+        coarse=int(np.argmax(like.spacing)),
+        patch=patch,
+        batch=like.batch,
+        axcodes=like.axcodes,
+    )

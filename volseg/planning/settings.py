@@ -13,9 +13,7 @@ from volseg.data.proposed_groups import GroupProposal
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
 from volseg.models.topology import VNET_MONAI
 from volseg.planning.facts import Fingerprint, Intensities
-from volseg.planning.geometry import LARGEST_SHARE, PRESETS, Geometry
-from volseg.planning.like import Like
-from volseg.planning.spacing import is_flat
+from volseg.planning.geometry import LARGEST_SHARE, PRESETS, Geometry, Like, is_flat
 from volseg.transforms.grid import find_coarse_axis
 
 __all__ = ["Setting", "list_settings"]
@@ -35,7 +33,7 @@ CASCADE_BELOW = 0.25
 """Share of the median case in a patch below which nnU-Net plans a low-resolution network too."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     """One value of a config, and why it is what it is."""
 
@@ -78,7 +76,7 @@ def list_settings(
     like : Like, optional
         The trained network that ``geometry`` is taken over from.
     """
-    yield Setting(key="name", value=name)
+    yield Setting("name", name)
     yield from _list_data(fingerprint, geometry, root, skip_bad)
     yield from _list_split(len(fingerprint.cases), given_folds, patients)
     yield from _list_preprocessing(fingerprint, geometry)
@@ -89,52 +87,52 @@ def list_settings(
     yield from _list_training(geometry, preset)
     if like is not None:
         reason = "initial weights; leave it out to train the same network from scratch"
-        yield Setting(key="training.start_from", value=like.source, reason=reason)
+        yield Setting("training.start_from", like.source, reason)
     yield from _list_inference(fingerprint, geometry, preset)
 
 
 def _list_data(fingerprint: Fingerprint, geometry: Geometry, root: str | Path, skip_bad: bool) -> Iterator[Setting]:
-    yield Setting(key="data.root", value=str(root))
+    yield Setting("data.root", str(root))
     if skip_bad:
-        yield Setting(key="data.skip_bad", value=True, reason="planned without the bad cases, so trained without them")
+        yield Setting("data.skip_bad", True, "planned without the bad cases, so trained without them")
     size = geometry.voxels * (4 * len(fingerprint.channels) + 1) / 2**30
     reason = f"all prepared cases take about {size:.2g} GiB: on the GPU as many as 30 % of its free memory hold"
-    yield Setting(key="data.keep", value="auto", reason=reason)
+    yield Setting("data.keep", "auto", reason)
 
 
 def _list_split(num_cases: int, given_folds: int, patients: GroupProposal | None) -> Iterator[Setting]:
     units, num_units = ("cases", num_cases) if patients is None else ("patients", patients.num_patients)
     if given_folds:
-        yield Setting(key="split.fold", value=0, reason=f"of the {given_folds} that stand with the data")
+        yield Setting("split.fold", 0, f"of the {given_folds} that stand with the data")
     elif num_units >= NUM_FOLDS:
         reason = f"of nnU-Net's five: KFold({NUM_FOLDS}, shuffle=True, random_state=12345)"
         if patients is not None:
             reason = "of five, in which the same number of cases validates, as far as whole patients allow"
-        yield Setting(key="split.fold", value=0, reason=reason)
+        yield Setting("split.fold", 0, reason)
     elif num_units > 1:
         reason = f"nnU-Net's five folds need five {units}: one of the {num_units} validates, the rest trains"
-        yield Setting(key="split.num_folds", value=num_units, reason=reason)
-        yield Setting(key="split.fold", value=0)
+        yield Setting("split.num_folds", num_units, reason)
+        yield Setting("split.fold", 0)
     else:
         reason = "there is one case, which trains: no Dice will say what the network learnt"
-        yield Setting(key="split.validation", value="none", reason=reason)
+        yield Setting("split.validation", "none", reason)
     if patients is not None:
         reason = f"{patients.reason}. none, if each case is of a patient of its own"
-        yield Setting(key="split.group", value=patients.group, reason=reason)
+        yield Setting("split.group", patients.group, reason)
 
 
 def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry) -> Iterator[Setting]:
     orientation = {"name": "Orientation", "axcodes": geometry.axcodes}
     reason = "axes mean the same in every case, however its file is stored; nnU-Net takes them as they are stored"
-    yield Setting(key="preprocessing.0", value=orientation, reason=reason)
+    yield Setting("preprocessing.0", orientation, reason)
     kept = [case.kept for case in fingerprint.cases]
     reason = (
         f"to the box of what is not 0, which leaves {np.median(kept):.0%} of the median case ({min(kept):.0%} at least)"
     )
-    yield Setting(key="preprocessing.1", value={"name": "CropForeground"}, reason=reason)
+    yield Setting("preprocessing.1", {"name": "CropForeground"}, reason)
     number = 2
     for value, reason in _normalise(fingerprint):
-        yield Setting(key=f"preprocessing.{number}", value=value, reason=reason)
+        yield Setting(f"preprocessing.{number}", value, reason)
         number += 1
     value = {"name": "Spacing", "spacing": [_shorten(mm) for mm in geometry.spacing]}
     reason = f"mm: {geometry.spacing_rule}"
@@ -145,7 +143,7 @@ def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry) -> Iterato
         reason += (
             "; where one axis is more than 3 times the finest, planes are resampled by themselves, the nearest taken"
         )
-    yield Setting(key=f"preprocessing.{number}", value=value, reason=reason)
+    yield Setting(f"preprocessing.{number}", value, reason)
 
 
 def _normalise(fingerprint: Fingerprint) -> Iterator[tuple[dict[str, Any], str]]:
@@ -199,7 +197,7 @@ def _list_patch(geometry: Geometry, preset: str) -> Iterator[Setting]:
             f"proportions of the median case ({median} voxels at this spacing), as large as fits: {million} a patch of "
             f"the {geometry.reference / 1e6:.0f} that a batch of 2 may take"
         )
-    yield Setting(key="patch.size", value=list(geometry.patch), reason=reason)
+    yield Setting("patch.size", list(geometry.patch), reason)
     share = geometry.batch * math.prod(geometry.patch) / geometry.voxels
     reason = (
         f"what fits the memory, as long as a batch holds about {LARGEST_SHARE[preset]:.0%} of the data set's voxels at "
@@ -207,47 +205,45 @@ def _list_patch(geometry: Geometry, preset: str) -> Iterator[Setting]:
     )
     if geometry.num_gpus > 1:
         reason = f"one volume at a time, by {geometry.num_gpus} GPUs"
-    yield Setting(key="patch.batch", value=geometry.batch, reason=reason)
+    yield Setting("patch.batch", geometry.batch, reason)
     reason = "share of a batch that surely holds foreground: nnU-Net's number"
-    yield Setting(key="patch.foreground", value=0.33, reason=reason)
+    yield Setting("patch.foreground", 0.33, reason)
     covered = math.prod(geometry.patch) / math.prod(geometry.median_shape)
     if covered < CASCADE_BELOW:
         yield Setting(
-            key="",
-            value=None,
-            reason=f"A patch covers {covered:.0%} of the median case: nnU-Net would plan a cascade from a coarser grid "
+            "",
+            None,
+            f"A patch covers {covered:.0%} of the median case: nnU-Net would plan a cascade from a coarser grid "
             "too. There is none here; the preset whole sees all of a case instead, on several GPUs.",
         )
 
 
 def _list_patch_like(geometry: Geometry, like: Like) -> Iterator[Setting]:
     reason = f"that of {like.source}"
-    yield Setting(key="patch.size", value=list(geometry.patch), reason=reason)
-    yield Setting(key="patch.batch", value=geometry.batch, reason=reason)
+    yield Setting("patch.size", list(geometry.patch), reason)
+    yield Setting("patch.batch", geometry.batch, reason)
     reason = "share of a batch that surely holds foreground: nnU-Net's number"
-    yield Setting(key="patch.foreground", value=0.33, reason=reason)
+    yield Setting("patch.foreground", 0.33, reason)
 
 
 def _list_network_like(like: Like) -> Iterator[Setting]:
     reason = f"the network of {like.source}, into which its weights fit"
     for key, value in {"name": like.network["name"], **like.network}.items():
-        yield Setting(key=f"network.{key}", value=value, reason=reason)
+        yield Setting(f"network.{key}", value, reason)
         reason = ""
 
 
 def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str) -> Iterator[Setting]:
     if preset == "whole":
-        yield Setting(
-            key="augmentation.margin", value=0.0, reason="a whole volume has nothing beyond its border to read"
-        )
+        yield Setting("augmentation.margin", 0.0, "a whole volume has nothing beyond its border to read")
         if geometry.num_gpus > 1:
             off = {"probability": 0.0}
             reason = "what interpolates or filters would hold several volumes at once on the one GPU that cuts them"
             for effect in ("rotation", "scaling", "blur", "low_resolution"):
-                yield Setting(key=f"augmentation.{effect}", value=off, reason=reason)
+                yield Setting(f"augmentation.{effect}", off, reason)
                 reason = ""
     else:
-        yield Setting(key="augmentation.margin", value=0.43, reason="reads as much around a patch as nnU-Net does")
+        yield Setting("augmentation.margin", 0.43, "reads as much around a patch as nnU-Net does")
     if geometry.num_gpus == 1 and is_flat(geometry.patch, geometry.coarse):
         others = [axis != geometry.coarse for axis in range(3)]
         degrees = [0.0 if other else 180.0 for other in others]
@@ -255,18 +251,16 @@ def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str
             "the patch is flat (more than 3 times shorter along its coarsest axis): turned about that axis only, but "
             "all the way round, as nnU-Net's dummy 2D augmentation"
         )
-        yield Setting(key="augmentation.rotation", value={"degrees": degrees}, reason=reason)
-        yield Setting(
-            key="augmentation.scaling", value={"axes": others}, reason="within planes only, for the same reason"
-        )
-        yield Setting(key="augmentation.low_resolution", value={"axes": others}, reason="likewise")
+        yield Setting("augmentation.rotation", {"degrees": degrees}, reason)
+        yield Setting("augmentation.scaling", {"axes": others}, "within planes only, for the same reason")
+        yield Setting("augmentation.low_resolution", {"axes": others}, "likewise")
     if sides := _find_sides(fingerprint):
         reason = (
             f"{sides[0]} and {sides[1]} differ by their side of the body, which mirroring from left to right would "
             "swap; nnU-Net mirrors nevertheless"
         )
         axes = [letter not in "LR" for letter in geometry.axcodes]
-        yield Setting(key="augmentation.mirror", value={"axes": axes}, reason=reason)
+        yield Setting("augmentation.mirror", {"axes": axes}, reason)
 
 
 def _find_sides(fingerprint: Fingerprint) -> tuple[str, str] | None:
@@ -283,35 +277,33 @@ def _list_network(geometry: Geometry, preset: str) -> Iterator[Setting]:
     topology = geometry.topology
     assert topology is not None, "of a planned network"
     if preset == "vnet":
-        yield Setting(key="network.name", value="VNet", reason=PRESETS[preset])
+        yield Setting("network.name", "VNet", PRESETS[preset])
         if topology != VNET_MONAI:
             reason = (
                 "an axis is halved once its spacing is below twice the finest of such axes; a coarse or thin one while "
                 "it has 8 voxels or more"
             )
-            yield Setting(key="network.strides", value=_nest(topology.strides), reason=reason)
+            yield Setting("network.strides", _nest(topology.strides), reason)
             reason = "5 voxels along an axis once its spacing is below twice the finest, 1 before"
-            yield Setting(key="network.kernel_size", value=_nest(topology.kernels), reason=reason)
+            yield Setting("network.kernel_size", _nest(topology.kernels), reason)
         reason = "found best on MSD Task04; its authors use none"
-        yield Setting(key="network.dropout_prob_down", value=0.2, reason=reason)
-        yield Setting(key="network.dropout_prob_up", value=[0.2, 0.2])
-        yield Setting(key="network.dropout_prob_fine", value=0.1)
+        yield Setting("network.dropout_prob_down", 0.2, reason)
+        yield Setting("network.dropout_prob_up", [0.2, 0.2])
+        yield Setting("network.dropout_prob_fine", 0.1)
         return
     residual = preset == "resenc"
-    yield Setting(key="network.name", value="ResEncUNet" if residual else "DynUNet", reason=PRESETS[preset])
+    yield Setting("network.name", "ResEncUNet" if residual else "DynUNet", PRESETS[preset])
     reason = "an axis is halved while it has 8 voxels or more, and its spacing is below twice the finest of such axes"
-    yield Setting(key="network.strides", value=_nest(topology.strides), reason=reason)
+    yield Setting("network.strides", _nest(topology.strides), reason)
     reason = "3 voxels along an axis once its spacing is below twice the finest, 1 before"
-    yield Setting(key="network.kernel_size", value=_nest(topology.kernels), reason=reason)
-    yield Setting(key="network.filters", value=list(topology.filters), reason="doubled with each stage, up to 320")
+    yield Setting("network.kernel_size", _nest(topology.kernels), reason)
+    yield Setting("network.filters", list(topology.filters), "doubled with each stage, up to 320")
     if residual:
         blocks = list(ENCODER_BLOCKS[: len(topology.strides)])
-        yield Setting(key="network.blocks", value=blocks, reason="residual blocks of each stage: nnU-Net's numbers")
-        yield Setting(
-            key="network.decoder_blocks", value=DECODER_BLOCKS, reason="convolutions of each stage on the way up"
-        )
+        yield Setting("network.blocks", blocks, "residual blocks of each stage: nnU-Net's numbers")
+        yield Setting("network.decoder_blocks", DECODER_BLOCKS, "convolutions of each stage on the way up")
     reason = "a loss on the coarser stages too, weighted 1, 1/2, 1/4 ..."
-    yield Setting(key="network.deep_supervision", value=True, reason=reason)
+    yield Setting("network.deep_supervision", True, reason)
 
 
 def _list_losses(fingerprint: Fingerprint) -> Iterator[Setting]:
@@ -323,7 +315,7 @@ def _list_losses(fingerprint: Fingerprint) -> Iterator[Setting]:
             "; Dice is a mean over the foreground, as in nnU-Net: with the background in it the validated Dice was the "
             "same on MSD Task04, with slices of 1 and of 5 mm, and the loss looked better than the segmentation"
         )
-    yield Setting(key="losses.0", value=loss, reason=reason)
+    yield Setting("losses.0", loss, reason)
 
 
 def _list_training(geometry: Geometry, preset: str) -> Iterator[Setting]:
@@ -333,23 +325,21 @@ def _list_training(geometry: Geometry, preset: str) -> Iterator[Setting]:
         f"best on MSD Task04 with averaged weights, where {peak:g} suited a batch of {batch}; for smaller ones in "
         "proportion to the batch's square root (Malladi et al., arXiv:2205.10287). nnU-Net: SGD at 0.01"
     )
-    yield Setting(key="optimizer.name", value="AdamW", reason=reason)
-    yield Setting(key="optimizer.lr", value=rate)
-    yield Setting(key="optimizer.weight_decay", value=0.01)
-    yield Setting(
-        key="schedule.name", value="cosine", reason="from the peak to 0, after a rise over 4 % of the training"
-    )
-    yield Setting(key="schedule.warmup", value=0.04)
+    yield Setting("optimizer.name", "AdamW", reason)
+    yield Setting("optimizer.lr", rate)
+    yield Setting("optimizer.weight_decay", 0.01)
+    yield Setting("schedule.name", "cosine", "from the peak to 0, after a rise over 4 % of the training")
+    yield Setting("schedule.warmup", 0.04)
     reason = (
         f"{EPOCHS * ITERATIONS:,} batches, a tenth of nnU-Net's 250,000: Task04 needed a fiftieth for the Dice that "
         "its SGD comes to. Difficult tasks gain by more: --set training.epochs=400"
     )
-    yield Setting(key="training.epochs", value=EPOCHS, reason=reason)
-    yield Setting(key="training.iterations", value=ITERATIONS, reason="batches per epoch: nnU-Net's number")
-    yield Setting(key="training.validate_every", value=10, reason="epochs: ten looks at the Dice on the way")
-    yield Setting(key="training.clip", value=12, reason="largest norm of the gradient: nnU-Net's number")
+    yield Setting("training.epochs", EPOCHS, reason)
+    yield Setting("training.iterations", ITERATIONS, "batches per epoch: nnU-Net's number")
+    yield Setting("training.validate_every", 10, "epochs: ten looks at the Dice on the way")
+    yield Setting("training.clip", 12, "largest norm of the gradient: nnU-Net's number")
     reason = "what is validated and predicted with are weights averaged over about 1000 batches"
-    yield Setting(key="training.ema", value=0.999, reason=reason)
+    yield Setting("training.ema", 0.999, reason)
 
 
 def _list_inference(fingerprint: Fingerprint, geometry: Geometry, preset: str) -> Iterator[Setting]:
@@ -357,19 +347,19 @@ def _list_inference(fingerprint: Fingerprint, geometry: Geometry, preset: str) -
         reason = (
             "the patch, as the network was trained on it; windows are half covered by their neighbours, as nnU-Net's"
         )
-        yield Setting(key="inference.window", value=list(geometry.patch), reason=reason)
-        yield Setting(key="inference.overlap", value=0.5)
+        yield Setting("inference.window", list(geometry.patch), reason)
+        yield Setting("inference.overlap", 0.5)
     else:
-        yield Setting(key="inference.window", value=None, reason="the whole volume at once")
+        yield Setting("inference.window", None, "the whole volume at once")
     sides = _find_sides(fingerprint)
     reason = "no average over mirrorings, which would swap the sides" if sides else "average over the eight mirrorings"
-    yield Setting(key="inference.mirror", value=sides is None, reason=reason)
+    yield Setting("inference.mirror", sides is None, reason)
     if geometry.num_gpus > 1:
         reason = (
             f"slabs into which each volume is cut, a GPU for each: {geometry.features / 1e6:.0f} million features, of "
             f"which {2 * geometry.reference / 1e6:.0f} fit one GPU"
         )
-        yield Setting(key="parallel.spatial", value=geometry.num_gpus, reason=reason)
+        yield Setting("parallel.spatial", geometry.num_gpus, reason)
 
 
 def _nest(triples: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -12,7 +12,6 @@ in float32 may differ in its last bit. What takes the nearest voxel is taken on 
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,11 +111,7 @@ def _resample(volume: Tensor, moved: Tensor, shape: Sequence[int], mode: str, pa
     for begin in range(0, shape[0], together):
         end = min(begin + together, shape[0])
         source.hold(*_reach(moved, [(begin, end - 1), (0, height - 1), (0, width - 1)]))
-        run_over_slabs(
-            partial(_call_from, fill, begin),
-            (end - begin, height, width),
-            planes,
-        )
+        run_over_slabs(fill, (end - begin, height, width), planes, begin)
     return resampled
 
 
@@ -160,11 +155,6 @@ def _reach(moved: Tensor, box: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return math.floor(low) - 2, math.ceil(high) + 3  # two more: where a coordinate is rounded, and its neighbour
 
 
-def _call_from(function: Callable[[slice], object], first: int, planes: slice) -> None:
-    """Call a function with planes that are counted from ``first`` on."""
-    function(slice(first + planes.start, first + planes.stop))
-
-
 class _ExactPlanes:
     """A volume (C, D, H, W) of which those planes are there in float64 that are in use.
 
@@ -197,11 +187,7 @@ class _ExactPlanes:
             (range(start, min(stop, kept.start)), range(max(start, kept.stop), stop)) if kept else (range(start, stop),)
         ):
             if fresh:
-                run_over_slabs(
-                    partial(_call_from, self._convert, fresh.start),
-                    (len(fresh), height, width),
-                    CONVERTED_PLANES,
-                )
+                run_over_slabs(self._convert, (len(fresh), height, width), CONVERTED_PLANES, fresh.start)
         self.held = range(start, stop)
 
     def _convert(self, planes: slice) -> None:

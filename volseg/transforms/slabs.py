@@ -15,13 +15,14 @@ ALONE_VOXELS = 2**22
 MOST_THREADS = 8
 
 
-def run_over_slabs(function: Callable[[slice], object], shape: Sequence[int], planes: int) -> None:
-    """Call ``function`` with slices of ``planes`` planes that cover the first axis of ``shape`` (D, H, W).
+def run_over_slabs(function: Callable[[slice], object], shape: Sequence[int], planes: int, start: int = 0) -> None:
+    """Call ``function`` with slices of ``planes`` planes that cover D planes of ``shape`` (D, H, W), from ``start`` on.
 
     In threads, of which each computes by itself, where the volume is large; an error of any of them is raised.
     """
     depth, height, width = shape
-    slabs = [slice(begin, min(begin + planes, depth)) for begin in range(0, depth, planes)]
+    end = start + depth
+    slabs = [slice(begin, min(begin + planes, end)) for begin in range(start, end, planes)]
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     if depth * height * width <= ALONE_VOXELS or threads == 1:
         for slab in slabs:

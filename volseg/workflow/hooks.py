@@ -17,7 +17,7 @@ from volseg.checkpointing.background import BackgroundWriter
 from volseg.checkpointing.file import BEST, LATEST, PREVIOUS, save_checkpoint
 from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.config.registry import Registry
-from volseg.data.growing import GrowingBatches
+from volseg.data.augmented import GrowingBatches
 from volseg.errors import CheckpointError, ConfigError, NonFiniteLossError
 from volseg.files import require_writable
 from volseg.parallel.devices import is_main_process

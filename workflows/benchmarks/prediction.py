@@ -60,7 +60,7 @@ from volseg.inference.predictor import Predictor
 from volseg.inference.prefetching import overlapped
 from volseg.inference.window_step import choose_windows_per_step, record_models
 from volseg.inference.writing import write_prediction
-from volseg.models.deep_supervision import DynUNet
+from volseg.models.networks import DynUNet
 from volseg.monitoring.environment import environment
 from volseg.parallel import FastKernels
 from volseg.transforms.preprocessing import Preprocessing, build_preprocessing

@@ -44,7 +44,7 @@ from volseg.data.case_cache import CaseCache
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
 from volseg.data.patches import PatchBatches
-from volseg.data.preparing import prepare_sound
+from volseg.data.preparing import prepare_together
 from volseg.monitoring.environment import environment
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -207,7 +207,7 @@ def start(task: Task, steps: Sequence[Mapping[str, Any]], folder: Path | None) -
     """Return the bank of all cases of a task."""
     preprocessing = build_preprocessing(steps)
     cache = None if folder is None else CaseCache(folder, task, preprocessing)
-    return CaseBank(prepare_sound(task.training, (), task, preprocessing, cache=cache).training)
+    return CaseBank(prepare_together(task.training, (), task, preprocessing, cache=cache).training)
 
 
 def measure_starts(task: Task, steps: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:

@@ -127,8 +127,7 @@ def make_plans(
 def plan_as_monai(plan: Any) -> list[str] | None:
     """Return the overrides of a plan for MONAI's V-Net, as plans were before; None where it is one."""
     from volseg.models.topology import VNET_MONAI
-    from volseg.planning.features import count_vnet_features
-    from volseg.planning.patch import plan_batch, plan_patch
+    from volseg.planning.patch import count_vnet_features, plan_batch, plan_patch
     from volseg.planning.settings import PEAK_RATES
 
     geometry, outputs = plan.geometry, len(plan.fingerprint.labels)

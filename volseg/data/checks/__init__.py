@@ -5,8 +5,16 @@ A header can be right while the voxels are not, so files are read to their end; 
 compares the cases with each other besides.
 """
 
-from volseg.data.checks.doubles import find_same_images, refuse_held_out, remark_on_same_images
-from volseg.data.checks.findings import Findings, check_cases, inspect_cases, require_sound, summarise_remarks
+from volseg.data.checks.findings import (
+    Findings,
+    check_cases,
+    find_same_images,
+    inspect_cases,
+    refuse_held_out,
+    remark_on_same_images,
+    require_sound,
+    summarise_remarks,
+)
 from volseg.data.checks.kinds import KINDS, Finding, FindingKind
 from volseg.data.checks.mending import MendedTask, mend_task
 from volseg.data.checks.reading import CheckedCase, check_case, digest_voxels, read_case

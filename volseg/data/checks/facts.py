@@ -11,9 +11,8 @@ from monai.data import MetaTensor
 from torch import Tensor
 
 from volseg.data.cases import Case, Task
-from volseg.data.checks.borders import LabelShape, measure_shape
+from volseg.data.checks.borders import LabelShape, Texture, compute_thumbnail, measure_shape, measure_texture
 from volseg.data.checks.reading import CheckedCase
-from volseg.data.checks.texture import Texture, compute_thumbnail, measure_texture
 
 __all__ = [
     "AXES",

@@ -11,15 +11,15 @@ References
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
 
 from volseg.data.cases import Case, Task
-from volseg.data.checks.borders import LabelShape
+from volseg.data.checks.borders import Texture
 from volseg.data.checks.facts import AXES, ComparedCase
 from volseg.data.checks.kinds import Finding
-from volseg.data.checks.texture import Texture
 
 __all__ = ["FEWEST_CASES", "RARE", "find_odd_images", "find_odd_labels", "find_outliers"]
 
@@ -78,10 +78,6 @@ class OutlierRule:
     is_ratio: bool = False
 
 
-def _volume(label: LabelShape) -> float:
-    return label.volume
-
-
 def _smoothness(axis: int) -> Callable[[Texture], float]:
     return lambda texture: texture.smoothness[axis]
 
@@ -93,8 +89,8 @@ def _roughness(axis: int) -> Callable[[Texture], float]:
 VOLUME = "{value:.3g} mm3, elsewhere about {median:.3g}"
 
 LABEL_RULES = (
-    OutlierRule("label-volume", "low", 4, _volume, VOLUME, is_ratio=True),
-    OutlierRule("label-volume", "high", 6, _volume, VOLUME, is_ratio=True),
+    OutlierRule("label-volume", "low", 4, attrgetter("volume"), VOLUME, is_ratio=True),
+    OutlierRule("label-volume", "high", 6, attrgetter("volume"), VOLUME, is_ratio=True),
     OutlierRule(
         "label-full",
         "low",

@@ -12,11 +12,10 @@ from itertools import combinations
 import numpy as np
 
 from volseg.data.cases import Case
-from volseg.data.checks.borders import CELLS, MOVES, LabelShape, Move, describe_border, pool, take_profile
+from volseg.data.checks.borders import CELLS, MOVES, LabelShape, Move, coarsen, describe_border, pool, take_profile
 from volseg.data.checks.facts import AXES, ComparedCase, find_axes, turn_upright
 from volseg.data.checks.kinds import Finding
 from volseg.data.checks.outliers import RARE
-from volseg.data.checks.texture import coarsen
 from volseg.data.readers import read_volume
 
 __all__ = ["BorderModel", "find_displaced"]

@@ -14,13 +14,12 @@ from typing import Any, Literal
 from volseg.data.cases import Case, Task
 from volseg.data.checks.comparing import compare_cases, describe_data
 from volseg.data.checks.copies import find_copies
-from volseg.data.checks.doubles import find_leaks, find_same_images, remark_on_same_images
 from volseg.data.checks.facts import ComparedCase, measure
-from volseg.data.checks.findings import summarise_kind
+from volseg.data.checks.findings import find_leaks, find_same_images, remark_on_same_images, summarise_kind
 from volseg.data.checks.kinds import Finding
-from volseg.data.checks.patients import check_patients
 from volseg.data.checks.placing import find_displaced
 from volseg.data.checks.reading import CheckedCase, read_case
+from volseg.data.groups import find_cut_patients, find_groups, propose_groups
 from volseg.data.names import list_some
 from volseg.data.readers import list_files
 from volseg.data.splits import Split, folds
@@ -28,7 +27,7 @@ from volseg.data.threads import Allowance, map_in_threads
 from volseg.files import replacing
 from volseg.memory import available_bytes
 
-__all__ = ["TaskCheck", "Verdict", "check_task"]
+__all__ = ["TaskCheck", "Verdict", "check_patients", "check_task"]
 
 Verdict = Literal["ok", "look", "bad"]
 
@@ -229,3 +228,38 @@ def _stored_bytes(path: Path) -> int:
             return max(size, int.from_bytes(file.read(4), "little"))
     except OSError:  # what is wrong with it is told by who reads it
         return 0
+
+
+def check_patients(
+    task: Task, group: str | None, splits: Sequence[Split]
+) -> tuple[Mapping[str, str] | None, list[Finding]]:
+    """Return the patient of each case, None if each is of its own, and findings.
+
+    Parameters
+    ----------
+    group : str or None
+        As ``split.group``; with None, the data set's own hints are taken, and reported.
+    splits : sequence of Split
+        Given splits; empty if folds will be computed.
+
+    Raises
+    ------
+    ConfigError, DataError
+        As `find_groups`.
+    """
+    groups: Mapping[str, str] | None = find_groups(task, group)
+    if group is None and (proposed := propose_groups(task)) is not None:
+        groups = proposed.patients if proposed.evident else None
+        if groups is None or not splits:
+            kind = "patients" if proposed.evident else "patients-possible"
+            return groups, [Finding("", None, f"{proposed.reason} (split.group: {proposed.group})", kind)]
+    files = {case["case"]: list_files(case["image"])[0] for case in task.training}
+    return groups, [
+        Finding(
+            cut.training,
+            files[cut.training],
+            f"is of patient {cut.patient}, and so is {cut.validation}, which validates in fold {cut.fold}",
+            "patient-cut",
+        )
+        for cut in find_cut_patients(splits, groups or {})
+    ]

@@ -4,6 +4,112 @@ Each module reads one layout into the same `volseg.data.cases.Task`; `load_task`
 after it knows of layouts.
 """
 
-from volseg.data.layouts.loading import find_task, load_task
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from volseg.data.cases import Task
+from volseg.data.layouts.declared import MANIFESTS, read_manifest
+from volseg.data.layouts.msd import load_msd
+from volseg.data.layouts.nnunet import load_nnunet
+from volseg.data.layouts.pairs import IMAGE_FOLDERS, LABEL_FOLDERS, TEST_FOLDERS, find_arrangement, load_pairs
+from volseg.data.layouts.table import TABLES, load_table
+from volseg.errors import DataError
+from volseg.files import require_text
 
 __all__ = ["find_task", "load_task"]
+
+OWN_FOLDERS = frozenset(name.casefold() for name in (*IMAGE_FOLDERS, *LABEL_FOLDERS, *TEST_FOLDERS))
+"""Folders inside a data set, any of which may be named in its place."""
+
+
+def load_task(root: str | Path, *, require_files: bool = True) -> Task:
+    """Read what a data set says of its cases, in whichever layout it is.
+
+    No image is opened; label maps are, once, where nobody wrote down which labels there are.
+
+    Parameters
+    ----------
+    root
+        The folder of a data set, or one level above or below it; or a table (CSV or TSV).
+    require_files
+        Refuse a declared training file that is absent. ``False`` leaves that to the data check, which names the case.
+
+    Raises
+    ------
+    DataError
+        There is no data set, or what it says of itself cannot be trusted; the message says what to mend.
+    """
+    place = find_task(root)
+    if place.is_file():
+        return load_table(place, require_files=require_files)
+    manifest = read_manifest(place)
+    if manifest is not None and {"file_ending", "dataset"} & manifest[1].keys() and "training" not in manifest[1]:
+        return load_nnunet(*manifest, require_files=require_files)
+    listed = manifest is not None and "training" in manifest[1]
+    if not listed and (arrangement := find_arrangement(place)) is not None:
+        return load_pairs(place, arrangement, manifest, require_files=require_files)
+    assert manifest is not None, "a folder that find_task returned"
+    return load_msd(*manifest, require_files=require_files)
+
+
+def find_task(root: str | Path) -> Path:
+    """Return the folder of the data set: ``root``, the only one below it, or the one above its image folder.
+
+    A folder of the same name inside the task's folder, as archives leave it, counts as the same level. A table is
+    returned as it is.
+
+    Raises
+    ------
+    DataError
+        There is none, or there are several.
+    """
+    root = Path(os.path.abspath(root))  # the folder's own name counts, so links are not resolved
+    require_text(root, "a data set")
+    if not root.exists():
+        raise DataError(
+            f"{root} does not exist; name the TaskNN_Name folder of an MSD task, or another data set's{_find_raw(root)}"
+        )
+    if root.name in MANIFESTS:
+        root = root.parent
+    if root.is_file() and root.suffix.lower() in TABLES:
+        return root
+    if not root.is_dir():
+        raise DataError(f"{root} is no data set; name a folder, or a table ({', '.join(TABLES)})")
+    # What describes itself comes first: its files may be called in any way.
+    for is_data_set in (_is_described, _is_arranged):
+        if found := _find_near(root, is_data_set):
+            return found
+    raise DataError(
+        f"{root} is no data set: there is no dataset.json in it, in a folder of it, or above it, and no images with "
+        f"label maps; needed: dataset.json beside imagesTr and labelsTr, folders called {IMAGE_FOLDERS[0]} and "
+        f"{LABEL_FOLDERS[0]}, pairs such as CASE.nii.gz and CASE_seg.nii.gz, or a table ({', '.join(TABLES)})"
+    )
+
+
+def _find_near(root: Path, is_data_set: Callable[[Path], bool]) -> Path | None:
+    if is_data_set(root):
+        return root
+    if root.name.casefold() in OWN_FOLDERS and is_data_set(root.parent):
+        return root.parent
+    children = [child for child in sorted(root.glob("*/")) if not child.name.startswith((".", "_"))]
+    below = [folder for child in children for folder in (child, child / child.name) if is_data_set(folder)]
+    if len(below) > 1:
+        raise DataError(f"{root} holds {len(below)} tasks: {', '.join(path.name for path in below)}; name one of them")
+    return below[0] if below else None
+
+
+def _is_described(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in MANIFESTS)
+
+
+def _is_arranged(folder: Path) -> bool:
+    return folder.is_dir() and find_arrangement(folder) is not None
+
+
+def _find_raw(root: Path) -> str:
+    """Return where nnU-Net would look for a data set of this name or number."""
+    raw = Path(os.environ.get("nnUNet_raw", "nowhere"))  # noqa: SIM112 - nnU-Net calls it so
+    number = f"Dataset{int(root.name):03d}_*" if root.name.isdecimal() else "Dataset*"
+    found = [folder for folder in sorted(raw.glob(number)) if root.name.isdecimal() or folder.name == root.name]
+    return f", such as {found[0]}, of nnU-Net's" if found else ""

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from volseg.config.nearest import did_you_mean
 from volseg.config.yaml_values import read_yaml
-from volseg.data.cases import Case
+from volseg.data.cases import Case, Task
 from volseg.data.json_files import read_json
 from volseg.data.names import find_doubled
 from volseg.errors import ConfigError, DataError
@@ -22,13 +23,13 @@ __all__ = [
     "MANIFESTS",
     "DeclaredLabels",
     "add_labelled",
+    "make_task",
     "name_task",
     "note_columns",
     "read_channel_names",
     "read_labelled",
     "read_manifest",
     "read_modalities",
-    "read_patients",
     "read_regions",
 ]
 
@@ -380,12 +381,43 @@ def add_labelled(cases: Sequence[Case], declared: Any, labels: Mapping[int, str]
     )
 
 
+def make_task(
+    source: Path,
+    declared: Mapping[str, Any],
+    modalities: tuple[str, ...],
+    labels: DeclaredLabels,
+    cases: tuple[Sequence[Case], Sequence[Case]],
+    columns: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+) -> Task:
+    """Return the task of a folder that ``source``, a manifest in it, describes.
+
+    Parameters
+    ----------
+    cases
+        To train on and to predict, as `sort_cases` returns them.
+    columns
+        What else the data set says of its cases, beside what the manifest itself does.
+    """
+    training, test = cases
+    return Task(
+        name=name_task(source.parent, declared),
+        root=source.parent,
+        modalities=modalities,
+        labels=labels.labels,
+        regions=labels.regions,
+        ignore=labels.ignore,
+        training=add_labelled(training, declared.get("labelled"), labels.labels, source),
+        test=tuple(test),
+        columns={**columns, **_read_patients(declared, training, source)},
+    )
+
+
 def name_task(folder: Path, declared: Mapping[str, Any]) -> str:
     """Return the name of a task: its folder's where that is numbered as MSD's and nnU-Net's, else the declared one."""
     return folder.name if NUMBERED.match(folder.name) else str(declared.get("name") or folder.name).strip()
 
 
-def read_patients(declared: Mapping[str, Any], cases: Sequence[Case], source: Path) -> dict[str, dict[str, str]]:
+def _read_patients(declared: Mapping[str, Any], cases: Sequence[Case], source: Path) -> dict[str, dict[str, str]]:
     """Return the column ``patients`` of a manifest that maps cases to patients; no column without such a mapping.
 
     Raises

@@ -13,12 +13,10 @@ from typing import Any
 from volseg.data.cases import Case, Task
 from volseg.data.layouts.channels import image_of, number_channels
 from volseg.data.layouts.declared import (
-    add_labelled,
-    name_task,
+    make_task,
     note_columns,
     read_channel_names,
     read_labelled,
-    read_patients,
     read_regions,
 )
 from volseg.data.layouts.files import join_inside, require_id, sort_cases
@@ -42,18 +40,8 @@ def load_msd(manifest: Path, declared: Mapping[str, Any], *, require_files: bool
         for key in ("training", "test")
     }
     _tell_counts(declared, manifest=manifest, **found)
-    training, test = sort_cases(found["training"], found["test"], manifest, require_files=require_files)
-    return Task(
-        name=name_task(manifest.parent, declared),
-        root=manifest.parent,
-        modalities=modalities,
-        labels=labels.labels,
-        regions=labels.regions,
-        ignore=labels.ignore,
-        training=add_labelled(training, declared.get("labelled"), labels.labels, manifest),
-        test=test,
-        columns={**columns, **read_patients(declared, training, manifest)},
-    )
+    cases = sort_cases(found["training"], found["test"], manifest, require_files=require_files)
+    return make_task(manifest, declared, modalities, labels, cases, columns)
 
 
 def _read_cases(

@@ -19,11 +19,9 @@ from typing import Any
 from volseg.data.cases import Case, Task
 from volseg.data.layouts.channels import image_of, number_channels
 from volseg.data.layouts.declared import (
-    add_labelled,
-    name_task,
+    make_task,
     note_columns,
     read_channel_names,
-    read_patients,
     read_regions,
 )
 from volseg.data.layouts.files import list_images, require_id, sort_cases
@@ -50,23 +48,13 @@ def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: b
     test = _find_images(folder / "imagesTs", ending, len(modalities)) if (folder / "imagesTs").is_dir() else {}
     if declared.get("numTraining", len(training)) != len(training):
         logger.warning("%s: numTraining is %s, but there are %d", manifest, declared["numTraining"], len(training))
-    cases, tests = sort_cases(
+    cases = sort_cases(
         training,
         [{"case": require_id(case, str(folder / "imagesTs")), "image": image} for case, image in test.items()],
         manifest,
         require_files=require_files,
     )
-    return Task(
-        name=name_task(folder, declared),
-        root=folder,
-        modalities=modalities,
-        labels=labels.labels,
-        regions=labels.regions,
-        ignore=labels.ignore,
-        training=add_labelled(cases, declared.get("labelled"), labels.labels, manifest),
-        test=tests,
-        columns={**columns, **read_patients(declared, cases, manifest)},
-    )
+    return make_task(manifest, declared, modalities, labels, cases, columns)
 
 
 def _read_ending(declared: Mapping[str, Any], manifest: Path) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from volseg.data.cases import Case, Task
 from volseg.data.layouts.channels import SEPARATORS, group_channels, image_of
-from volseg.data.layouts.declared import add_labelled, name_task, read_patients
+from volseg.data.layouts.declared import make_task
 from volseg.data.layouts.files import list_images, require_id, sort_cases
 from volseg.data.layouts.naming import match_channels, name_channels, name_labels
 from volseg.data.names import list_some
@@ -150,17 +150,7 @@ def load_pairs(
     training, test = sort_cases(cases, tests, source, require_files=require_files)
     labels = name_labels(declared, source, [case["label"] for case in training], folder, require_files=require_files)
     logger.info("%s: %d pairs of image and label, channels %s", folder, len(training), ", ".join(modalities))
-    return Task(
-        name=name_task(folder, declared),
-        root=folder,
-        modalities=modalities,
-        labels=labels.labels,
-        regions=labels.regions,
-        ignore=labels.ignore,
-        training=add_labelled(training, declared.get("labelled"), labels.labels, source),
-        test=test,
-        columns=read_patients(declared, training, source),
-    )
+    return make_task(source, declared, modalities, labels, (training, test))
 
 
 Key = tuple[str, str]

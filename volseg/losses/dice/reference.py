@@ -11,7 +11,7 @@ from torch import Tensor
 
 from volseg.losses.dice.terms import MASS, OVERLAP, SURPRISE, TRUTH, Terms
 
-__all__ = ["combine", "empty_gradient", "gradient", "sums"]
+__all__ = ["combine", "empty_gradient", "gradient", "iterate_chunks", "sums"]
 
 CHUNK = 2**18
 """Voxels at a time: some megabytes."""
@@ -21,7 +21,7 @@ def sums(logits: Tensor, label: Tensor, squared: bool) -> Tensor:
     """Return the sums of a slab, ``(parts, 4, B, K)`` in float32 or float64."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     out = torch.zeros((4, *logits.shape[:2]), dtype=wide, device=logits.device)
-    for sample, _, values, hits in _iterate_chunks(logits, label):
+    for sample, _, values, hits in iterate_chunks(logits, label, logits.shape[1], CHUNK):
         logs = values.log_softmax(0)
         probabilities = logs.exp()
         out[OVERLAP, sample] += (probabilities * hits).sum(1)
@@ -68,7 +68,7 @@ def empty_gradient(logits: Tensor) -> tuple[Tensor, Tensor]:
 def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Tensor:
     """Return the gradient of the logits from the loss's derivatives by the sums, ``(4, B, K)``."""
     out, flat = empty_gradient(logits)
-    for sample, voxels, values, hits in _iterate_chunks(logits, label):
+    for sample, voxels, values, hits in iterate_chunks(logits, label, logits.shape[1], CHUNK):
         overlap, mass, _, surprise = slopes[:, sample, :, None].unbind()
         probabilities = values.softmax(0)
         by_probability = overlap * hits + mass * (2 * probabilities if squared else 1.0)
@@ -78,12 +78,17 @@ def gradient(logits: Tensor, label: Tensor, slopes: Tensor, squared: bool) -> Te
     return out
 
 
-def _iterate_chunks(logits: Tensor, label: Tensor) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
-    """Yield sample, voxels, and there the logits in float32 or wider and the one-hot label, ``(K, voxels)`` both."""
+def iterate_chunks(
+    logits: Tensor, label: Tensor, numbers: int, length: int
+) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+    """Yield sample, ``length`` voxels, and there the logits in float32 or wider and whether the label is each number.
+
+    Both have a row per channel or number, and a column per voxel.
+    """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    classes = torch.arange(logits.shape[1], device=logits.device).unsqueeze(1)
+    each = torch.arange(numbers, device=logits.device).unsqueeze(1)
     flat, labels = logits.flatten(2), label.flatten(2)
     for sample in range(logits.shape[0]):
-        for first in range(0, flat.shape[2], CHUNK):
-            voxels = slice(first, first + CHUNK)
-            yield sample, voxels, flat[sample, :, voxels].to(wide), labels[sample, :, voxels] == classes
+        for first in range(0, flat.shape[2], length):
+            voxels = slice(first, first + length)
+            yield sample, voxels, flat[sample, :, voxels].to(wide), labels[sample, :, voxels] == each

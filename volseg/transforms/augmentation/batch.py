@@ -80,10 +80,9 @@ class BatchAugmentation:
         batch_size: int,
         generator: torch.Generator,
         num_channels: int = 1,
-        device: torch.device | None = None,
     ) -> AugmentationParameters:
-        """Draw what happens to each sample, on a device; keep the draw and ``apply`` can be repeated."""
-        return draw_parameters(self.config, batch_size, num_channels, self.patch_size, generator, device)
+        """Draw what happens to each sample; keep the draw and ``apply`` can be repeated."""
+        return draw_parameters(self.config, batch_size, num_channels, self.patch_size, generator)
 
     def __call__(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw and apply; the generator is best on the images' device."""

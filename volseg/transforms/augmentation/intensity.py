@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volseg.transforms.augmentation.constants import constant, positions
+from volseg.transforms.augmentation.spatial import constant, positions
 
 __all__ = ["add_noise", "blur", "brighten", "coarsen", "power_law", "stretch_contrast"]
 

@@ -81,7 +81,6 @@ def draw_parameters(
     num_channels: int,
     patch_size: tuple[int, int, int],
     generator: torch.Generator,
-    device: torch.device | None = None,
 ) -> AugmentationParameters:
     """Draw what happens to each sample of a batch.
 
@@ -97,14 +96,11 @@ def draw_parameters(
     patch_size : tuple of int
         D, H, W of the augmented patch, for the noise and the elastic control points.
     generator : torch.Generator
-        The only source of randomness.
-    device : torch.device, optional
-        Where the parameters live; where the generator is, by default. None is on a device that only stands for a GPU.
+        The only source of randomness; the parameters live on its device.
     """
-    device = generator.device if device is None else device
     if not config.enabled:
-        return AugmentationParameters.identity(batch_size, num_channels, device)
-    draws = _Draws(batch_size, num_channels, generator, device)
+        return AugmentationParameters.identity(batch_size, num_channels, generator.device)
+    draws = _Draws(batch_size, num_channels, generator)
     noise_std = draws.within(config.noise.std, ()) * draws.happens(config.noise.probability)
     limits = [math.radians(angle) for angle in config.rotation.degrees]
     turns = torch.stack([draws.within((-limit, limit), ()) for limit in limits], dim=1)
@@ -184,10 +180,10 @@ def _spread(factor: Tensor, axes: Sequence[bool]) -> Tensor:
 class _Draws:
     """One block of uniform numbers, handed out column by column."""
 
-    def __init__(self, batch_size: int, num_channels: int, generator: torch.Generator, device: torch.device) -> None:
+    def __init__(self, batch_size: int, num_channels: int, generator: torch.Generator) -> None:
         # More columns than are used: reshaping a slice beyond the end would raise.
         columns = 24 + 12 * num_channels
-        self._uniform = torch.rand(batch_size, columns, generator=generator, device=device)
+        self._uniform = torch.rand(batch_size, columns, generator=generator, device=generator.device)
         self._num_channels = num_channels
         self._taken = 0
 

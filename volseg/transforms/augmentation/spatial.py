@@ -19,14 +19,15 @@ from torch import Tensor
 from torch.nn.functional import grid_sample
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.device.fake_gpu import on_gpu
-from volseg.transforms.augmentation.constants import constant, positions
+from volseg.device.fake_gpu import keeping, on_gpu
 from volseg.transforms.augmentation.parameters import AugmentationParameters
 
 __all__ = [
+    "constant",
     "crop_and_mirror",
     "is_moved",
     "margin_voxels",
+    "positions",
     "resample",
     "sampling_grid",
     "voxel_steps",
@@ -217,3 +218,15 @@ def _compute_spline_weights(size: int, points: int, device: torch.device) -> Ten
     near = 2 / 3 - distance**2 + distance**3 / 2
     far = (2 - distance).clamp(min=0) ** 3 / 6
     return torch.where(distance < 1, near, far)
+
+
+@keeping()
+def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return ``values`` as a float32 tensor; not to be written to."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+@keeping()
+def positions(size: int, device: torch.device) -> Tensor:
+    """Return 0, 1, ... ``size - 1`` in float32; not to be written to."""
+    return torch.arange(size, dtype=torch.float32, device=device)
