@@ -22,8 +22,8 @@ from torch import nn
 import volseg
 from volseg.config.schema import ExperimentConfig
 from volseg.device.compiling import Compiling, starts_by_compiler
-from volseg.device.fake_gpu import GpuLike, host_values
-from volseg.device.gpus import uses_gpus
+from volseg.device.fake_gpu import GpuLike
+from volseg.device.gpus import host_values, uses_gpus
 from volseg.device.triton_kernels import hearing_calls
 from volseg.errors import ParallelError
 from volseg.estimate.candidate import Candidate

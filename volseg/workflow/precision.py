@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from volseg.device.fake_gpu import find_capability, is_gpu
+from volseg.device.gpus import find_capability, is_gpu
 from volseg.errors import ConfigError
 
 __all__ = ["PRECISIONS", "Precision", "PrecisionName", "choose_dtype"]

@@ -3,7 +3,7 @@
 from torch import nn
 from torch.optim import Optimizer
 
-from volseg.device.fake_gpu import on_gpu
+from volseg.device.gpus import on_gpu
 from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import find_replicas
 from volseg.parallel.devices import is_distributed

@@ -8,7 +8,7 @@ addresses, so none may ever be freed, and all augmentations of a device share th
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import keeping
+from volseg.device.gpus import keeping
 
 __all__ = ["constant", "positions"]
 
