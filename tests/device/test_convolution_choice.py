@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from volseg.device import fake_gpu, fusions, triton_tiles
+from volseg.device import fusions, gpus, triton_tiles
 from volseg.device.convolution import choice, forms, many_taps, rules, stacks
 from volseg.device.convolution.choice import TABLES
 from volseg.device.convolution.forms import Direction, Groups, Turned, ZeroChannels
@@ -23,7 +23,7 @@ HALF = torch.bfloat16
 def gpu_without_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let tensors be on a GPU that need not be there, and Triton be installed."""
     monkeypatch.setattr(triton_tiles, "INSTALLED", True)
-    monkeypatch.setattr(fake_gpu, "find_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "find_capability", lambda device: (9, 0))
     with FakeTensorMode():
         yield
 
@@ -366,7 +366,7 @@ def test_weights_gradients_over_groups_of_voxels(
     assert of_slab((2, 32, 512), (2**31, 1, 2**26, 2**14, 32), (2, 32, 512)) == "many taps"
     assert (name(128, (2, 2896, 2896)), name(128, (3, 2364, 2364)), name(32, (3, 4728, 4728))) == (None,) * 3
     assert name(128, (4, 2048, 2047)) is None
-    monkeypatch.setattr(fake_gpu, "find_capability", lambda device: (8, 6))
+    monkeypatch.setattr(gpus, "find_capability", lambda device: (8, 6))
     assert (name(32), name(128)) == (None, "many taps"), "groups were measured on others"
 
 
@@ -395,7 +395,7 @@ def test_pairs_are_taken_on_gpus_that_were_measured(
     settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for capability, expected in (((9, 0), "pairs"), ((8, 0), None), ((10, 0), None), ((7, 0), None)):
-        monkeypatch.setattr(fake_gpu, "find_capability", lambda device, told=capability: told)
+        monkeypatch.setattr(gpus, "find_capability", lambda device, told=capability: told)
         assert name_by_rule("weight gradient", (32, 32, 3, 1), settings, (64, 64, 64)) == expected
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.fake_gpus import Gpu, KernelObserver
-from volseg.device import fake_gpu, streams, triton_tiles
+from volseg.device import fake_gpu, gpus, streams, triton_tiles
 from volseg.device.norm import passes
 from volseg.device.triton_kernels import INSTALLED
 from volseg.errors import ParallelError
@@ -13,16 +13,16 @@ from volseg.errors import ParallelError
 
 def test_a_numbered_cpu_is_a_gpu_where_gpus_are_faked() -> None:
     gpu, host = fake_gpu.fake_device(1), torch.device("cpu")
-    assert not fake_gpu.is_gpu(gpu)
+    assert not gpus.is_gpu(gpu)
     with fake_gpu.faking(Gpu()):
-        assert fake_gpu.is_gpu(gpu)
-        assert not fake_gpu.is_gpu(host)
-        assert fake_gpu.count_processors(gpu) == 132
-        assert fake_gpu.count_processors(host) == 1
-        assert fake_gpu.find_capability(gpu) == (9, 0)
+        assert gpus.is_gpu(gpu)
+        assert not gpus.is_gpu(host)
+        assert gpus.count_processors(gpu) == 132
+        assert gpus.count_processors(host) == 1
+        assert gpus.find_capability(gpu) == (9, 0)
         with pytest.raises(ParallelError, match="already fakes"), fake_gpu.faking(Gpu()):
             pass
-    assert fake_gpu.has_values(gpu)
+    assert gpus.has_values(gpu)
 
 
 def test_kernels_are_noted_on_fake_gpus() -> None:
@@ -58,14 +58,13 @@ def test_streams_are_numbered_and_nest() -> None:
         assert find_number() == 0
         assert side.record_event().query()
         assert streams.make_event().query()
-        assert not fake_gpu.is_recording(device)
-        with fake_gpu.fake_recording("step"):
-            assert fake_gpu.is_recording(device)
-            assert fake_gpu.find_recording() == "step"
+        assert not gpus.is_recording(device)
+        with gpus.fake_recording("step"):
+            assert gpus.is_recording(device)
 
 
 def test_outside_nothing_is_faked() -> None:
     x: Tensor = torch.zeros(2)
-    assert not fake_gpu.on_gpu(x)
-    assert not fake_gpu.is_recording(x.device)
-    assert fake_gpu.find_recording() == ""
+    assert not gpus.on_gpu(x)
+    assert not gpus.is_recording(x.device)
+    assert fake_gpu.get_fake() is None

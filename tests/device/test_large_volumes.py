@@ -16,7 +16,7 @@ from kernel_sanitizer import watching
 from kernels import INTERPRETED
 from torch import Tensor
 
-from volseg.device import attention, doubling, fake_gpu, gating, layer_norm, layout, triton_tiles
+from volseg.device import attention, doubling, gating, gpus, layer_norm, layout, triton_tiles
 from volseg.device.convolution import depthwise, few_channels, few_taps, one_voxel, rules
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
@@ -76,7 +76,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", make)
     monkeypatch.setattr(torch, "empty_like", make_like)
     monkeypatch.setattr(Tensor, "new_empty", make_new)
-    monkeypatch.setattr(fake_gpu, "count_processors", lambda device: 2**17)
+    monkeypatch.setattr(gpus, "count_processors", lambda device: 2**17)
 
 
 def take_ends(grid: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -186,7 +186,7 @@ def test_the_last_element_of_a_large_volume_is_reached(case: Callable[[bool], No
 
 def test_more_voxels_than_are_counted_are_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places of elements have 64 bits, the number of a voxel has 32."""
-    monkeypatch.setattr(fake_gpu, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(gpus, "on_gpu", lambda tensor: True)
     side = 1024
     for x in (promise((1, 1, side, side, side)), promise((2, 3, side, side, side), last=True)):
         assert triton_tiles.takes(x)

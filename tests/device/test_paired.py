@@ -12,7 +12,7 @@ from torch import Tensor
 from volseg.device.convolution import choice, paired, rules, stacks
 from volseg.device.convolution.forms import Groups
 from volseg.device.convolution.settings import Settings
-from volseg.device.fake_gpu import find_device
+from volseg.device.gpus import find_device
 
 LAST = torch.channels_last_3d
 SETTINGS = Settings((1, 1, 1), (0, 0, 0), (1, 1, 1), False, (0, 0, 0), 1)

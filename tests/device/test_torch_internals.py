@@ -122,6 +122,7 @@ def test_plain_tensors_have_no_class_of_their_own_and_are_views() -> None:
     with of_fakes.FakeTensorMode():
         empty = torch.empty(2)
         of_empty = internals.as_plain(empty)
+        assert type(empty) in internals.PLAIN_TENSORS
     assert type(of_empty) is of_fakes.FakeTensor
     assert internals.get_storage_key(of_empty.untyped_storage()) == internals.get_storage_key(empty.untyped_storage())
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from volseg.device import fusions
-from volseg.device.fake_gpu import host_values
+from volseg.device.gpus import host_values
 from volseg.errors import FollowError, OutOfMemoryError
 from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, StepTrace
 from volseg.estimate.tracing import TracedStep, follow, tracing

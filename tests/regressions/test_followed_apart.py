@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import volseg
-from volseg.device.fake_gpu import fake_device, has_values, is_gpu
+from volseg.device.fake_gpu import fake_device
+from volseg.device.gpus import has_values, is_gpu
 from volseg.device.streams import make_stream
 from volseg.errors import ConfigError, ParallelError
 from volseg.estimate import StepPlan

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from kernels import DEVICE, INTERPRETED, with_kernels
 
-from volseg.device import fake_gpu
+from volseg.device import gpus
 from volseg.device.convolution import choice
 from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
@@ -44,8 +44,8 @@ def test_gradients_from_planes_of_two_samples(shape, groups, name, monkeypatch):
     wanted = torch.autograd.grad(output, exact, planes.double())
     slab, settings = x.narrow(DIM, 1, 3), Settings((1, 1, 1), around, (1, 1, 1), False, (0, 0, 0), groups)
     if INTERPRETED:
-        monkeypatch.setattr(fake_gpu, "on_gpu", lambda tensor: True)
-        monkeypatch.setattr(fake_gpu, "find_capability", lambda device: (9, 0))
+        monkeypatch.setattr(gpus, "on_gpu", lambda tensor: True)
+        monkeypatch.setattr(gpus, "find_capability", lambda device: (9, 0))
     call = ConvolutionCall(slab, weight, None, settings, planes)
     found = choice.choose("weight gradient", call)
     assert (None if found is None else found.name) == name

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from volseg.device import attention_kernels
-from volseg.device.fake_gpu import on_gpu
+from volseg.device.gpus import on_gpu
 from volseg.device.triton_kernels import triton
 from volseg.device.triton_tiles import available, count_processors, select_device
 

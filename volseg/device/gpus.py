@@ -1,8 +1,50 @@
-"""Which GPUs this process sees, for whoever lies below ``volseg.parallel.devices``."""
+"""The GPUs of this process: which there are, where a tensor lies, what a GPU can do, and what is free of its memory.
+
+All code that runs on GPUs asks here, and not ``is_cuda`` or ``torch.cuda``: the GPUs of a step that ``volseg.estimate``
+traces are fake (`fake_gpu`), and the answers then are those of the kind of GPU that is faked. Streams are asked
+for in `streams`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-__all__ = ["count_gpus", "uses_gpus"]
+from volseg.device.fake_gpu import GpuObserver, get_fake
+from volseg.device.fake_internals import FakeTensor
+from volseg.device.torch_internals import without_dispatch_modes
+
+__all__ = [
+    "count_free_bytes",
+    "count_gpus",
+    "count_processors",
+    "empty_cache",
+    "fake_recording",
+    "find_address",
+    "find_capability",
+    "find_device",
+    "find_kept",
+    "find_readable",
+    "has_values",
+    "host_values",
+    "is_gpu",
+    "is_recording",
+    "keeping",
+    "move_in_place",
+    "observer",
+    "on_gpu",
+    "release_cache",
+    "resize_memory",
+    "uses_gpus",
+]
+
+Kept = TypeVar("Kept")
+
+NOBODY = GpuObserver()
+"""Ignores what happens on real GPUs."""
 
 
 def count_gpus() -> int:
@@ -13,3 +55,155 @@ def count_gpus() -> int:
 def uses_gpus() -> bool:
     """Tell whether this process has begun to use GPUs; to ask one before would take memory of it."""
     return torch.cuda.is_initialized()
+
+
+def observer() -> GpuObserver:
+    """Return who must know what no operator of torch says: a trace; on real GPUs nobody."""
+    fake = get_fake()
+    return NOBODY if fake is None else fake.observer
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Say whether a device is a GPU, or stands for one."""
+    return device.type == "cuda" or (device.type == "cpu" and device.index is not None and get_fake() is not None)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Say whether a tensor lies on a GPU, or on a device that stands for one."""
+    return tensor.is_cuda if get_fake() is None else is_gpu(find_device(tensor))
+
+
+def has_values(device: torch.device | None = None) -> bool:
+    """Say whether tensors have values: not while a step is traced, on the fake GPUs or, without a device, at all."""
+    return get_fake() is None or (device is not None and not is_gpu(device))
+
+
+def resize_memory(tensor: Tensor, size: int) -> None:
+    """Give a tensor's memory back (0 bytes), or take it again; the tensor stays, and what shares its memory."""
+    tensor.untyped_storage().resize_(size)
+    observer().on_resized(tensor)
+
+
+def find_device(tensor: Tensor) -> torch.device:
+    """Return where a tensor lies; a fake one is asked for it directly, and not through torch's dispatcher."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+def find_kept(usual: dict[Any, Any]) -> dict[Any, Any]:
+    """Return where to keep what belongs to devices: the usual place, or one that ends with the fake GPUs."""
+    fake = get_fake()
+    return usual if fake is None else fake.kept
+
+
+def keeping(limit: int | None = None) -> Callable[[Callable[..., Kept]], Callable[..., Kept]]:
+    """Keep what a function makes on a device, by its arguments: ``functools.lru_cache``; fake GPUs have their own."""
+
+    def decorate(function: Callable[..., Kept]) -> Callable[..., Kept]:
+        usual = lru_cache(limit)(function)
+
+        @wraps(function)
+        def find(*arguments: Any) -> Kept:
+            fake = get_fake()
+            if fake is None:
+                return usual(*arguments)
+            key = find, arguments
+            if key not in fake.kept:
+                fake.kept[key] = function(*arguments)
+            found: Kept = fake.kept[key]
+            return found
+
+        return find
+
+    return decorate
+
+
+def find_address(tensor: Tensor) -> int:
+    """Return where a tensor begins in memory; 0 where it has no values."""
+    return tensor.data_ptr() if has_values(tensor.device) else 0
+
+
+def find_readable(device: torch.device) -> torch.device:
+    """Return where small values are exchanged that the host reads: on a device; on the host where that has none."""
+    return device if has_values(device) else torch.device("cpu")
+
+
+def host_values() -> AbstractContextManager[Any]:
+    """Let tensors of the host have values in here also while a step is traced: votes, seeds, random states."""
+    return nullcontext() if get_fake() is None else without_dispatch_modes()
+
+
+def find_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU."""
+    fake = get_fake()
+    return torch.cuda.get_device_capability(device) if fake is None else fake.gpu.capability
+
+
+def count_processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU, 1 for a CPU."""
+    fake = get_fake()
+    if fake is not None and is_gpu(device):
+        return fake.gpu.processors
+    return _read_processors(device) if device.type == "cuda" else 1
+
+
+@lru_cache(maxsize=8)  # asked before most launches
+def _read_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def count_free_bytes(device: torch.device) -> int | float:
+    """Return the bytes of a GPU that this process can take, with what it has already and nothing uses."""
+    fake = get_fake()
+    if fake is not None:
+        return fake.gpu.memory
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = total * torch.cuda.get_per_process_memory_fraction(device)
+    held = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - held
+    return min(free + cached, allowed - held)
+
+
+def move_in_place(tensor: Tensor, device: torch.device) -> None:
+    """Give a parameter or buffer, which stays what it is, memory on another device."""
+    moved = tensor.data.to(device)
+    tensor.data = moved
+    if isinstance(tensor, FakeTensor) and isinstance(moved, FakeTensor):  # knows its device by itself
+        tensor.fake_device = moved.fake_device
+
+
+def is_recording(device: torch.device) -> bool:
+    """Say whether a CUDA graph is being recorded on a device's current stream."""
+    fake = get_fake()
+    if fake is not None and is_gpu(device):
+        return bool(fake.recording)
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def fake_recording(pool: str) -> Iterator[None]:
+    """Trace work of a fake GPU as recorded, with memory from a pool of this name."""
+    fake = get_fake()
+    assert fake is not None
+    before, fake.recording = fake.recording, pool
+    try:
+        yield
+    finally:
+        fake.recording = before
+
+
+def empty_cache(device: torch.device) -> None:
+    """Wait for all GPUs, and give what their allocators keep back to them."""
+    if not has_values(device):
+        observer().on_mark("empty_cache")
+        return
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def release_cache(devices: Iterable[torch.device]) -> None:
+    """Give what the allocators keep back to the GPUs, if there are any: ``torch.cuda.empty_cache``."""
+    gpus = [device for device in devices if is_gpu(device)]
+    if gpus and not has_values():
+        observer().on_mark("empty_cache")
+    elif gpus:
+        torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, TypeGuard
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import empty_cache, fake_recording, has_values, note_mark
+from volseg.device.gpus import empty_cache, fake_recording, has_values, observer
 from volseg.device.streams import FakeStream, on_stream
 from volseg.device.torch_internals import get_version, tree_flatten, tree_map
 from volseg.errors import ParallelError
@@ -235,7 +235,7 @@ class _FakeGraph:
     def begin(self) -> None:
         """Note what runs as recorded, from now on."""
         if self._is_step:
-            note_mark("record")
+            observer().on_mark("record")
         self._open.enter_context(on_stream(self._stream))
         self._open.enter_context(fake_recording(self._pool))
 
@@ -246,7 +246,7 @@ class _FakeGraph:
     def replay(self) -> None:
         """Note that it is run again."""
         if self._is_step:
-            note_mark("replay")
+            observer().on_mark("replay")
 
     def release(self) -> None:
         """Do nothing: its memory goes with the tensors."""

@@ -10,7 +10,7 @@ lines as fill a tile, and reads each in its own type. Gradients of weight and bi
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import on_gpu
+from volseg.device.gpus import on_gpu
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import available, count_processors, select_device
 

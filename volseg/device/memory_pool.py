@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from volseg.device.fake_gpu import fake_recording, has_values
+from volseg.device.gpus import fake_recording, has_values
 
 __all__ = ["MemoryPool"]
 

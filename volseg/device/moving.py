@@ -9,9 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import empty_cache, find_device, on_gpu
-from volseg.device.fake_internals import FakeTensor
-from volseg.device.torch_internals import count_references
+from volseg.device.gpus import empty_cache, find_device, on_gpu
+from volseg.device.torch_internals import PLAIN_TENSORS, count_references
 
 __all__ = ["move_together"]
 
@@ -28,7 +27,7 @@ def move_together(tensors: Iterable[Tensor]) -> None:
         Any number of times each.
     """
     own = count_references((torch.empty(1),), 0)[1]
-    found = {id(tensor): tensor for tensor in tensors if type(tensor) in (Tensor, FakeTensor) and on_gpu(tensor)}
+    found = {id(tensor): tensor for tensor in tensors if type(tensor) in PLAIN_TENSORS and on_gpu(tensor)}
     moved = [tensor for tensor in found.values() if _has_memory_of_its_own(tensor, own)]
     if not moved:
         return

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import find_kept, note_ordered, note_used
+from volseg.device.gpus import find_kept, observer
 from volseg.errors import ParallelError
 
 __all__ = [
@@ -70,7 +70,7 @@ class FakeStream:
     def wait_event(self, event: Any) -> None:
         """Trace that it waits."""
         if event.number:
-            note_ordered(self.device, self.number, event.number, waits=True)
+            observer().on_ordered(self.device, self.number, event.number, waits=True)
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """Return the event."""
@@ -79,7 +79,7 @@ class FakeStream:
         if streams is not None:
             streams.events += 1
             recorded.number = streams.events
-            note_ordered(self.device, self.number, recorded.number, waits=False)
+            observer().on_ordered(self.device, self.number, recorded.number, waits=False)
         return recorded
 
     def synchronize(self) -> None:
@@ -138,7 +138,7 @@ def find_current_stream(device: torch.device) -> Any:
 def note_use(tensor: Tensor, stream: Any) -> None:
     """Let a tensor's memory not be used again before a stream has come here: ``Tensor.record_stream``."""
     if isinstance(stream, FakeStream):
-        note_used(tensor, stream.number)
+        observer().on_used(tensor, stream.number)
     else:
         tensor.record_stream(stream)
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
+    "PLAIN_TENSORS",
     "SUPPORTED_NODES",
     "ScriptMethod",
     "TorchDispatchMode",
@@ -117,6 +118,10 @@ get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 """Make a tensor of a subclass that has a size, strides, a dtype and a device, and no memory."""
+
+
+PLAIN_TENSORS = (Tensor, FakeTensor)
+"""Types of tensors that are nothing but a tensor, with values or, where a step is traced, without."""
 
 
 def as_plain(tensor: Tensor) -> Tensor:

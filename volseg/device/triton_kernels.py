@@ -1,7 +1,7 @@
 """Kernels written in Triton: how they are defined, where Triton is not installed too, and how they are run.
 
 A kernel that takes a grid is defined with ``@kernel``, a function that kernels call with ``@triton.jit``. Every run
-goes through ``TritonKernel``: it is only traced on fake GPUs (``fake_gpu``).
+goes through ``TritonKernel``: it is only traced on fake GPUs (``gpus``).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from volseg.device import fake_gpu
+from volseg.device import fake_gpu, gpus
 from volseg.errors import ParallelError
 
 try:
@@ -91,7 +91,7 @@ class TritonKernel:
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         """Return what runs the kernel on so many programs."""
-        if not fake_gpu.has_values():
+        if not gpus.has_values():
             return lambda *arguments, **options: self._note(grid, arguments, options)
         if self.compiled is None:
             raise ParallelError(
@@ -105,7 +105,7 @@ class TritonKernel:
         for hear in _hearers:
             hear(KernelCall(self, tuple(arguments), options))
         tensors = tuple(value for value in (*arguments, *options.values()) if isinstance(value, Tensor))
-        fake_gpu.note_kernel(fake_gpu.NotedKernel(self.name, tuple(grid), tensors, options))
+        gpus.observer().on_kernel(fake_gpu.NotedKernel(self.name, tuple(grid), tensors, options))
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], TritonKernel]:

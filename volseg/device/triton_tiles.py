@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device import fake_gpu
+from volseg.device import gpus
 from volseg.device.triton_kernels import INSTALLED, tl, triton
 
 __all__ = [
@@ -52,12 +52,12 @@ MOST_VOXELS = 2**30
 
 def available() -> bool:
     """Say whether there are kernels in Triton: it is installed, or they are only noted."""
-    return INSTALLED or not fake_gpu.has_values()
+    return INSTALLED or not gpus.has_values()
 
 
 def takes(tensor: Tensor) -> bool:
     """Say whether Triton's kernels take this tensor: they run on a GPU and count in float32, and voxels in 32 bits."""
-    if not (fake_gpu.on_gpu(tensor) and tensor.dtype != torch.float64 and available()):
+    if not (gpus.on_gpu(tensor) and tensor.dtype != torch.float64 and available()):
         return False
     return tensor.numel() <= MOST_VOXELS or count_voxels(tensor) <= MOST_VOXELS
 
@@ -141,7 +141,7 @@ def select_device(tensor: Tensor) -> AbstractContextManager[Any]:
 
 def count_processors(device: torch.device) -> int:
     """Return the number of multiprocessors; Triton's interpreter has one."""
-    return fake_gpu.count_processors(device)
+    return gpus.count_processors(device)
 
 
 def count_voxels(tensor: Tensor) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.fake_gpu import GpuLike, host_values, note_mark
+from volseg.device.fake_gpu import GpuLike
+from volseg.device.gpus import host_values, observer
 from volseg.errors import NotRecordedError, ParallelError
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.gpu_kinds import GpuKind
@@ -310,17 +311,17 @@ def _marked(model: nn.Module) -> Iterator[None]:
 
 
 def _begin_forward(module: nn.Module, args: Any) -> None:  # noqa: ARG001 (a hook's signature)
-    note_mark("forward")
+    observer().on_mark("forward")
 
 
 def _end_forward(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (a hook's signature)
-    note_mark("loss")
+    observer().on_mark("loss")
     is_over = False
 
     def turn(gradient: Tensor) -> None:  # noqa: ARG001 (a hook's signature)
         nonlocal is_over
         if not is_over:
-            note_mark("backward")
+            observer().on_mark("backward")
         is_over = True
 
     for tensor in _list_tensors(output):

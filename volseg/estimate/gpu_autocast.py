@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import on_gpu
+from volseg.device.gpus import on_gpu
 from volseg.device.torch_internals import (
     find_autocast_operators,
     get_schema,

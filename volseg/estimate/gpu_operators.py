@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import count_processors, on_gpu
+from volseg.device.gpus import count_processors, on_gpu
 from volseg.device.torch_internals import overriding_operators, suggest_memory_format
 from volseg.estimate.workspaces import ConvolutionPass, find_workspace
 

@@ -10,17 +10,9 @@ import torch
 from torch import Tensor
 
 from volseg.device.fake_copies import copy_without_values
-from volseg.device.fake_gpu import (
-    GpuObserver,
-    NotedKernel,
-    fake_device,
-    fake_recording,
-    find_capability,
-    find_device,
-    find_recording,
-    is_gpu,
-)
+from volseg.device.fake_gpu import GpuObserver, NotedKernel, fake_device, get_fake
 from volseg.device.fake_internals import FakeTensorMode
+from volseg.device.gpus import fake_recording, find_capability, find_device, is_gpu
 from volseg.device.streams import find_current_stream
 from volseg.device.torch_internals import find_backward_pass, get_storage_key
 from volseg.errors import OutOfMemoryError
@@ -138,9 +130,10 @@ class TracedStep(GpuObserver):
         """Return the bytes that are held now: ``torch.cuda.memory_allocated`` before its rounding."""
         return self._sizes[device]
 
-    def on_sent(self, device: torch.device, kind: str, size: int, devices: int) -> None:
+    def on_sent(self, device: torch.device, kind: str, size: int, devices: int = 2) -> None:
         """Put down data that leave a device."""
-        self._put(self._number(device), Sent(kind, size, devices, find_current_stream(device).number))
+        if is_gpu(device):
+            self._put(self._number(device), Sent(kind, size, devices, find_current_stream(device).number))
 
     def on_shared_memory(self, device: torch.device, size: int) -> None:
         """Put down memory beside torch's allocator."""
@@ -220,7 +213,7 @@ class TracedStep(GpuObserver):
             self._give_up(f"alone would be more than {self._fits / 2**30:,.1f}")
         if size:
             stream = find_current_stream(device).number
-            self._put(number, Allocate(self._blocks, size, stream, find_recording()))
+            self._put(number, Allocate(self._blocks, size, stream, _find_pool()))
 
     def _is_in_order(self) -> bool:
         """Say whether tensors that are alive together would be so on GPUs: each device has a thread in backward."""
@@ -277,7 +270,7 @@ class TracedStep(GpuObserver):
             self._multiplied.add((device, stream, in_backward))
             self._blocks += 1
             size = OF_PRODUCTS[find_capability(device) >= HOPPER]
-            self._put(self._number(device), Allocate(self._blocks, size, stream, find_recording()))
+            self._put(self._number(device), Allocate(self._blocks, size, stream, _find_pool()))
 
     def note_checked(self, found: Tensor) -> None:
         """Put down that a tensor says whether gradients are finite, which the loss's scaling asks for."""
@@ -296,6 +289,12 @@ class TracedStep(GpuObserver):
     def _number(self, device: torch.device) -> int:
         assert device.index is not None
         return device.index
+
+
+def _find_pool() -> str:
+    """Return the name of the pool that a recording takes its memory from; empty where nothing is recorded."""
+    fake = get_fake()
+    return "" if fake is None else fake.recording
 
 
 def find_gpu(tensors: Iterable[Tensor]) -> torch.device | None:

@@ -21,13 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import (
-    GpuLike,
-    faking,
-    find_device,
-    is_gpu,
-)
+from volseg.device.fake_gpu import GpuLike, faking
 from volseg.device.fake_internals import FakeTensor, quiet_fake_tensors, taking_lists
+from volseg.device.gpus import find_device, is_gpu
 from volseg.device.module_internals import swapping_by
 from volseg.device.torch_internals import TorchDispatchMode, check_gradients, read_value
 from volseg.estimate.constant_values import ConstantValues

@@ -28,8 +28,8 @@ from volseg.commands import run_module
 from volseg.config.loading import dump_config, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.device.compiling import Compiling, can_compile, starts_by_compiler
-from volseg.device.fake_gpu import GpuLike, host_values
-from volseg.device.gpus import uses_gpus
+from volseg.device.fake_gpu import GpuLike
+from volseg.device.gpus import host_values, uses_gpus
 from volseg.device.triton_kernels import hearing_calls
 from volseg.errors import ParallelError, VolsegError
 from volseg.estimate.candidate import Candidate

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from volseg.device.fake_gpu import on_gpu
 from volseg.device.first_order import first_order
+from volseg.device.gpus import on_gpu
 from volseg.device.triton_tiles import takes
 from volseg.errors import DataError
 from volseg.losses.dice import passes, reference

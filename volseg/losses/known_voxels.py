@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from volseg.device.fake_gpu import keeping, on_gpu
 from volseg.device.first_order import first_order
+from volseg.device.gpus import keeping, on_gpu
 from volseg.errors import DataError
 from volseg.losses.dice.reference import empty_gradient, iterate_chunks
 from volseg.losses.dice.terms import Terms

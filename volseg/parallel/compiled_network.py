@@ -24,8 +24,8 @@ from torch import Tensor, fx, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from volseg.device import compiler_internals
-from volseg.device.fake_gpu import has_values
 from volseg.device.first_order import refuse_forward_mode
+from volseg.device.gpus import has_values
 from volseg.device.graph import without_cached_casts
 from volseg.device.module_internals import (
     BUFFERS,

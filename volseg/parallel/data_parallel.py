@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from volseg.device.fake_gpu import is_recording
+from volseg.device.gpus import is_recording
 from volseg.device.torch_internals import get_version
 from volseg.errors import ParallelError
 from volseg.parallel.gradient_sums import GradientSums

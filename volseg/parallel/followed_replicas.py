@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.fake_gpu import note_sent
+from volseg.device.gpus import observer
 from volseg.device.torch_internals import find_backward_pass, tree_map
 
 __all__ = ["FollowedReplicas"]
@@ -42,7 +42,7 @@ class FollowedReplicas(nn.Module):
         trained = list(parameters)
         for device in dict.fromkeys(parameter.device for parameter in trained):  # the first replica's weights come
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in trained if parameter.device == device])
-            note_sent(device, "broadcast", flat.nbytes, processes)
+            observer().on_sent(device, "broadcast", flat.nbytes, processes)
             del flat
         for bucket in _fill_buckets(trained):
             _Bucket(bucket, processes)
@@ -72,13 +72,13 @@ class _Bucket:
         """
         begun, self._pass = self._pass, find_backward_pass()
         if self._arrived and begun != self._pass:
-            note_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
+            observer().on_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
             self._arrived = 0
         view = self._flat[place].view_as(gradient)
         view.copy_(gradient)
         self._arrived = (self._arrived + 1) % self._count
         if self._arrived == 0:
-            note_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
+            observer().on_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
         gradient.copy_(view)
 
 

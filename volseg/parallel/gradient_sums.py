@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from volseg.device.fake_gpu import find_address, is_gpu
 from volseg.device.first_order import first_order
+from volseg.device.gpus import find_address, is_gpu
 from volseg.device.graph import describe_plain
 from volseg.device.module_internals import get_parameters
 from volseg.device.streams import find_current_stream, make_stream, on_stream

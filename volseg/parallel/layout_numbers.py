@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import has_values, is_gpu, on_gpu
+from volseg.device.gpus import has_values, is_gpu, on_gpu
 from volseg.errors import ParallelError
 
 __all__ = ["Differences", "LayoutNumbers"]

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from volseg.device.fake_gpu import has_values, is_recording
 from volseg.device.first_order import first_order
+from volseg.device.gpus import has_values, is_recording
 from volseg.device.norm.running import Running, check_sizes
 from volseg.device.torch_internals import ScriptMethod, find_saved_tensors_hooks, list_script_graphs, watching_scripts
 from volseg.errors import ParallelError

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from volseg.device.fake_gpu import has_values
+from volseg.device.gpus import has_values
 from volseg.device.module_internals import NormBase
 from volseg.device.torch_internals import watching_scripts
 from volseg.errors import ParallelError

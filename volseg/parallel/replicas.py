@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.fake_gpu import find_readable, host_values
+from volseg.device.gpus import find_readable, host_values
 from volseg.device.torch_internals import gather_into
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import add_up, fold

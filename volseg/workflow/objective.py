@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import has_values
+from volseg.device.gpus import has_values
 from volseg.errors import BatchFieldError, ConfigError
 from volseg.losses import Targets, Terms, dice_cross_entropy, known_dice_cross_entropy
 from volseg.losses.overlap import gathering_overlap

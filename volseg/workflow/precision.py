@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from volseg.data.threads import compute_in_one_thread
-from volseg.device.fake_gpu import find_capability, is_gpu
+from volseg.device.gpus import find_capability, is_gpu
 from volseg.errors import ConfigError
 from volseg.parallel.devices import list_gpus
 

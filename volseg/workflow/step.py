@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.data.cases import Batch
-from volseg.device.fake_gpu import on_gpu
+from volseg.device.gpus import on_gpu
 from volseg.errors import BatchFieldError, ConfigError
 from volseg.parallel import ModelParallel, RecordedStep
 from volseg.parallel.data_parallel import DataParallel, find_replicas

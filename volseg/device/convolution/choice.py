@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from volseg.device import fake_gpu, fusions
+from volseg.device import fusions, gpus
 from volseg.device.convolution import (
     depthwise,
     few_channels,
@@ -64,7 +64,7 @@ def _find_form(direction: Direction, call: ConvolutionCall) -> Form | None:
     volume = call.slab if direction == "forward" else call.given
     if not rules.is_plain(volume, call.weight, call.settings):
         return None
-    voxels, device = rules.count_voxels(volume), fake_gpu.find_device(volume)
+    voxels, device = rules.count_voxels(volume), gpus.find_device(volume)
     form = find_form(direction, call.weight.shape, call.settings.dilation, voxels, device)
     return form if form is not None and fusions.is_on(_name(form)) else None
 

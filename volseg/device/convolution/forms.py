@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from volseg.device import fake_gpu
+from volseg.device import gpus
 
 __all__ = [
     "BOTH",
@@ -163,4 +163,4 @@ def find_form(
     rule = RULES[direction].get((inputs, outputs, taps[0], dilation[0]))
     if rule is None or voxels < rule.fewest or not torch.backends.cudnn.enabled:
         return None
-    return rule.form if fake_gpu.find_capability(device)[0] == CAPABILITY else None
+    return rule.form if gpus.find_capability(device)[0] == CAPABILITY else None

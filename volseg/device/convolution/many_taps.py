@@ -26,7 +26,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import find_capability, is_gpu
+from volseg.device.gpus import find_capability, is_gpu
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers, locate, select_device
 

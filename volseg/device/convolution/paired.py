@@ -31,7 +31,7 @@ from torch import Tensor
 
 from volseg.device.convolution import stacks
 from volseg.device.convolution.settings import Settings
-from volseg.device.fake_gpu import keeping
+from volseg.device.gpus import keeping
 from volseg.device.layout import in_layout
 
 __all__ = ["can_group", "expand", "forward", "input_gradient", "view_groups", "weight_gradient"]

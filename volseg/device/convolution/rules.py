@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from volseg.device import fake_gpu, fusions, triton_tiles
+from volseg.device import fusions, gpus, triton_tiles
 from volseg.device.convolution import depthwise, few_channels, few_in, few_out, few_taps, many_taps, one_voxel, stacks
 from volseg.device.convolution.settings import Settings
 
@@ -51,7 +51,7 @@ class ConvolutionCall(NamedTuple):
 
 def _is_half(tensor: Tensor, weight: Tensor) -> bool:
     """Say whether Triton may run, and the convolution is one of half precision."""
-    if not (triton_tiles.available() and fake_gpu.on_gpu(tensor) and tensor.ndim == 5 and tensor.numel()):
+    if not (triton_tiles.available() and gpus.on_gpu(tensor) and tensor.ndim == 5 and tensor.numel()):
         return False
     if tensor.numel() > triton_tiles.MOST_VOXELS and count_voxels(tensor) > triton_tiles.MOST_VOXELS:
         return False
@@ -188,7 +188,7 @@ def differentiates_many_taps(call: ConvolutionCall) -> bool:
     is_grouped = outputs == inputs and inputs in many_taps.GROUPS and taps == [5, 5, 5]
     if not is_grouped or count_voxels(call.given) < many_taps.FEWEST_VOXELS_OF_GROUPS:
         return False
-    is_measured = fake_gpu.find_capability(fake_gpu.find_device(call.given))[0] == many_taps.WIDE
+    is_measured = gpus.find_capability(gpus.find_device(call.given))[0] == many_taps.WIDE
     group = many_taps.count_group(call.weight)
     return is_measured and many_taps.can_group(call.slab, taps, call.given.shape[-1], group)
 

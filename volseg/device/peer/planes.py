@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import find_address, is_gpu, is_recording, note_sent
+from volseg.device.gpus import find_address, is_gpu, is_recording, observer
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
 from volseg.device.peer.values import count
 from volseg.device.streams import find_current_stream, make_stream, on_stream
@@ -282,7 +282,7 @@ class PlaneMailbox(Mailbox):
         exchange.kept = None
 
     def _send(self, packed: Sequence[Tensor | None]) -> None:
-        note_sent(self.calls.device, "halo", sum(planes.nbytes for planes in packed if planes is not None))
+        observer().on_sent(self.calls.device, "halo", sum(planes.nbytes for planes in packed if planes is not None))
         self._run(self.outboxes, packed, (None, None), RECEIVE=False, KEEP=False)
 
     def _receive(self, exchange: "_Exchange") -> None:

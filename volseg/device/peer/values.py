@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.fake_gpu import find_address
+from volseg.device.gpus import find_address
 from volseg.device.peer.mailbox import PATIENCE, Mailbox
 from volseg.device.torch_internals import gather_into
 from volseg.device.triton_kernels import kernel, tl, triton

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from volseg.device.fake_gpu import is_gpu
+from volseg.device.gpus import is_gpu
 from volseg.device.torch_internals import is_compiled
 from volseg.errors import PartitionError
 from volseg.parallel.devices import name_devices

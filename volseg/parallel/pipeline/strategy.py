@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from volseg.device.fake_gpu import host_values
+from volseg.device.gpus import host_values
 from volseg.device.torch_internals import accept_gradients_of_other_streams, pytree
 from volseg.errors import ParallelError, PartitionError
 from volseg.parallel.pipeline.batch import lend_untraced, run_batch

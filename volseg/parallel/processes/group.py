@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from volseg.device.fake_gpu import find_readable, host_values
+from volseg.device.gpus import find_readable, host_values
 from volseg.errors import ParallelError
 from volseg.launched import Launch, find_launch
 from volseg.lifetime import end_with_launcher

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from volseg.device.fake_gpu import find_capability, is_gpu
+from volseg.device.gpus import find_capability, is_gpu
 
 __all__ = ["put_channels_last", "suits_channels_last"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import host_values
+from volseg.device.gpus import host_values
 from volseg.device.torch_internals import tree_leaves, tree_map
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.volume import ShardedVolume

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import find_address
+from volseg.device.gpus import find_address
 from volseg.device.torch_internals import as_savable, get_version
 from volseg.parallel.buckets import fill_buckets
 from volseg.parallel.spatial.transport.communicator import Communicator

@@ -60,7 +60,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import resize_memory
+from volseg.device.gpus import resize_memory
 from volseg.device.norm.activation import Activation
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.recipe import Outline, Recipe

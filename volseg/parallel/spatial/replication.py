@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from volseg.device.fake_gpu import find_readable, has_values, host_values
+from volseg.device.gpus import find_readable, has_values, host_values
 from volseg.device.module_internals import get_buffers, get_parameters
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets, read_layout

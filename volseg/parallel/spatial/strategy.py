@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
-from volseg.device.fake_gpu import has_values, is_recording
+from volseg.device.gpus import has_values, is_recording
 from volseg.device.module_internals import ConvNd
 from volseg.device.torch_internals import (
     as_plain,

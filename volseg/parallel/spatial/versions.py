@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from torch import Size, Tensor
 
-from volseg.device.fake_internals import FakeTensor
-from volseg.device.torch_internals import get_version, without_subclass_overrides
+from volseg.device.torch_internals import PLAIN_TENSORS, get_version, without_subclass_overrides
 from volseg.errors import UnsupportedOperatorError
 
 __all__ = ["Kept", "Unchanged", "Watched", "keep", "take"]
@@ -95,7 +94,7 @@ class Watched:
 
 def _share_version(tensor: Tensor) -> Callable[[], Tensor]:
     """Return a function that returns a tensor with the version of this one."""
-    if type(tensor) in (Tensor, FakeTensor):  # others are kept: parameters live anyway
+    if type(tensor) in PLAIN_TENSORS:  # others are kept: parameters live anyway
         tensor = tensor.detach()  # shares version and memory
         tensor.data = tensor.new_empty(0)  # leaves the version
     return lambda: tensor

@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from volseg.device.fake_gpu import find_address
+from volseg.device.gpus import find_address
 from volseg.device.torch_internals import get_version
 
 __all__ = ["Description", "Same", "See", "UnknownError", "Weak", "describe", "find_tensor", "list_leaves", "stays"]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.fake_gpu import find_readable, host_values
+from volseg.device.gpus import find_readable, host_values
 from volseg.errors import ParallelError
 
 __all__ = ["CommonSeeds", "RandomState", "mix", "own_random_numbers", "seeded"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from volseg.device.fake_gpu import find_device, on_gpu, release_cache
+from volseg.device.gpus import find_device, on_gpu, release_cache
 from volseg.device.torch_internals import get_version, tree_leaves
 from volseg.errors import ParallelError
 from volseg.parallel.state.attempt import Attempt

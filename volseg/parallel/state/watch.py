@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from volseg.device.fake_gpu import find_address
+from volseg.device.gpus import find_address
 from volseg.device.module_internals import (
     BACKWARD_HOOKS,
     BACKWARD_PRE_HOOKS,

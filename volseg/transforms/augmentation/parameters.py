@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.device.fake_gpu import on_gpu
+from volseg.device.gpus import on_gpu
 
 __all__ = ["AugmentationParameters", "draw_parameters"]
 

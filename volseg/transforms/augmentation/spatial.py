@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import grid_sample
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.device.fake_gpu import keeping, on_gpu
+from volseg.device.gpus import keeping, on_gpu
 from volseg.transforms.augmentation.parameters import AugmentationParameters
 
 __all__ = [

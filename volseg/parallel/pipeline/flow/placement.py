@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from volseg.device.fake_gpu import move_in_place
+from volseg.device.gpus import move_in_place
 from volseg.device.module_internals import get_buffers, get_parameters
 from volseg.device.torch_internals import get_version, is_transformed, without_overrides
 from volseg.errors import PartitionError

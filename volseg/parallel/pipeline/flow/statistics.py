@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from volseg.device.fake_gpu import keeping
+from volseg.device.gpus import keeping
 from volseg.device.module_internals import NormBase
 from volseg.device.torch_internals import lerp_each_, zero_each_
 from volseg.errors import ParallelError

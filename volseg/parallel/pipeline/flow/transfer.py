@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import find_kept, is_gpu, note_sent
+from volseg.device.gpus import find_kept, is_gpu, observer
 from volseg.device.streams import find_current_stream, make_stream, note_use, on_stream
 from volseg.parallel.timeline import find_timeline
 
@@ -90,7 +90,7 @@ def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
     if not is_gpu(tensor.device) or not is_gpu(target) or tensor.device == target:
         # A real copy even on the same device: stages never share memory, whatever the devices.
         return (tensor.clone() if tensor.device == target else tensor.to(target, non_blocking=True)), None
-    note_sent(tensor.device, "copy", tensor.nbytes)
+    observer().on_sent(tensor.device, "copy", tensor.nbytes)
     leaving, entering = _get_streams(tensor.device, target)
     leaving.wait_stream(find_current_stream(tensor.device))
     with on_stream(leaving), on_stream(entering):
@@ -111,7 +111,7 @@ def copy_into(tensor: Tensor, room: Tensor, free: torch.cuda.Event | None) -> to
     if is_gpu(tensor.device) != is_gpu(room.device):
         room.copy_(tensor, non_blocking=True)
         return None
-    note_sent(tensor.device, "copy", tensor.nbytes)
+    observer().on_sent(tensor.device, "copy", tensor.nbytes)
     leaving, entering = _get_streams(tensor.device, room.device)
     leaving.wait_stream(find_current_stream(tensor.device))
     if free is not None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device.fake_copies import copying_by_clones
-from volseg.device.fake_gpu import has_values, is_gpu, move_in_place, read_clock
+from volseg.device.gpus import has_values, is_gpu, move_in_place, observer
 from volseg.device.torch_internals import keep_gpu_busy, pytree, without_overrides
 from volseg.errors import PartitionError, VolsegError
 from volseg.parallel.pipeline.micro_batch import Call, copy_call
@@ -303,8 +303,9 @@ def _start_host_clock() -> Callable[[], float]:
 
 
 def _start_fake_clock(device: torch.device) -> Callable[[], float]:
-    start = read_clock(device)
-    return lambda: (read_clock(device) - start) * 1e3
+    clock = observer().read_clock
+    start = clock(device)
+    return lambda: (clock(device) - start) * 1e3
 
 
 def _start_device_clock() -> Callable[[], float]:

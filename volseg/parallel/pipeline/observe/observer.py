@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from volseg.device.fake_gpu import host_values
+from volseg.device.gpus import host_values
 from volseg.device.torch_internals import find_saved_tensors_hooks, pytree
 from volseg.parallel.pipeline.flow.statistics import NORMS, FrozenStatistics, find_batch_counters, run_norm
 from volseg.parallel.pipeline.observe import run as runs

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from volseg.device.fake_gpu import count_free_bytes, empty_cache, is_gpu
+from volseg.device.gpus import count_free_bytes, empty_cache, is_gpu
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.observe.costs import Measured
 from volseg.parallel.pipeline.plan.balance import (

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.fake_gpu import has_values, is_gpu, note_mark, release_cache
+from volseg.device.gpus import has_values, is_gpu, observer, release_cache
 from volseg.device.graph import describe_inputs, describe_plain, read_modes
 from volseg.device.module_internals import get_backward_hooks
 from volseg.device.record_policy import Kind, Recordings
@@ -219,7 +219,7 @@ class BatchRecorder:
         hooked = [name for name, parameter in self._net.named_parameters() if get_backward_hooks(parameter)]
         if hooked:
             raise RecordRefusedError(f"the hook of {hooked[0]} would be called for gradients that do not count")
-        note_mark("lanes")
+        observer().on_mark("lanes")
         # What is recorded on GPUs draws from their generators, which a recording leaves alone.
         with Attempt(self._net, written=placement.written) as attempt:
             rehearsal = rehearse(self._net, placement, batch.calls, batch.sizes)

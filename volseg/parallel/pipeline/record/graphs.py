@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import find_kept, is_gpu
+from volseg.device.gpus import find_kept, is_gpu
 from volseg.device.graph import make_graph, make_pool
 from volseg.device.streams import find_current_stream, make_stream, on_stream, turn_to_stream
 from volseg.device.torch_internals import TorchDispatchMode, get_schema

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.fake_gpu import release_cache
+from volseg.device.gpus import release_cache
 from volseg.device.graph import undisturbed, without_cached_casts
 from volseg.device.module_internals import NormBase
 from volseg.device.torch_internals import add_each_, pytree

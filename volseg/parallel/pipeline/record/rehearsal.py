@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.fake_gpu import has_values, is_gpu
+from volseg.device.gpus import has_values, is_gpu
 from volseg.device.torch_internals import TorchDispatchMode, pytree
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions
-from volseg.device.fake_gpu import on_gpu
 from volseg.device.first_order import first_order
+from volseg.device.gpus import on_gpu
 from volseg.parallel.spatial.lazy.vanishing import sum_vanishing, vanishes
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device import attention, fusions
-from volseg.device.fake_internals import FakeTensor
+from volseg.device.torch_internals import PLAIN_TENSORS
 from volseg.parallel.spatial.lazy.product_cut import find_cut, is_cut_once, list_shapes, transpose_last
 from volseg.parallel.spatial.lazy.uncut import Uncut, written
 from volseg.parallel.spatial.lazy.waiting_scores import AddendPlace, Compute, Steps, WaitingScores, find_autocast
@@ -44,7 +44,7 @@ Reshaped = Callable[[ShardedVolume], Any]
 MOST_TERMS = 2
 """That the kernels take."""
 
-ORDINARY = (Tensor, nn.Parameter, FakeTensor, Uncut)
+ORDINARY = (*PLAIN_TENSORS, nn.Parameter, Uncut)
 
 WIDTHS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 

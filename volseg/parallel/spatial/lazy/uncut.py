@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 
-from volseg.device.fake_internals import FakeTensor
 from volseg.device.torch_internals import (
+    PLAIN_TENSORS,
     find_transform,
     get_version,
     is_forward_mode,
@@ -58,8 +58,6 @@ OUTLINE = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__}
     | {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")}
 )
-
-ORDINARY = (Tensor, FakeTensor)
 
 
 class Uncut(Tensor):
@@ -243,7 +241,7 @@ class _Waits(TorchFunctionMode):
 
 def _begin(func: Callable, args: tuple, context: Context) -> Uncut | None:
     """Return a difference that waits; None of any other."""
-    if len(args) != 2 or any(type(given) not in ORDINARY for given in args) or _is_seen(context):
+    if len(args) != 2 or any(type(given) not in PLAIN_TENSORS for given in args) or _is_seen(context):
         return None
     first, second = args
     if first.is_nested or second.is_nested:

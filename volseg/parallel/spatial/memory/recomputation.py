@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from volseg.device.fake_gpu import is_recording
+from volseg.device.gpus import is_recording
 from volseg.device.module_internals import BACKWARD_HOOKS, POST_ACCUMULATE_GRAD_HOOKS, ConvNd
 from volseg.device.torch_internals import find_backward_pass, tree_flatten, tree_unflatten
 from volseg.errors import ParallelError, UnsupportedOperatorError

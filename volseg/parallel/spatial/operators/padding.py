@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.device.fake_gpu import host_values
+from volseg.device.gpus import host_values
 from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, find_unit, select_planes, sharded_windows

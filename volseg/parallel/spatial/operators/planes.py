@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import keeping
 from volseg.device.first_order import first_order
+from volseg.device.gpus import keeping
 from volseg.parallel.spatial.dispatch import SEVERAL_RANGES
 from volseg.parallel.spatial.plan.shards import Merged, Span, can_split, spans, transfers
 from volseg.parallel.spatial.plan.windows import Convolution, Window

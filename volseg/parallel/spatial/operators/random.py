@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import find_readable, host_values, is_recording
+from volseg.device.gpus import find_readable, host_values, is_recording
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.operators.operands import aligned
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise

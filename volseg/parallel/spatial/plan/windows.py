@@ -16,7 +16,7 @@ from math import ceil, floor
 import torch
 import torch.nn.functional as F
 
-from volseg.device.fake_gpu import host_values
+from volseg.device.gpus import host_values
 from volseg.parallel.spatial.plan.shards import Span
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.fake_gpu import is_gpu, is_recording
+from volseg.device.gpus import is_gpu, is_recording
 from volseg.device.layout import DIM
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, small_enough
 from volseg.parallel.spatial.transport import kept_halo

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import is_gpu
+from volseg.device.gpus import is_gpu
 from volseg.device.memory_pool import MemoryPool
 from volseg.device.streams import find_current_stream
 

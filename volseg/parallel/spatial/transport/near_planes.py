@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volseg.device.fake_gpu import is_recording
+from volseg.device.gpus import is_recording
 from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, PlaneMailbox, small_enough
 from volseg.parallel.spatial.plan.shards import Span, Transfer
 from volseg.parallel.spatial.transport.pieces import allocate_whole, start_total

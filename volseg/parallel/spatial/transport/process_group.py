@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.fake_gpu import is_gpu, is_recording
 from volseg.device.first_order import first_order
+from volseg.device.gpus import is_gpu, is_recording
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
 from volseg.device.torch_internals import gather_into

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.fake_gpu import is_gpu
 from volseg.device.first_order import first_order
+from volseg.device.gpus import is_gpu
 from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.parallel.buckets import GradientRoom, check_hooks, is_large
