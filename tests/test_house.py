@@ -225,12 +225,12 @@ def test_a_text_without_an_encoding_is_seen(text: str, lines: list[int]) -> None
 
 
 LIMITS = {
-    "lines of code": 65_000,
-    "modules": 625,
+    "lines of code": 64_700,
+    "modules": 594,
     "lines of tests": 75_700,
     "benchmark scripts": 31,
     "lines of benchmarks": 7_900,
-    "words of docs": 62_000,
+    "words of docs": 59_700,
 }
 """How large the house may be. Lower a number when the house shrinks; raise none: what a change adds, it takes away."""
 
