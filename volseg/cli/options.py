@@ -167,5 +167,5 @@ JsonLogs = Annotated[
     ),
 ]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", callback=_take("quiet"), help="Say warnings and errors alone; or VOLSEG_LOGS=quiet.")
+    bool, typer.Option("--quiet", callback=_take("quiet"), help="Show only warnings and errors; or VOLSEG_LOGS=quiet.")
 ]

@@ -106,7 +106,7 @@ def doctor(
     ] = None,
     runs: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Of the runs; default runs.")] = None,
 ) -> None:
-    """Look at this machine: GPUs, driver, torch, links, memory, disks, limits; say what is wrong and how to mend it.
+    """Look at this machine: GPUs, driver, torch, links, memory, disks, limits; report what is wrong and how to fix it.
 
     Exit status 1 if anything stops a training.
     """

@@ -48,7 +48,7 @@ def configure(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     components: Components = None,
 ) -> None:
-    """Look at every case of a data set, and write a config for it in which every number says why it is what it is."""
+    """Analyse a data set and write a training config; each value is commented with its reason."""
     from volseg import experiment  # imports torch: not for --help
     from volseg.files import require_new
     from volseg.planning import parse_memory, write_config
@@ -140,7 +140,7 @@ def train(
     if gpus is not None:
         loaded = loaded.on_one_device(count_launched())
     begin = experiment.train  # imports what trains
-    gc.freeze()  # modules live as long as this process: whoever looks for garbage, each recording does, passes them by
+    gc.freeze()  # modules live as long as this process: the garbage collections of recordings need not visit them
     outcome = begin(loaded, resume=resume)
     if experiment.is_main_process():
         show(experiment.format_outcome(outcome))

@@ -1,4 +1,4 @@
-"""A network as a MONAI bundle: MONAI alone prepares, predicts and writes, by ``python -m monai.bundle run``.
+"""A network as a MONAI bundle: MONAI prepares, predicts and writes without volseg, by ``python -m monai.bundle run``.
 
 MONAI's own networks are described by their name and parameters, with weights in ``models/model.pt``; another network is
 TorchScript in ``models/model.ts``, so that neither needs volseg. The preprocessing is said in MONAI's transforms; a
@@ -62,7 +62,7 @@ def write_bundle(source: BundleSource, folder: Path) -> None:
 
 
 def is_monais(spec: Mapping[str, Any], network: nn.Module) -> bool:
-    """Say whether MONAI builds the network by its name alone, with the weights' names."""
+    """Say whether MONAI builds the network by its name, with the weights' names."""
     kind = getattr(nets, str(spec.get("name")), None)
     return isinstance(kind, type) and isinstance(network, kind)
 

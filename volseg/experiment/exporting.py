@@ -137,7 +137,7 @@ def _export_bundle(
     try:
         write_bundle(bundle, partial)
         _require_same(partial, network, shapes)
-        partial.chmod(0o755)  # mkdtemp's is its owner's alone
+        partial.chmod(0o755)  # mkdtemp makes a folder for its owner only
         os.rename(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -3,7 +3,7 @@
 On this machine the step runs, and torch's profiler says what ran when. A recorded step has no Python that could say for
 which layer: it is run eagerly first, and the replay's kernels are those of the eager one. What each layer has to
 compute and to move is known from a followed step on a GPU, and from the operators that run on a CPU. For a GPU that is
-not here the step is followed alone, and timed by the table of measured kernels.
+not here the step is only followed, and timed by the table of measured kernels.
 """
 
 import math

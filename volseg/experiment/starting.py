@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -118,14 +119,7 @@ class Start:
         """Return what was taken, and what was not, by name."""
         transfer = self._done
         assert transfer is not None, "asked before a network was given its weights"
-        return {
-            "file": str(self.weights.file),
-            "digest": self.weights.digest,
-            "taken": list(transfer.taken),
-            "adapted": list(transfer.adapted),
-            "new": list(transfer.new),
-            "left": list(transfer.left),
-        }
+        return {"file": str(self.weights.file), "digest": self.weights.digest, **asdict(transfer)}
 
     def _describe(self, transfer: WeightTransfer, network: FitGrid) -> str:
         """Report what was taken: each parameter counts once, and the share is rounded down, so that 100% means all."""

@@ -233,7 +233,7 @@ def _find_free_bytes(device: torch.device) -> int:
 def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device) -> None:
     """Do a training step on random voxels with a network of its own, of which nothing is left.
 
-    Of a volume that is cut one slab is taken, with its halo, by this process alone: one that runs out of memory must
+    Of a volume that is cut one slab is taken, with its halo, in this process only: one that runs out of memory must
     not leave others waiting for it.
     """
     rows = -(-config.patch.batch // plan.data)

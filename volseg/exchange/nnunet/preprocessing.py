@@ -1,6 +1,6 @@
 """An image as nnU-Net's network sees it: transposed, cropped, normalised, resampled, in this order.
 
-The volume keeps the affine of its new grid, so that label maps find back by geometry alone. The outer borders of the
+The volume keeps the affine of its new grid, so that label maps find back by geometry only. The outer borders of the
 cropped and the resampled grid are one, as in nnU-Net; hence sides that differ from the plan's by a fraction of a voxel.
 """
 
