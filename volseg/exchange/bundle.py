@@ -25,7 +25,16 @@ from volseg.errors import ConfigError
 from volseg.files import replacing
 from volseg.version import __version__
 
-__all__ = ["TOLERANCE", "BundleSource", "is_monais", "trace", "write_bundle", "write_onnx", "write_torchscript"]
+__all__ = [
+    "TOLERANCE",
+    "BundleSource",
+    "is_monais",
+    "require_same_logits",
+    "trace",
+    "write_bundle",
+    "write_onnx",
+    "write_torchscript",
+]
 
 
 # A network as TorchScript or ONNX: followed on a volume, then run beside itself before the file is kept.
@@ -74,7 +83,7 @@ def trace(network: nn.Module, shapes: Sizes) -> bytes:
         torch.jit.save(torch.jit.trace(network, _draw(shapes[0]), check_trace=False), stream)
         stream.seek(0)
         loaded = torch.jit.load(stream)
-    _compare(network, loaded, shapes, "TorchScript")
+    require_same_logits(network, loaded, shapes, "TorchScript")
     return stream.getvalue()
 
 
@@ -117,7 +126,7 @@ def write_onnx(network: nn.Module, shapes: Sizes, path: Path) -> Path:
         def run(image: Tensor) -> Tensor:
             return torch.from_numpy(session.run(["logits"], {"image": image.numpy()})[0])
 
-        _compare(network, run, [(batch, *shapes[0][1:]) for batch in (1, 2, 3)], "ONNX")
+        require_same_logits(network, run, [(batch, *shapes[0][1:]) for batch in (1, 2, 3)], "ONNX")
         with replacing(path) as partial:
             partial.write_bytes(file.read_bytes())
     return path
@@ -140,7 +149,7 @@ def _draw(shape: Sequence[int]) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def _compare(network: nn.Module, made: Callable[[Tensor], Any], shapes: Sizes, kind: str) -> None:
+def require_same_logits(network: nn.Module, made: Callable[[Tensor], Any], shapes: Sizes, kind: str) -> None:
     """Raise unless both give the same logits on every shape."""
     for image in map(_draw, shapes):
         with torch.no_grad(), _refusing(kind, network):

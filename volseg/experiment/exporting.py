@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
-import torch
 from monai.bundle import ConfigParser
 from torch import Tensor, nn
 
@@ -21,9 +20,9 @@ from volseg.errors import ConfigError
 from volseg.evaluation.summary import read_summary
 from volseg.exchange.archive import write_archive
 from volseg.exchange.bundle import (
-    TOLERANCE,
     BundleSource,
     is_monais,
+    require_same_logits,
     trace,
     write_bundle,
     write_onnx,
@@ -159,15 +158,7 @@ def _require_same(folder: Path, network: nn.Module, shapes: list[tuple[int, ...]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch about TorchScript, which bundles are made of
         built: Any = parser.get_parsed_content("network")
-    for shape in shapes:
-        image = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-        with torch.no_grad():
-            expected, found = network(image), full_logits(built(image))
-        apart = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
-        if not apart <= TOLERANCE:
-            raise ConfigError(
-                f"MONAI builds another network of the bundle: logits differ by {apart:.2g}; it is not kept"
-            )
+    require_same_logits(network, lambda image: full_logits(built(image)), shapes, "MONAI bundle")
 
 
 FORMATS = ("archive", "torchscript", "onnx", "monai-bundle")
