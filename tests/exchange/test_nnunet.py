@@ -20,7 +20,7 @@ from volseg.exchange.nnunet import is_nnunet_model, read_nnunet
 from volseg.exchange.nnunet.folder import read_checkpoint
 from volseg.exchange.nnunet.network import rename_weights
 from volseg.exchange.nnunet.plans import Resampling, compute_thick_axis, read_plan, resample
-from volseg.exchange.nnunet.preprocessing import build_preprocessing
+from volseg.exchange.nnunet.predictor import build_preprocessing
 from volseg.experiment import predict
 from volseg.experiment.sources import load_trained
 from volseg.inference.original_grid import WayBack

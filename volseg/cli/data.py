@@ -182,6 +182,6 @@ def check(
         checked.write(output)
     if fix is not None:
         mended = mend_task(checked, fix, keep_bad=keep_bad)
-        show("\n".join(mended.lines()), err=as_json)  # JSON alone is what a program reads
+        show("\n".join(mended.lines()), err=as_json)  # a program reads only JSON
     if checked.problems or (strict and checked.remarks):
         raise typer.Exit(1)

@@ -71,7 +71,7 @@ def plan(
     from volseg import experiment  # imports torch: not for --help
 
     if calibrate:
-        show(experiment.calibrate_words(), err=as_json)  # JSON alone is what a program reads
+        show(experiment.calibrate_words(), err=as_json)  # a program reads only JSON
         if config is None:
             return
     if config is None:

@@ -44,8 +44,8 @@ WRONG_COMMAND: type[Exception] = typer.BadParameter.__mro__[1]
 def run_to_end() -> NoReturn:
     """Run the command line as this process, which ends with it.
 
-    Without the interpreter's teardown: of all that was imported it takes a second or more, in which whoever started
-    this process waits, and gives back nothing that the system does not. With it where others have registered for the
+    Without the interpreter's teardown: of all that was imported it takes a second or more, in which the
+    parent process waits, and gives back nothing that the system does not. With it where others have registered for the
     exit before, a profiler or a measurement of coverage.
     """
     if is_exit_others():

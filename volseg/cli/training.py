@@ -145,7 +145,7 @@ def train(
     if gpus is not None:
         loaded = loaded.on_one_device(count_launched())
     begin = experiment.train  # imports what trains
-    gc.freeze()  # modules live as long as this process: whoever looks for garbage, each recording does, passes them by
+    gc.freeze()  # modules live as long as this process: the garbage collections of recordings need not visit them
     outcome = begin(loaded, resume=resume)
     if experiment.is_main_process():
         show(experiment.format_outcome(outcome))

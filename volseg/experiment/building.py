@@ -186,7 +186,7 @@ def build_predictor(
     models: Sequence[nn.Module],
     *,
     mirror: bool | Sequence[int],
-    alone: bool = False,
+    exclusive: bool = False,
     kind: type[Predictor] = Predictor,
 ) -> Predictor:
     """Return how the model, or the average of several, is applied to whole volumes.
@@ -201,7 +201,7 @@ def build_predictor(
         As `build_model` made them.
     mirror : bool or sequence of int
         Whether to average over mirrorings, or the axes along which.
-    alone : bool
+    exclusive : bool
         Whether nothing is trained beside it: the device's memory is then for recordings and batches of windows.
     kind : type
         By whose rules windows lie and are averaged.
@@ -211,10 +211,10 @@ def build_predictor(
     if len(outputs) > 1:
         models = [OneOutput(model, outputs.index("logits")) for model in models]
     windows = settings.windows or 1
-    if alone and settings.windows is None and settings.window is not None:
+    if exclusive and settings.windows is None and settings.window is not None:
         windows = choose_windows_per_step(settings.window, task.num_outputs, device)
     return kind(
-        model=record_models(models) if alone and settings.record and settings.window is not None else models,
+        model=record_models(models) if exclusive and settings.record and settings.window is not None else models,
         num_classes=task.num_outputs,
         values=task.output_values,
         regions=bool(task.regions),

@@ -230,7 +230,7 @@ def describe_patients(task: Task, group: str | None, split: Split, *, is_given: 
 # Who reads the cases of a training: of the processes that share a volume one reads, the others follow it.
 #
 # The reader of a replica makes its rows of each batch and validates its share of the cases. A follower computes on the
-# slabs that it is sent. A network that is not cut over processes has readers alone.
+# slabs that it is sent. A network that is not cut over processes has only readers.
 
 
 class CaseReading:

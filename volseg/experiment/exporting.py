@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
-import torch
 from monai.bundle import ConfigParser
 from torch import Tensor, nn
 
@@ -20,9 +19,16 @@ from volseg.data.json_files import read_json
 from volseg.errors import ConfigError
 from volseg.evaluation.summary import read_summary
 from volseg.exchange.archive import write_archive
-from volseg.exchange.bundle import BundleSource, is_monais, write_bundle
+from volseg.exchange.bundle import (
+    BundleSource,
+    is_monais,
+    require_same_logits,
+    trace,
+    write_bundle,
+    write_onnx,
+    write_torchscript,
+)
 from volseg.exchange.torch_file import pack_tensors
-from volseg.exchange.traced import TOLERANCE, trace, write_onnx, write_torchscript
 from volseg.experiment.imported import MEMBERS, POSTPROCESSING, WEIGHTS
 from volseg.experiment.sources import load_trained, require_runs
 from volseg.experiment.trained import Trained, open_run
@@ -137,7 +143,7 @@ def _export_bundle(
     try:
         write_bundle(bundle, partial)
         _require_same(partial, network, shapes)
-        partial.chmod(0o755)  # mkdtemp's is its owner's alone
+        partial.chmod(0o755)  # mkdtemp makes a folder for its owner only
         os.rename(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -152,15 +158,7 @@ def _require_same(folder: Path, network: nn.Module, shapes: list[tuple[int, ...]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch about TorchScript, which bundles are made of
         built: Any = parser.get_parsed_content("network")
-    for shape in shapes:
-        image = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-        with torch.no_grad():
-            expected, found = network(image), full_logits(built(image))
-        apart = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
-        if not apart <= TOLERANCE:
-            raise ConfigError(
-                f"MONAI builds another network of the bundle: logits differ by {apart:.2g}; it is not kept"
-            )
+    require_same_logits(network, lambda image: full_logits(built(image)), shapes, "MONAI bundle")
 
 
 FORMATS = ("archive", "torchscript", "onnx", "monai-bundle")

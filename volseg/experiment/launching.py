@@ -35,7 +35,7 @@ def count_workers(config: ExperimentConfig, num_gpus: int | None = None) -> int:
         If the config cannot be run so, or there are fewer GPUs.
     """
     visible = None if config.device == "cpu" else count_gpus()
-    if is_launched():  # whoever started this process chose how many there are
+    if is_launched():  # the launcher of this process has chosen their number
         visible = visible or None
     return config.count_processes(num_gpus, visible)
 

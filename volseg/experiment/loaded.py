@@ -13,12 +13,11 @@ from monai.data import MetaTensor
 from volseg.data.cases import Task
 from volseg.data.checks.kinds import KINDS
 from volseg.data.checks.volumes import find_grid_faults, find_image_faults
-from volseg.data.preprocessed import preprocess
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.sources import Source, load_trained, path_of
 from volseg.experiment.trained import Trained
-from volseg.inference.in_memory import as_kind_of, prepare_on, suits, to_volume
+from volseg.inference.in_memory import as_kind_of, prepare_on, to_volume
 from volseg.parallel.devices import list_gpus
 
 logger = logging.getLogger(__name__)
@@ -96,10 +95,7 @@ class LoadedModel:
         config, device, preprocessing = self._trained.config, self.device, self._trained.preprocessing
         on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with self._lock, on_device, explaining_memory(config):
-            if suits(preprocessing, device):
-                prepared = prepare_on(device, case, preprocessing)
-            else:
-                prepared = preprocess(case, case, preprocessing, keep_reference=False)
+            prepared = prepare_on(device, case, preprocessing)
             ((_, predicted),) = self._predictor.stream([prepared], also=["probabilities"] if probabilities else [])
             labels = predicted.labels.cpu()
         if self._postprocessing is not None:

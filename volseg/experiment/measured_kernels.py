@@ -179,7 +179,7 @@ def resolve_kernels(
 
 
 def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, device: torch.device) -> MeasuredKernels:
-    """Time a training step with each kind of kernels, by this process alone."""
+    """Time a training step with each kind of kernels, in this process only."""
     rows = max(part.stop - part.start for part in mesh.deal(config.patch.batch))
     # The size that most steps have: earlier ones of a growing patch are smaller.
     patch = config.patch.model_copy(update={"batch": rows, "growth": ()})

@@ -1,7 +1,7 @@
 """Components of the user's own: registered by a call, or by a file that the command line names.
 
 One table says which kinds there are; a third way, entry points of installed packages, is the registries' own
-(`volseg.config.registry`). A config never says where code is to be taken from: whoever starts a command does.
+(`volseg.config.registry`). A config never names files of code: only the command line does.
 """
 
 import hashlib
@@ -112,7 +112,7 @@ def load_components(files: str | Path | Sequence[str | Path]) -> None:
     Parameters
     ----------
     files : sequence of path
-        Each stands alone: what it imports is installed, for what lies beside it would not be in the run's record.
+        Each is self-contained: it imports installed packages only, as the run does not record files beside it.
 
     Raises
     ------

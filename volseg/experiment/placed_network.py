@@ -159,7 +159,7 @@ def build_model(
     trains : bool
         Whether the network will be trained, or only predict, which one process does by itself.
     mesh : TrainingMesh, optional
-        With whom it is trained; by itself by default.
+        The processes that train together; only this process by default.
     begin : callable, optional
         Gives the network, still on the CPU, its first weights.
 

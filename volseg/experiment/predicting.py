@@ -1,4 +1,4 @@
-"""Label maps for new images: what is to be made, by whom, and what became of it."""
+"""Predict label maps for new images, in this process or in a worker for each GPU."""
 
 import errno
 import logging

@@ -88,7 +88,7 @@ class PredictionFiles:
         return (*names, self.name_label_map(case))
 
     def require_possible(self, case: Case) -> None:
-        """Raise where the files of a case cannot be written, by its paths alone.
+        """Raise where the files of a case cannot be written, judged by its paths only.
 
         Raises
         ------
@@ -224,7 +224,7 @@ class PredictionRecord:
         return done
 
     def list_existing(self, cases: Sequence[Case]) -> dict[str, Path]:
-        """Return the label maps that are there, whoever made them and of whatever."""
+        """Return the label maps that exist, whatever made them."""
         paths = {case["case"]: self._files.name_label_map(case) for case in cases}
         return {name: path for name, path in paths.items() if path.is_file()}
 

@@ -27,7 +27,7 @@ from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import build_training
 from volseg.experiment.cases import CaseReading
 from volseg.experiment.data_facts import DataFacts
-from volseg.experiment.placed_network import TrainingMesh, build_model, choose_device
+from volseg.experiment.placed_network import build_model, choose_device
 from volseg.experiment.training_mesh import resolve_mesh
 from volseg.models import FitGrid
 from volseg.parallel import ModelParallel
@@ -59,7 +59,6 @@ class BuiltTraining:
     task: Task
     model: nn.Module
     batches: EpochBatches
-    mesh: TrainingMesh
     device: torch.device
 
 
@@ -112,7 +111,7 @@ def build_profiled(config: ExperimentConfig, facts: DataFacts, steps: int) -> Bu
     reading = CaseReading(config, mesh, facts.spacing)
     prepared = PreparedCases(training=_make_cases(config, facts.task) if mesh.reads else ())
     batches = reading.make_batches(prepared, facts.task, model, device)
-    return BuiltTraining(config=config, task=facts.task, model=model, batches=batches, mesh=mesh, device=device)
+    return BuiltTraining(config=config, task=facts.task, model=model, batches=batches, device=device)
 
 
 def _make_cases(config: ExperimentConfig, task: Task) -> list[Case]:

@@ -3,7 +3,7 @@
 On this machine the step runs, and torch's profiler says what ran when. A recorded step has no Python that could say for
 which layer: it is run eagerly first, and the replay's kernels are those of the eager one. What each layer has to
 compute and to move is known from a followed step on a GPU, and from the operators that run on a CPU. For a GPU that is
-not here the step is followed alone, and timed by the table of measured kernels.
+not here the step is only followed, and timed by the table of measured kernels.
 """
 
 import math
@@ -54,6 +54,8 @@ from volseg.workflow.precision import Precision, choose_dtype, deterministic
 __all__ = ["Profiled", "compute_peaks", "profile_training", "watch_replays"]
 
 TRACE, TABLE = "trace.json.gz", "profile.json"
+
+CPU_HAS_NO_BOUNDS = "the bounds of a CPU are not known; volseg profile --gpu h200 tells those of a GPU without one"
 
 BY_STRATEGY = "its strategy records in parts, or not at all"
 
@@ -141,9 +143,7 @@ def profile_training(
     spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=facts.spacing)
     planned = config.model_copy(update={"network": NetworkConfig(**spec, outputs=config.network.outputs)})
     with deterministic(config.training.deterministic), explaining_memory(planned):
-        if config.device == "cpu" or not count_gpus():
-            return _profile_on_cpu(planned, facts, steps)
-        return _profile_on_gpu(planned, facts, steps)
+        return _profile_here(planned, facts, steps, on_gpu=config.device != "cpu" and count_gpus() > 0)
 
 
 def _follow(config: ExperimentConfig, facts: DataFacts, machine: Machine, num_gpus: int) -> _Followed:
@@ -206,70 +206,58 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
     )
 
 
-def _profile_on_cpu(config: ExperimentConfig, facts: DataFacts, steps: int) -> Profiled:
-    """Run the step on the CPU; operators stand for kernels."""
+def _profile_here(config: ExperimentConfig, facts: DataFacts, steps: int, *, on_gpu: bool) -> Profiled:
+    """Run the step on this machine: on GPUs eagerly for the layers, then as it is; on a CPU operators are kernels."""
+    # Followed before CUDA is begun, and a group of processes.
+    followed, machine, notes = _follow_here(config, facts) if on_gpu else (None, None, [CPU_HAS_NO_BOUNDS])
     join_processes(config)
     built = build_profiled(config, facts, steps)
-    watch = PlaceWatch(find_network, annotates=True)
-    runs = PlacedRuns(watch)
-    seen = watch_steps(built, steps, watch=watch, runs=runs)
-    kernels = [kernel.timed for kernel in read_trace(seen.events, watch.name_layer)]
-    work = [place_work(run, place) for run, place in runs.items()]
-    report = _put_together(
-        config,
-        kernels,
-        work,
-        step=seen.watched_seconds,  # operators take longer where they are watched, and so does all that is between
-        steps=steps,
-        peaks=None,
-        classes=watch.classes,
-        precision=seen.precision,
-        shape=seen.shape,
-        device="cpu",
-        source="measured",
-        parallel=_name_mesh(config),
-        recorded=False,
-        not_recorded="no step is recorded on a CPU",
-        step_seconds=seen.seconds,
-        batch_seconds=seen.batch_seconds,
-        notes=["the bounds of a CPU are not known; volseg profile --gpu h200 tells those of a GPU without one"],
-    )
-    return replace(report, trace=seen.file)
-
-
-def _profile_on_gpu(config: ExperimentConfig, facts: DataFacts, steps: int) -> Profiled:
-    """Run the step on this machine's GPUs: eagerly for the layers, then as it is for the times."""
-    followed, machine, notes = _follow_here(config, facts)  # before CUDA is begun, and a group of processes
-    join_processes(config)
-    built = build_profiled(config, facts, steps)
-    work = [] if followed is None else followed.work
-    if followed is not None and followed.candidate.pipeline == 1:  # one device, whatever its number in the trace
-        first = followed.traces[0].device
-        work = [replace(each, device=built.device.index or 0) for each in work if each.device == first]
     dtype = Precision.choose(config.training.precision, built.device).dtype
-    seen, kernels, matched, layer_classes = watch_replays(built, steps)
+    if on_gpu:
+        seen, kernels, matched, layer_classes = watch_replays(built, steps)
+        work = [] if followed is None else followed.work
+        if followed is not None and followed.candidate.pipeline == 1:  # one device, whatever its number in the trace
+            first = followed.traces[0].device
+            work = [replace(each, device=built.device.index or 0) for each in work if each.device == first]
+        not_recorded = (
+            None if seen.is_recorded else seen.not_recorded or explain_eager(built.config, dtype) or BY_STRATEGY
+        )
+    else:
+        seen, kernels, work, layer_classes = _watch_operators(built, steps)
+        matched, not_recorded = None, "no step is recorded on a CPU"
     report = _put_together(
         built.config,
         kernels,
         work,
-        step=seen.seconds,
+        # Operators take longer where they are watched, and so does all that is between.
+        step=seen.seconds if on_gpu else seen.watched_seconds,
         steps=steps,
         peaks=None if machine is None else compute_peaks(machine.gpu, dtype),
         classes=layer_classes,
         precision=seen.precision,
         shape=seen.shape,
-        device=torch.cuda.get_device_name(built.device),
+        device=torch.cuda.get_device_name(built.device) if on_gpu else "cpu",
         source="measured",
         parallel=_name_mesh(built.config),
-        recorded=seen.is_recorded,
-        not_recorded=None
-        if seen.is_recorded
-        else seen.not_recorded or explain_eager(built.config, dtype) or BY_STRATEGY,
+        recorded=on_gpu and seen.is_recorded,
+        not_recorded=not_recorded,
+        step_seconds=seen.seconds,
         batch_seconds=seen.batch_seconds,
         matched=matched,
         notes=notes,
     )
     return replace(report, trace=seen.file)
+
+
+def _watch_operators(
+    built: BuiltTraining, steps: int
+) -> tuple[WatchedSteps, list[TimedKernel], list[PlacedWork], dict[str, str]]:
+    """Return what was seen of steps on a CPU, its operators as kernels, their work, and the classes of the layers."""
+    watch = PlaceWatch(find_network, annotates=True)
+    runs = PlacedRuns(watch)
+    seen = watch_steps(built, steps, watch=watch, runs=runs)
+    kernels = [kernel.timed for kernel in read_trace(seen.events, watch.name_layer)]
+    return seen, kernels, [place_work(run, place) for run, place in runs.items()], watch.classes
 
 
 def _follow_here(config: ExperimentConfig, facts: DataFacts) -> tuple[_Followed | None, Machine | None, list[str]]:

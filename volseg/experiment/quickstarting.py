@@ -44,7 +44,7 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
     """
     folder = RunFolder(_free_folder() if output is None else Path(output))
     folder.require_free()
-    # Said first: whoever stops it has no other place to learn which folder that is.
+    # Logged first: nothing else names the folder to a user who stops the run.
     go_on = spell(f"volseg train {quote(str(folder.config_file))} -o {quote(str(folder.path))} --resume")
     logger.info("data and run lie in %s; once it trains it may be stopped, and goes on by: %s", folder.path, go_on)
     root = make_task(folder.path / "data" / "Task00_Synthetic")

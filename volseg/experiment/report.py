@@ -154,7 +154,7 @@ def describe_network(config: ExperimentConfig, task: Task) -> str:
     """Return a Markdown table of a config's network, as it runs on one patch.
 
     Another copy is built for it and run without values: the network that trains is placed, cut or compiled by now, and
-    is left alone.
+    is not touched.
     """
     with own_random_numbers([]):
         network = build_plain_network(config, task)

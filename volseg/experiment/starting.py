@@ -3,12 +3,14 @@
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.groups import find_groups
+from volseg.data.names import list_some
 from volseg.errors import CheckpointError
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.sources import read_weights
@@ -118,14 +120,7 @@ class Start:
         """Return what was taken, and what was not, by name."""
         transfer = self._done
         assert transfer is not None, "asked before a network was given its weights"
-        return {
-            "file": str(self.weights.file),
-            "digest": self.weights.digest,
-            "taken": list(transfer.taken),
-            "adapted": list(transfer.adapted),
-            "new": list(transfer.new),
-            "left": list(transfer.left),
-        }
+        return {"file": str(self.weights.file), "digest": self.weights.digest, **asdict(transfer)}
 
     def _describe(self, transfer: WeightTransfer, network: FitGrid) -> str:
         """Report what was taken: each parameter counts once, and the share is rounded down, so that 100% means all."""
@@ -137,7 +132,7 @@ class Start:
             f"{math.floor(1000 * share) / 10:.1f}% of all weights"
         )
         parts = {"adapted": transfer.adapted, "new": transfer.new, "left out": transfer.left}
-        more = [f"{len(names)} {what} ({_list_first(names)})" for what, names in parts.items() if names]
+        more = [f"{len(names)} {what} ({list_some(names, 4)})" for what, names in parts.items() if names]
         return "; ".join([told, *more])
 
 
@@ -150,7 +145,3 @@ def require_weights(config: ExperimentConfig) -> None:
 def _list_outputs(task: Task) -> list[Any]:
     """Return what the outputs of a task's networks mean, in their order, which is no part of a mapping's equality."""
     return [sorted(task.labels.items()), [(name, set(values)) for name, values in task.regions.items()]]
-
-
-def _list_first(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

@@ -75,7 +75,7 @@ class Trained:
 
     def _build_predictor(self, models: Sequence[nn.Module]) -> Predictor:
         axes = self.mirror_axes if self.config.inference.mirror else ()
-        return build_predictor(self.config, self.task, models, mirror=axes, alone=True, kind=self.kind)
+        return build_predictor(self.config, self.task, models, mirror=axes, exclusive=True, kind=self.kind)
 
 
 def _copy_to(model: nn.Module, device: torch.device) -> nn.Module:

@@ -89,7 +89,7 @@ def train(
     with deterministic(config.training.deterministic):
         with signs.span("start"):
             check_components(config)
-            # Now: cases of a large task are prepared for hours before there is something to log. In the leader alone.
+            # Now: cases of a large task are prepared for hours before the first number. Only the leader has loggers.
             named = config.logging.loggers if is_main_process() else ()
             loggers = [build_logger(logger.spec()) for logger in named]
         replanning = Replanning(config)

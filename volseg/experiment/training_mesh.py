@@ -15,7 +15,7 @@ from volseg.config.parallel import MeshPlan, ParallelConfig
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.labels import num_indices
-from volseg.data.reading_group import meet_readers
+from volseg.data.reading_group import ALONE, meet_readers
 from volseg.estimate.allocator import MemoryUse
 from volseg.experiment.alternatives import find_candidate, find_forecast
 from volseg.experiment.building import build_objective, draw_batch
@@ -101,11 +101,10 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
     replicas = mesh.replicas(plan.data, config.training.deterministic) if plan.data > 1 else None
     if estimate is not None:
         estimate = estimate.of_steps()
-    if count == 1:
-        return settled, TrainingMesh(plan=plan, mesh=mesh, replicas=replicas, estimate=estimate)
-    # Groups of their own: a thread sends in them beside other work.
-    readers = meet_readers(make_group(backend="gloo"), reads=mesh.shard == 0)
-    judges = make_group(list(range(0, count, mesh.spatial)), "gloo") if mesh.data > 1 else None
+    readers, judges = ALONE, None
+    if count > 1:  # groups of their own: a thread sends in them beside other work
+        readers = meet_readers(make_group(backend="gloo"), reads=mesh.shard == 0)
+        judges = make_group(list(range(0, count, mesh.spatial)), "gloo") if mesh.data > 1 else None
     return settled, TrainingMesh(
         plan=plan,
         mesh=mesh,
@@ -233,7 +232,7 @@ def _find_free_bytes(device: torch.device) -> int:
 def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device) -> None:
     """Do a training step on random voxels with a network of its own, of which nothing is left.
 
-    Of a volume that is cut one slab is taken, with its halo, by this process alone: one that runs out of memory must
+    Of a volume that is cut one slab is taken, with its halo, in this process only: one that runs out of memory must
     not leave others waiting for it.
     """
     rows = -(-config.patch.batch // plan.data)

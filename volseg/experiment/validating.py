@@ -277,7 +277,7 @@ def apply_postprocessing(
     source : path
         Holds ``postprocessing.json``, or is that file.
     folder : path
-        Of label maps of the same task, whoever predicted them.
+        Of label maps of the same task, predicted by any program.
     output : path
         Another folder.
     overwrite : bool

@@ -175,19 +175,20 @@ def suits(preprocessing: Preprocessing, device: torch.device) -> bool:
 
 
 def prepare_on(device: torch.device, read: dict[str, Any], preprocessing: Preprocessing) -> Case:
-    """Return the preprocessed case; its image lies on the device where there is room, else on the CPU.
+    """Return the preprocessed case; its image lies on the device if that `suits` and has room, else on the CPU.
 
     Parameters
     ----------
     device : torch.device
-        One that `suits`.
+        Of the networks.
     read : dict
         The case as it was read; it is empty afterwards.
     preprocessing : callable
         See `volseg.transforms.build_preprocessing`.
     """
     image = read["image"]
-    if image.numel() * BYTES_ON_THE_WAY > count_free_bytes(device) // LARGEST_PART:
+    suited = suits(preprocessing, device)
+    if not suited or image.numel() * BYTES_ON_THE_WAY > count_free_bytes(device) // LARGEST_PART:
         del image
         return preprocess(read, read, preprocessing, keep_reference=False)
     try:

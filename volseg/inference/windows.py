@@ -2,7 +2,7 @@
 
 Positions and weights are MONAI's (`sliding_window_inference`, mode ``gaussian``). The order is by layers: all windows
 that start at one plane of the *streamed* axis, then those of the next plane. Planes before the next layer are finished,
-so a blend needs to hold one layer. The axis follows from the shape alone, so that every voxel's sum has one order, and
+so a blend needs to hold one layer. The axis follows only from the shape, so that every voxel's sum has one order, and
 thus the same bits, however little of the volume is held at a time.
 """
 

@@ -39,7 +39,7 @@ def stop_if_requested() -> None:
     Raises
     ------
     StopRequested
-        To be caught by whoever catches the signals.
+        The caller that catches the signals must catch it.
     """
     if _listening and _listening[-1]:
         raise StopRequested

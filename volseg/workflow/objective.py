@@ -206,7 +206,7 @@ def require_mean_of_shares(objective: Objective, batch: Mapping[str, Tensor], ou
     made = [head for value in outputs.values() for head in (value if isinstance(value, list | tuple) else [value])]
     if not all(isinstance(head, Tensor) for head in made) or any(hasattr(head, "full_tensor") for head in made):
         return
-    # Of the first sample alone: memory may be just enough for the step.
+    # Only the first sample: memory may be just enough for the step.
     pairs = {name: (value[:1], _empty_every_other(value[:1])) for name, value in batch.items()}
     pairs |= {name: (_take_first(value), _take_first(value)) for name, value in outputs.items()}
     whole = {name: _join(*pair) for name, pair in pairs.items()}
@@ -261,7 +261,7 @@ def _compute(loss: Named, fields: Mapping[str, Any], rows: slice = slice(None)) 
 
 
 def _make_fields(count: int, heads: int, num_channels: int, num_classes: int, num_indices: int) -> dict[str, Any]:
-    """Return a random batch whose samples differ in how much of each class they hold; one is background alone."""
+    """Return a random batch whose samples differ in how much of each class they hold; one is only background."""
     generator = torch.Generator().manual_seed(0)
     label = torch.randint(num_indices, (count, 1, *TRIED_SIDES), generator=generator)
     kept = torch.rand(label.shape, generator=generator) < torch.arange(count).view(-1, 1, 1, 1, 1) / count

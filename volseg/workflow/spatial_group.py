@@ -193,7 +193,7 @@ class GroupValidation:
 class SpreadValidation:
     """A validation to which every process of a group contributes the cases that it holds.
 
-    Predictions are written by whoever made them, ``summary.json`` by the group's first process. A process that is
+    Each process writes its own predictions; ``summary.json`` is written by the group's first process. A process that is
     asked to stop stops all, between two cases of each; an error of one is raised in all.
 
     Parameters
@@ -204,7 +204,7 @@ class SpreadValidation:
         The ids of the cases of all processes, in their order: `PreparedCases.order`.
     group : ProcessGroup or None
         Of the processes that share the cases, on gloo, and used by nothing else meanwhile. All of them call this. None:
-        this process alone.
+        only this process.
 
     Examples
     --------

@@ -127,7 +127,7 @@ class TrainingStep:
         """Refuse replicas whose networks came to differ, by a state that one loaded or a buffer that one changed.
 
         They are compared before the first steps too, and once in an epoch, as each comparison waits for the device.
-        Replicas alone: what several shards compute alike may round differently on a GPU.
+        Only replicas: what several shards compute alike may round differently on a GPU.
         """
         if self.replicated is not None and self.batch_size is not None:
             device = next(self.replicated.parameters()).device

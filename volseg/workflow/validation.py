@@ -108,7 +108,7 @@ class Validation:
         ``spacing``, its voxels' sides in mm. Their finite results are averaged over cases, per label and over labels;
         others are counted, of labels that a case has.
     scoring : Scoring, optional
-        What is measured in mm and ml; counts and overlap alone by default.
+        What is measured in mm and ml; only counts and overlap by default.
     folder : path, optional
         Where to write the predictions (``CASE.nii.gz``) and ``summary.json``.
     batch_size : int
