@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from in_group import in_group
 
 from volseg.data import preparing, reading_group, shared_memory
-from volseg.data.bank import CaseBank
 from volseg.data.checks import Problem, check_cases
 from volseg.data.layouts import load_task
 from volseg.data.preparing import prepare_together
 from volseg.data.reading_group import deal_by_size, meet_readers
 from volseg.data.shared_memory import SharedTensors, map_tensors, view_tensor
 from volseg.data.synthetic import make_task
+from volseg.data.volume_cache import VolumeCache
 from volseg.errors import VolsegError
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -104,7 +104,7 @@ def read_and_kept(root):
         prepared = prepared_in(root, progress=lambda: counted.append(1))
     finally:
         restore()
-    bank = CaseBank(prepared.training, keep="memory")
+    bank = VolumeCache(prepared.training, keep="memory")
     assert [bank._images[index].data_ptr() for index in range(len(bank))] == [
         case["image"].data_ptr() for case in prepared.training
     ]

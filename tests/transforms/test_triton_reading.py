@@ -10,7 +10,7 @@ import torch
 from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.data.bank import CaseBank
+from volseg.data.volume_cache import VolumeCache
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.augmentation.sources import PatchSources
 
@@ -22,7 +22,7 @@ RECOLOURING = ("noise", "blur", "brightness", "contrast", "low_resolution", "inv
 STILL = {name: {"probability": 0} for name in RECOLOURING}
 
 
-def bank(channels: int = 1, image_dtype: torch.dtype = torch.float32, budget_bytes: int | None = None) -> CaseBank:
+def bank(channels: int = 1, image_dtype: torch.dtype = torch.float32, budget_bytes: int | None = None) -> VolumeCache:
     """Return cases larger and smaller than a patch, on the device as far as the budget goes."""
     generator = torch.Generator().manual_seed(0)
     cases = []
@@ -31,7 +31,7 @@ def bank(channels: int = 1, image_dtype: torch.dtype = torch.float32, budget_byt
         label = torch.randint(0, 4, (1, *sides), generator=generator)
         cases.append({"case": str(number), "image": image, "label": label})
     keep = "device" if budget_bytes is None else "auto"
-    return CaseBank(cases, device=DEVICE, keep=keep, budget_bytes=budget_bytes, image_dtype=image_dtype)
+    return VolumeCache(cases, device=DEVICE, keep=keep, budget_bytes=budget_bytes, image_dtype=image_dtype)
 
 
 def places(augmentation: BatchAugmentation, num: int = NUM):
@@ -44,14 +44,14 @@ def places(augmentation: BatchAugmentation, num: int = NUM):
     return cases, corners
 
 
-def sources_of(cases: CaseBank, augmentation: BatchAugmentation) -> PatchSources:
+def sources_of(cases: VolumeCache, augmentation: BatchAugmentation) -> PatchSources:
     where, corners = places(augmentation)
     boxes = [box.to(DEVICE) for box in cases.fetch(where, corners, augmentation.source_size)]
     located = cases.locate(where, corners, augmentation.source_size)
     return PatchSources(cases.stored, tuple(boxes), *(part.to(DEVICE) for part in located))
 
 
-def both_ways(augmentation: BatchAugmentation, cases: CaseBank):
+def both_ways(augmentation: BatchAugmentation, cases: VolumeCache):
     image, label = cases.gather(*places(augmentation), augmentation.source_size)
     generators = [torch.Generator(DEVICE).manual_seed(3) for _ in range(2)]
     parameters = augmentation.sample(len(image), generators[0], image.shape[1])

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.data.bank import require_fit
 from volseg.data.case_cache import CaseCache, take_case
 from volseg.data.cases import Case, Task
 from volseg.data.checks import (
@@ -30,6 +29,7 @@ from volseg.data.reading_group import ALONE, Readers, deal_by_size
 from volseg.data.shared_memory import SharedTensors, map_tensors, view_tensor
 from volseg.data.stored_case import StoredCase
 from volseg.data.threads import map_in_threads
+from volseg.data.volume_cache import require_fit
 from volseg.parallel.processes.progress_sync import Rounds, describe_error, exchange, run_together, told_error
 
 __all__ = ["PreparedCases", "prepare_together"]
@@ -367,7 +367,7 @@ def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[
 
 
 def _put(case: Case, store: SharedTensors) -> dict[str, Any]:
-    """Copy what training needs of a case into shared memory, in the types in which a `CaseBank` keeps it."""
+    """Copy what training needs of a case into shared memory, in the types in which a `VolumeCache` keeps it."""
     image, label = case["image"], case["label"]
     require_fit(str(case["case"]), image, label, len(image))
     return {
