@@ -11,6 +11,7 @@ from threading import Event
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from volseg.data.case_cache import CaseCache, take_case
@@ -68,25 +69,6 @@ class _CaseReport:
     reader: int = 0
     """Number in the group of the process that read the case."""
 
-    def as_list(self) -> list[Any]:
-        """Return the report as JSON can hold it."""
-        problems, remarks = ([one.as_list() for one in of] for of in (self.problems, self.remarks))
-        return [problems, remarks, self.digest, self.fingerprint, self.fault, self.stored]
-
-    @classmethod
-    def from_list(cls, content: Sequence[Any], reader: int) -> "_CaseReport":
-        """Return the report that ``as_list`` described."""
-        problems, remarks, digest, fingerprint, fault, stored = content
-        return cls(
-            problems=[Problem.from_list(one) for one in problems],
-            remarks=[Remark.from_list(one) for one in remarks],
-            digest=digest,
-            fingerprint=fingerprint,
-            fault=fault,
-            stored=stored,
-            reader=reader,
-        )
-
     def describe_sound(self, case: Case) -> dict[str, Any]:
         """Return what is kept with a stored case. A file is named by its place: it may lie elsewhere next time."""
         files = _list_all_files(case)
@@ -107,6 +89,10 @@ class _CaseReport:
             digest=found["digest"],
             fingerprint=found["fingerprint"],
         )
+
+
+REPORTS = TypeAdapter(_CaseReport)
+"""Turns reports into JSON and back."""
 
 
 def prepare_together(
@@ -226,7 +212,7 @@ class _Reading:
         reports = []
         with closing(map_in_threads(self.read_one, order, workers)) as found:
             for index, report in zip(order, found, strict=True):
-                reports.append([index, report.as_list()])
+                reports.append([index, REPORTS.dump_python(report, mode="json")])
                 rounds.count(int(self._sides[index][1]))
                 rounds.check()
         return {"address": None if self._store is None else self._store.address, "cases": reports}
@@ -309,7 +295,7 @@ def _merge_reports(messages: Sequence[Mapping[str, Any]], sides: Sequence[tuple[
         for index, content in message["cases"]:
             known = reports.get(index)
             if known is None or not (known.problems or known.fault):
-                reports[index] = _CaseReport.from_list(content, reader)
+                reports[index] = replace(REPORTS.validate_python(content), reader=reader)
     reports = dict(sorted(reports.items()))
     validation = {case["case"] for case, validates in sides if validates}
     leaks = refuse_held_out(_list_digests(reports, sides), validation)
@@ -385,7 +371,7 @@ def _map_shared(
     def map_all(rounds: Rounds) -> None:
         del rounds
         for reader in readers.local if readers.number is not None else ():
-            found = {index: stored for index, (*_, stored) in messages[reader]["cases"] if stored}
+            found = {index: report["stored"] for index, report in messages[reader]["cases"] if report["stored"]}
             is_in_memory = any("places" in stored for stored in found.values())
             mapped = map_tensors(messages[reader]["address"]) if is_in_memory else None
             for index, stored in found.items():
