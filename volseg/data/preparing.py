@@ -27,8 +27,7 @@ from volseg.data.checks import (
 from volseg.data.preprocessed import Preprocessing, preprocess
 from volseg.data.readers import list_files
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
-from volseg.data.shared_memory import SharedTensors, map_tensors, view_tensor
-from volseg.data.stored_case import StoredCase
+from volseg.data.stored_case import SharedTensors, StoredCase, map_tensors, view_tensor
 from volseg.data.threads import map_in_threads
 from volseg.data.volume_cache import require_fit
 from volseg.parallel.processes.progress_sync import Rounds, describe_error, exchange, run_together, told_error

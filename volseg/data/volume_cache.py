@@ -23,15 +23,7 @@ from volseg.data.stored_case import StoredCase
 from volseg.errors import DataError
 from volseg.transforms.augmentation.sources import PatchSources
 
-__all__ = [
-    "MOST_FOREGROUND",
-    "ForegroundVoxels",
-    "VolumeCache",
-    "choose_budget",
-    "choose_resident",
-    "list_voxels",
-    "require_fit",
-]
+__all__ = ["ForegroundVoxels", "VolumeCache", "choose_budget", "choose_resident", "list_voxels", "require_fit"]
 
 MOST_FOREGROUND = 10_000
 """Voxels remembered per case and class for oversampling; nnU-Net's number."""

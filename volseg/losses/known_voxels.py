@@ -34,8 +34,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from volseg.device.fake_gpu import keeping, on_gpu
 from volseg.device.first_order import first_order
 from volseg.errors import DataError
-from volseg.losses.dice.reference import empty_gradient, iterate_chunks
-from volseg.losses.dice.terms import Terms
+from volseg.losses.dice.reference import Terms, empty_gradient, iterate_chunks
 from volseg.losses.dice_cross_entropy import read_at_grid
 from volseg.losses.overlap import leave_overlap
 from volseg.losses.targets import Targets
