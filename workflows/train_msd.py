@@ -12,11 +12,11 @@ import torch
 
 from volseg import Checkpoints, Named, Predictor, Training, Validation
 from volseg.data.augmented import AugmentedBatches
-from volseg.data.bank import CaseBank
 from volseg.data.layouts import load_task
 from volseg.data.patches import PatchBatches
 from volseg.data.preprocessed import prepare_all
 from volseg.data.splits import folds
+from volseg.data.volume_cache import VolumeCache
 from volseg.models import FitGrid, build_network
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.tensorboard import TensorBoard
@@ -61,7 +61,7 @@ def main() -> None:
     # Batches: patches augmented on the training device, rotated in mm.
     augmentation = BatchAugmentation(config.augmentation, patch, num_classes=task.num_classes, spacing=spacing)
     patches = PatchBatches(
-        CaseBank(training_cases, device=device),
+        VolumeCache(training_cases, device=device),
         patch,
         batch_size=config.patch.batch,
         iterations=chosen.iterations,

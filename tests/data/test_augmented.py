@@ -7,8 +7,8 @@ import torch
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.data.augmented import AugmentedBatches
-from volseg.data.bank import CaseBank
 from volseg.data.patches import PatchBatches, mix_seed
+from volseg.data.volume_cache import VolumeCache
 from volseg.transforms.augmentation import BatchAugmentation, triton_reading
 
 PATCH = (12, 10, 8)
@@ -28,7 +28,7 @@ def made_on(where: str, rows=None) -> AugmentedBatches:
         image = torch.randn(1, *sides, generator=generator)
         cases.append({"case": f"case_{number}", "image": image, "label": (image > 0.5).to(torch.uint8)})
     augmentation = BatchAugmentation(AugmentationConfig(), PATCH, num_classes=2)
-    bank = CaseBank(cases, device=device, budget_bytes=ROOM.get(room))
+    bank = VolumeCache(cases, device=device, budget_bytes=ROOM.get(room))
     patches = PatchBatches(bank, PATCH, 4, ITERATIONS, source_size=augmentation.source_size)
     return AugmentedBatches(patches, augmentation, seed=0, device=device, rows=rows)
 
@@ -111,9 +111,9 @@ def test_the_bits_of_a_slice_do_not_depend_on_the_other_slices_of_its_process(de
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_a_batch_is_the_same_bits_wherever_its_cases_lie(device, room, rows):
     partly = made_on(f"{device}:{room}", rows)
-    assert partly.batches.bank.num_on_device == list(ROOM).index(room)
+    assert partly.batches.cache.num_on_device == list(ROOM).index(room)
     whole = made_on(device, rows)
-    assert whole.batches.bank.on_device is (device == "cuda")
+    assert whole.batches.cache.on_device is (device == "cuda")
     for epoch in range(2):
         assert_same(partly.epoch(epoch), whole.epoch(epoch))
 

@@ -24,7 +24,6 @@ from monai.data import MetaTensor
 from torch.nn.functional import pad
 
 from volseg.data import case_cache, file_digests, stored_case
-from volseg.data.bank import CaseBank
 from volseg.data.cache_folder import choose_cache_folder, list_entries, remove_entries, verify_entries
 from volseg.data.case_cache import CaseCache
 from volseg.data.file_digests import FileDigests
@@ -34,6 +33,7 @@ from volseg.data.preparing import prepare_together
 from volseg.data.reading_group import meet_readers
 from volseg.data.stored_case import DamagedCaseError, StoredCase, write_case
 from volseg.data.synthetic import make_task
+from volseg.data.volume_cache import VolumeCache
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import own_components
 from volseg.experiment.own_components import REGISTRIES, load_components
@@ -88,7 +88,7 @@ def assert_same(prepared, expected):
     assert prepared.fingerprints == expected.fingerprints
     assert prepared.remarks == expected.remarks
     ours, theirs = (
-        list(PatchBatches(CaseBank(of.training), (12, 14, 10), 2, 4, foreground=0.5).epoch(1))
+        list(PatchBatches(VolumeCache(of.training), (12, 14, 10), 2, 4, foreground=0.5).epoch(1))
         for of in (prepared, expected)
     )
     for batch, wanted in zip(ours, theirs, strict=True):
@@ -519,7 +519,7 @@ def shared_in_group(root, folder):
         readers=meet_readers(torch.distributed.group.WORLD),
         cache=cache,
     )
-    batch = next(PatchBatches(CaseBank(prepared.training), (12, 14, 10), 3, 1).epoch(0))
+    batch = next(PatchBatches(VolumeCache(prepared.training), (12, 14, 10), 3, 1).epoch(0))
     own = [found["Anonymous:"] for file, found in mapped_from(folder).items()]
     digests = [digest(case["image"]) for case in prepared.training]
     held = [case["case"] for case in prepared.validation]
@@ -543,7 +543,7 @@ def test_readers_of_a_machine_map_the_same_files(task, folder):
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mappings")
 def test_batches_are_cut_from_mapped_files_without_a_copy_of_any_case(task, folder):
     prepared = prepared_by(task, folder, training=NUM_CASES)
-    batches = PatchBatches(CaseBank(prepared.training, keep="memory"), (12, 14, 10), 4, 10)
+    batches = PatchBatches(VolumeCache(prepared.training, keep="memory"), (12, 14, 10), 4, 10)
     assert len(list(batches.epoch(0))) == 10
     found = mapped_from(folder)
     assert len(found) == NUM_CASES
@@ -556,7 +556,7 @@ def test_batches_are_cut_from_mapped_files_without_a_copy_of_any_case(task, fold
 def test_an_epoch_does_not_begin_on_a_mapped_file_that_was_cut_off(task, folder, budget_bytes):
     """Reading behind the end of a file that is mapped ends the process by SIGBUS, with nothing said."""
     training = prepared_by(task, folder).training
-    batches = PatchBatches(CaseBank(training, budget_bytes=budget_bytes), (12, 14, 10), 2, 3)
+    batches = PatchBatches(VolumeCache(training, budget_bytes=budget_bytes), (12, 14, 10), 2, 3)
     mapped, other = (case["mapped"].path for case in training[:2])
     other.rename(other.with_suffix(".away"))  # what is removed or replaced is mapped as it was
     other.write_bytes(b"another")
@@ -612,6 +612,6 @@ def test_patients_are_for_their_users_eyes_only(task, folder):
 
 def test_outside_of_a_mapped_case_is_zero(task, folder):
     (case, *_) = prepared_by(task, folder).training
-    bank = CaseBank([case])
+    bank = VolumeCache([case])
     image, _ = bank.gather(torch.tensor([0]), torch.tensor([[-3, -3, -3]]), (10, 10, 10))
     assert torch.equal(image[0], pad(case["image"], (3,) * 6)[:, :10, :10, :10])

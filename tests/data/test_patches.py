@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from volseg.data.bank import CaseBank, ForegroundVoxels
 from volseg.data.patches import PatchBatches, num_foreground, plan_epoch
+from volseg.data.volume_cache import ForegroundVoxels, VolumeCache
 from volseg.errors import ConfigError
 
 SHAPES = [(12, 14, 10), (9, 20, 11), (6, 15, 16)]
@@ -31,7 +31,7 @@ def bank(keep="memory", budget_bytes=None):
                 "label": label,
             }
         )
-    return CaseBank(cases, keep=keep, budget_bytes=budget_bytes)
+    return VolumeCache(cases, keep=keep, budget_bytes=budget_bytes)
 
 
 def batches(keep="memory", budget_bytes=None, **changes):
@@ -103,7 +103,7 @@ def test_oversampled_patches_hold_each_class_of_their_case():
 def test_a_class_is_drawn_alike_however_many_voxels_it_has():
     label = torch.ones(1, 20, 20, 20, dtype=torch.uint8)
     label[0, 0, 0, 0] = 2
-    one = CaseBank([{"case": "a", "image": torch.zeros(1, 20, 20, 20), "label": label}])
+    one = VolumeCache([{"case": "a", "image": torch.zeros(1, 20, 20, 20), "label": label}])
     chosen = PatchBatches(one, (4, 4, 4), 1, 400, foreground=1.0)
     share = sum(bool((batch["label"] == 2).any()) for batch in chosen.epoch(0)) / 400
     assert abs(share - 0.5) < 0.1  # four standard deviations of 400 fair draws
@@ -170,7 +170,7 @@ def test_the_thread_ends_with_the_loop():
 
 
 def test_a_fault_in_the_thread_reaches_the_loop():
-    broken = CaseBank(
+    broken = VolumeCache(
         [{"case": "a", "image": torch.zeros(1, 8, 8, 8), "label": torch.zeros(1, 8, 8, 8)}], keep="memory"
     )
     broken.shapes = broken.shapes.repeat(2, 1)  # a plan for a second case, which is not there
@@ -208,7 +208,7 @@ def test_patches_of_sparse_annotations_hold_annotated_voxels():
     label[0, 8, :2] = 1
     sparse = {"case": "a", "image": torch.zeros(1, 40, 6, 6), "label": label}
     nobody = {**sparse, "case": "b", "label": torch.full((1, 40, 6, 6), 3)}
-    bank = CaseBank([sparse, nobody], num_classes=3, is_sparse=True)
+    bank = VolumeCache([sparse, nobody], num_classes=3, is_sparse=True)
     assert bank.annotated is not None
     assert bank.annotated.count.tolist() == [[36 + 12], [0]]
     assert bank.foreground.count.tolist() == [[12, 0], [0, 0]]  # the ignored value is no class
@@ -224,6 +224,6 @@ def test_patches_of_sparse_annotations_hold_annotated_voxels():
 
 def test_voxels_of_unknown_class_are_no_foreground():
     label = torch.tensor([0, 1, 2, 4, 5]).view(1, 1, 1, 5)
-    bank = CaseBank([{"case": "a", "image": torch.zeros(1, 1, 1, 5), "label": label}], num_classes=3)
+    bank = VolumeCache([{"case": "a", "image": torch.zeros(1, 1, 1, 5), "label": label}], num_classes=3)
     assert bank.foreground.count.tolist() == [[1, 1]]
     assert bank.annotated is None

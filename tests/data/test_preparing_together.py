@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_group import in_group
 
-from volseg.data import preparing, reading_group, shared_memory
-from volseg.data.bank import CaseBank
+from volseg.data import preparing, reading_group, stored_case
 from volseg.data.checks import Problem, check_cases
 from volseg.data.layouts import load_task
 from volseg.data.preparing import prepare_together
 from volseg.data.reading_group import deal_by_size, meet_readers
-from volseg.data.shared_memory import SharedTensors, map_tensors, view_tensor
+from volseg.data.stored_case import SharedTensors, map_tensors, view_tensor
 from volseg.data.synthetic import make_task
+from volseg.data.volume_cache import VolumeCache
 from volseg.errors import VolsegError
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -104,7 +104,7 @@ def read_and_kept(root):
         prepared = prepared_in(root, progress=lambda: counted.append(1))
     finally:
         restore()
-    bank = CaseBank(prepared.training, keep="memory")
+    bank = VolumeCache(prepared.training, keep="memory")
     assert [bank._images[index].data_ptr() for index in range(len(bank))] == [
         case["image"].data_ptr() for case in prepared.training
     ]
@@ -122,7 +122,7 @@ def read_and_kept(root):
     }
 
 
-@pytest.mark.skipif(not shared_memory.can_share(), reason="this platform cannot share memory between processes")
+@pytest.mark.skipif(not stored_case.can_share(), reason="this platform cannot share memory between processes")
 def test_every_file_is_read_once_and_every_voxel_kept_once(made):
     processes = 4
     task = load_task(made)
@@ -192,7 +192,7 @@ def on_two_machines(root, damaged):
     }
 
 
-@pytest.mark.skipif(not shared_memory.can_share(), reason="this platform cannot share memory between processes")
+@pytest.mark.skipif(not stored_case.can_share(), reason="this platform cannot share memory between processes")
 def test_each_machine_reads_what_trains_and_one_of_them_what_validates(made):
     task = load_task(made)
     ids = [case["case"] for case in task.training]
@@ -363,7 +363,7 @@ def be_killed(meeting, root):
     os._exit(3)
 
 
-@pytest.mark.skipif(not shared_memory.can_share(), reason="this platform cannot share memory between processes")
+@pytest.mark.skipif(not stored_case.can_share(), reason="this platform cannot share memory between processes")
 def test_nothing_is_left_of_a_process_that_is_killed(start, made, tmp_path):
     """What lay in memory stays for those who use it, and goes with the last of them."""
     folders = [Path("/dev/shm"), tmp_path]

@@ -30,7 +30,7 @@ from volseg.diagnosis.gatherers import tried_kernel
 from volseg.inference.sampling import Aligned, Held, sample_grid
 from volseg.losses.dice import passes as dice_passes
 from volseg.losses.dice import reference as dice_reference
-from volseg.losses.dice.terms import Terms
+from volseg.losses.dice.reference import Terms
 from volseg.transforms.augmentation import triton_reading
 from volseg.transforms.augmentation.sources import PatchSources
 from volseg.transforms.grid import Grid

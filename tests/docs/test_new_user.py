@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from documented import ROOT, read_blocks
 
-from volseg.data.twins import make_twin
+from volseg.data.mock_msd import make_mock_task
 
 BLOCKS = read_blocks(ROOT / "docs" / "tutorial.md", "sh")
 
@@ -29,7 +29,7 @@ def clone(tmp_path) -> Path:
         if (ROOT / name).is_file():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, place / name)
-    make_twin(place / "Task04_Hippocampus", "Task04_Hippocampus", num_cases=10, num_test=2)
+    make_mock_task(place / "Task04_Hippocampus", "Task04_Hippocampus", num_cases=10, num_test=2)
     return place
 
 

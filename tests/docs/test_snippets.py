@@ -32,10 +32,10 @@ import volseg
 from volseg.cli import app
 from volseg.config.loading import load_config
 from volseg.data import load_task
+from volseg.data.mock_msd import make_mock_task
 from volseg.data.preprocessed import prepare_all
 from volseg.data.synthetic import make_task
 from volseg.data.synthetic_labels import make_annotated_task
-from volseg.data.twins import make_twin
 from volseg.transforms.preprocessing import build_preprocessing
 
 NOT_RUN = {
@@ -71,7 +71,7 @@ def run(*words: object) -> None:
 def made(tmp_path_factory) -> Path:
     """Return a folder with what pages name: data sets, configs, trained runs, predictions."""
     folder = tmp_path_factory.mktemp("made")
-    task = make_twin(folder / "Task04_Hippocampus", "Task04_Hippocampus", num_cases=5, num_test=2, scale=0.5)
+    task = make_mock_task(folder / "Task04_Hippocampus", "Task04_Hippocampus", num_cases=5, num_test=2, scale=0.5)
     rename_cases(task, "synthetic", "hippocampus")
     make_task(folder / "Task00_Synthetic", num_cases=4, num_test=0)
     make_annotated_task(folder / "Task01_BrainTumour", "regions", num_cases=2)

@@ -21,7 +21,7 @@ from volseg.errors import ConfigError
 from volseg.exchange.nnunet import is_nnunet_model, read_nnunet
 from volseg.experiment.building import preprocessing_of
 
-GIVEN = {"Finding", "MendedTask", "NnunetModel", "Problem", "Remark"}
+GIVEN = {"Finding", "RepairedTask", "NnunetModel", "Problem", "Remark"}
 """What functions return; nobody makes them of paths of his own."""
 
 
@@ -167,7 +167,7 @@ CALLS = {
     "load_config": lambda here: volseg.load_config(here.config, "training.epochs=2"),
     "load_task": lambda here: volseg.load_task(here.task),
     "make_task": lambda here: volseg.make_task(here.new("/Task00_Made"), num_cases=2, num_test=0),
-    "mend_task": lambda here: data.mend_task(data.check_task(data.load_task(here.task)), here.new()),
+    "repair_task": lambda here: data.repair_task(data.check_task(data.load_task(here.task)), here.new()),
     "plan": lambda here: write_plan(here),
     "plan_run": lambda here: experiment.plan_run(here.task, overrides=[f"output={here.new()}"]),
     "plan_words": plan_and_tell,

@@ -12,7 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from volseg.data import load_task
-from volseg.data.twins import make_twin
+from volseg.data.mock_msd import make_mock_task
 from volseg.errors import ConfigError, NonFiniteLossError
 from volseg.experiment import load_config, train
 from volseg.monitoring.run_files import read_times
@@ -127,7 +127,7 @@ def test_a_report_that_cannot_be_written_costs_no_training(configured, caplog):
 
 
 def test_pictures_show_the_channel_that_the_config_names(configured, tmp_path):
-    folder = make_twin(tmp_path / "twin", "Task05_Prostate", num_cases=5, num_test=0)
+    folder = make_mock_task(tmp_path / "twin", "Task05_Prostate", num_cases=5, num_test=0)
     task = load_task(folder)
     assert task.modalities == ("T2", "ADC")
     one = ["training.epochs=1", "training.iterations=1", "training.validate_every=1", f"data.root={folder}"]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from volseg.device import triton_tiles
 from volseg.errors import DataError
-from volseg.losses.dice.terms import Terms
+from volseg.losses.dice.reference import Terms
 from volseg.losses.dice_cross_entropy import choose_backend, dice_cross_entropy, read_at_grid
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.transport.one_process import LocalDevices

@@ -6,7 +6,7 @@ from torch import nn
 
 from volseg.errors import CheckpointError
 from volseg.models import build_network
-from volseg.models.transfer import find_followers, transfer_weights
+from volseg.models.weights import find_followers, transfer_weights
 
 SPECS = {
     "UNet": {"name": "UNet", "channels": [4, 8, 16], "strides": [2, 2]},

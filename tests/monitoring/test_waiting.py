@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from volseg.data.augmented import AugmentedBatches
-from volseg.data.bank import CaseBank
 from volseg.data.patches import PatchBatches
+from volseg.data.volume_cache import VolumeCache
 from volseg.monitoring.waiting import WaitingAdvice, advice
 from volseg.workflow import EpochRecord
 
@@ -60,9 +60,9 @@ def test_a_cpu_waits_for_nothing(caplog):
 
 def batches_of(device, num_on_device):
     cases = [{"case": str(n), "image": torch.zeros(1, 1, 1, 1), "label": torch.zeros(1, 1, 1, 1)} for n in range(3)]
-    bank = CaseBank(cases)
+    bank = VolumeCache(cases)
     bank.device, bank.num_on_device = torch.device(device), num_on_device
     batches = AugmentedBatches.__new__(AugmentedBatches)
     batches.batches = PatchBatches.__new__(PatchBatches)
-    batches.batches.bank = bank
+    batches.batches.cache = bank
     return batches

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.data.augmented import AugmentedBatches
-from volseg.data.bank import CaseBank
 from volseg.data.patches import PatchBatches
+from volseg.data.volume_cache import VolumeCache
 from volseg.errors import ConfigError
 from volseg.transforms.augmentation import BatchAugmentation
 
@@ -39,7 +39,7 @@ BUDGETS = st.sampled_from([0, min(SIZES_BYTES), sum(sorted(SIZES_BYTES)[:2]), su
 """Room on a device for none, one, two and all of the cases."""
 
 
-class RecordedBank(CaseBank):
+class RecordedBank(VolumeCache):
     """A bank that writes down which boxes it was asked for."""
 
     asked = ()
@@ -131,7 +131,7 @@ def test_every_sample_of_an_epoch_is_cut_out_once_wherever_the_epoch_is_entered(
     for rows in processes:
         own = batches(batch_size, rows)
         list(own.epoch(epoch, start))
-        cut.update(own.batches.bank.asked)
+        cut.update(own.batches.cache.asked)
     assert cut == wanted
 
 

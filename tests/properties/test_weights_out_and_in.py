@@ -20,8 +20,7 @@ from volseg.errors import ConfigError
 from volseg.exchange.torch_file import pack_tensors, unpack_tensors
 from volseg.experiment import REGISTRIES, export, train
 from volseg.experiment.sources import load_trained, read_weights
-from volseg.models.transfer import transfer_weights
-from volseg.models.weights import list_tensors, load_weights
+from volseg.models.weights import list_tensors, load_weights, transfer_weights
 from volseg.workflow import Hook, load_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

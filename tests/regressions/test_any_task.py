@@ -14,7 +14,7 @@ import yaml
 
 from volseg.data import load_task
 from volseg.data.case_cache import CaseCache
-from volseg.data.checks import check_task, mend_task
+from volseg.data.checks import check_task, repair_task
 from volseg.data.readers import SUFFIXES
 from volseg.data.splits import read_splits
 from volseg.data.synthetic import make_task
@@ -211,6 +211,6 @@ def test_a_mended_copy_of_a_table_keeps_its_folds(folder, tmp_path):
     table = tmp_path / "table" / "cases.csv"
     table.write_text(SPLIT + "\n".join(rows) + "\n", encoding="utf-8")
     task = load_task(table)
-    mended = mend_task(check_task(task), tmp_path / "copy")
+    mended = repair_task(check_task(task), tmp_path / "copy")
     assert read_splits(mended.splits, [case["case"] for case in load_task(mended.root).training]) == list(task.splits)
     assert f"the folds of the table are in {tmp_path / 'copy' / 'splits.json'}" in mended.lines()[0]

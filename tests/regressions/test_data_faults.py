@@ -11,12 +11,12 @@ import pytest
 import torch
 from planted_faults import POINTER, Planter, draw_task, save, scaled
 
-from volseg.data import check_task, load_task, mend_task, read_volume
-from volseg.data.bank import CaseBank
+from volseg.data import check_task, load_task, read_volume, repair_task
 from volseg.data.case_cache import CaseCache
 from volseg.data.checks import check_case, read_case
 from volseg.data.patches import PatchBatches
 from volseg.data.preparing import prepare_together
+from volseg.data.volume_cache import VolumeCache
 from volseg.errors import ConfigError, DataError, NonFiniteLossError, ReaderError
 from volseg.experiment.sources import load_trained
 from volseg.transforms.grid import Grid
@@ -59,7 +59,7 @@ def test_a_label_in_another_axis_order_is_reordered_without_loss(root, tmp_path,
     problem = problem_of(root)
     assert problem.kind == "label-reordered"
     assert "lies in the same place as its image, and stores its voxels in another axis order" in problem.message
-    mended = mend_task(check_task(load_task(root)), tmp_path / "mended")
+    mended = repair_task(check_task(load_task(root)), tmp_path / "mended")
     written = nibabel.load(mended.root / "labelsTr" / "case_00.nii.gz")
     np.testing.assert_array_equal(np.asarray(written.dataobj), before)
     np.testing.assert_array_equal(written.affine, nibabel.load(case.image).affine)
@@ -178,7 +178,7 @@ def test_a_preprocessed_image_that_is_not_finite_is_refused_before_the_training(
     image, label = torch.zeros(1, 4, 4, 4), torch.zeros(1, 4, 4, 4, dtype=torch.uint8)
     image[0, 1, 2, 3] = float("nan")
     with pytest.raises(DataError, match="case hot: its preprocessed image holds NaN or infinite values"):
-        CaseBank([{"case": "hot", "image": image, "label": label}])
+        VolumeCache([{"case": "hot", "image": image, "label": label}])
 
 
 OTHER_LABELS = {
@@ -233,7 +233,7 @@ def batches(root, tmp_path):
     for _ in range(2):
         cache = CaseCache(tmp_path / "cache", task, preprocessing)
         prepared = prepare_together(task.training, [], task, preprocessing, cache=cache)
-    return PatchBatches(CaseBank(prepared.training, keep="memory"), (12, 14, 10), 2, 30), prepared.training
+    return PatchBatches(VolumeCache(prepared.training, keep="memory"), (12, 14, 10), 2, 30), prepared.training
 
 
 @pytest.mark.parametrize("moment", ["before", "within"])

@@ -14,7 +14,7 @@ from volume_files import write_dicom
 
 from volseg import experiment
 from volseg.cli import app
-from volseg.data import check_task, load_task, mend_task
+from volseg.data import check_task, load_task, repair_task
 from volseg.data.groups import find_groups, propose_groups
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.cases import choose_cases
@@ -250,7 +250,7 @@ def test_a_column_with_gaps_is_not_proposed(frames, tmp_path, empty):
 def test_entries_of_a_manifest_name_patients_and_a_repaired_copy_keeps_them(tmp_path):
     root = make(tmp_path / "Task28_Entries", [f"case_{place:02}" for place in range(12)], patient=MIXED)
     assert propose_groups(load_task(root)).group == "patient"
-    mended = mend_task(check_task(load_task(root)), tmp_path / "mended")
+    mended = repair_task(check_task(load_task(root)), tmp_path / "mended")
     assert find_groups(load_task(mended.root), "patient") == find_groups(load_task(root), "patient")
 
 

@@ -23,8 +23,7 @@ from volseg.experiment import export, predict, train
 from volseg.experiment.sources import load_trained, read_weights
 from volseg.files import digest_file
 from volseg.models import FitGrid
-from volseg.models.transfer import transfer_weights
-from volseg.models.weights import load_weights, strip_prefixes
+from volseg.models.weights import load_weights, strip_prefixes, transfer_weights
 from volseg.workflow import load_checkpoint
 
 NNUNET = Path(__file__).parents[1] / "exchange" / "nnunet" / "model" / "fold_0" / "checkpoint_final.pth"

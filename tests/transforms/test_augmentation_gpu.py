@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.data.bank import CaseBank
 from volseg.data.patches import PatchBatches
+from volseg.data.volume_cache import VolumeCache
 from volseg.transforms.augmentation import BatchAugmentation
 
 pytestmark = pytest.mark.gpu
@@ -78,7 +78,7 @@ def test_neither_cutting_nor_augmenting_waits_for_the_host():
     for number, sides in enumerate([(36, 50, 35), (31, 59, 24), (43, 40, 47)]):
         image, label = batch(1, sides)
         cases.append({"case": str(number), "image": image[0], "label": label[0]})
-    bank = CaseBank(cases, device="cuda")
+    bank = VolumeCache(cases, device="cuda")
     assert bank.on_device
     batches = PatchBatches(bank, PATCH, 9, 4, source_size=augment.source_size).epoch(0)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -95,7 +95,7 @@ def test_batches_from_memory_are_those_from_the_device():
         image, label = batch(1, sides)
         cases.append({"case": str(number), "image": image[0], "label": label[0]})
     made = [
-        list(PatchBatches(CaseBank(cases, device="cuda", keep=keep), PATCH, 2, 6).epoch(0))
+        list(PatchBatches(VolumeCache(cases, device="cuda", keep=keep), PATCH, 2, 6).epoch(0))
         for keep in ("memory", "device")
     ]
     for memory, device in zip(*made, strict=True):

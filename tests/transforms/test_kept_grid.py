@@ -10,7 +10,7 @@ from monai.transforms import Orientationd, Spacingd
 from nibabel.orientations import axcodes2ornt, inv_ornt_aff
 from scipy.spatial.transform import Rotation
 
-from volseg.transforms import bounded_spacing, kept_grid
+from volseg.transforms import bounded_spacing
 from volseg.transforms.bounded_spacing import BoundedSpacing
 from volseg.transforms.preprocessing import orientation, spacing
 
@@ -200,7 +200,7 @@ def test_a_case_that_is_not_resampled_needs_no_memory_for_it(monkeypatch):
 
 
 def test_tolerances_are_stricter_than_monais():
-    assert kept_grid.PLAIN_SHIFT <= kept_grid.AFFINE_TOL / 10
+    assert bounded_spacing.PLAIN_SHIFT <= bounded_spacing.AFFINE_TOL / 10
 
 
 def test_only_what_is_looked_at_can_be_set():

@@ -10,7 +10,7 @@ import torch
 from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.data.bank import CaseBank
+from volseg.data.volume_cache import VolumeCache
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.augmentation.sources import PatchSources
 
@@ -22,7 +22,7 @@ RECOLOURING = ("noise", "blur", "brightness", "contrast", "low_resolution", "inv
 STILL = {name: {"probability": 0} for name in RECOLOURING}
 
 
-def bank(channels: int = 1, image_dtype: torch.dtype = torch.float32, budget_bytes: int | None = None) -> CaseBank:
+def bank(channels: int = 1, image_dtype: torch.dtype = torch.float32, budget_bytes: int | None = None) -> VolumeCache:
     """Return cases larger and smaller than a patch, on the device as far as the budget goes."""
     generator = torch.Generator().manual_seed(0)
     cases = []
@@ -31,7 +31,7 @@ def bank(channels: int = 1, image_dtype: torch.dtype = torch.float32, budget_byt
         label = torch.randint(0, 4, (1, *sides), generator=generator)
         cases.append({"case": str(number), "image": image, "label": label})
     keep = "device" if budget_bytes is None else "auto"
-    return CaseBank(cases, device=DEVICE, keep=keep, budget_bytes=budget_bytes, image_dtype=image_dtype)
+    return VolumeCache(cases, device=DEVICE, keep=keep, budget_bytes=budget_bytes, image_dtype=image_dtype)
 
 
 def places(augmentation: BatchAugmentation, num: int = NUM):
@@ -44,19 +44,23 @@ def places(augmentation: BatchAugmentation, num: int = NUM):
     return cases, corners
 
 
-def sources_of(cases: CaseBank, augmentation: BatchAugmentation) -> PatchSources:
+def sources_of(cases: VolumeCache, augmentation: BatchAugmentation) -> PatchSources:
     where, corners = places(augmentation)
     boxes = [box.to(DEVICE) for box in cases.fetch(where, corners, augmentation.source_size)]
     located = cases.locate(where, corners, augmentation.source_size)
     return PatchSources(cases.stored, tuple(boxes), *(part.to(DEVICE) for part in located))
 
 
-def both_ways(augmentation: BatchAugmentation, cases: CaseBank):
+def read(augmentation: BatchAugmentation, sources: PatchSources, generator: torch.Generator):
+    return augmentation.apply_to_sources(sources, augmentation.sample(len(sources), generator, sources.num_channels))
+
+
+def both_ways(augmentation: BatchAugmentation, cases: VolumeCache):
     image, label = cases.gather(*places(augmentation), augmentation.source_size)
     generators = [torch.Generator(DEVICE).manual_seed(3) for _ in range(2)]
     parameters = augmentation.sample(len(image), generators[0], image.shape[1])
     plain = augmentation.apply(image, label, parameters, dense=True)
-    return plain, augmentation.from_sources(sources_of(cases, augmentation), generators[1])
+    return plain, read(augmentation, sources_of(cases, augmentation), generators[1])
 
 
 @with_kernels
@@ -105,7 +109,7 @@ def test_nothing_beside_a_volume_is_read(budget_bytes):
     augmentation = BatchAugmentation(AugmentationConfig.model_validate({**STILL, **MOVED}), PATCH, num_classes=4)
     plain = sources_of(bank(2, budget_bytes=budget_bytes), augmentation)
     surrounded = replace(plain, stored=tuple(map(surround, plain.stored)), boxes=tuple(map(surround, plain.boxes)))
-    reads = [augmentation.from_sources(of, torch.Generator(DEVICE).manual_seed(3)) for of in (plain, surrounded)]
+    reads = [read(augmentation, of, torch.Generator(DEVICE).manual_seed(3)) for of in (plain, surrounded)]
     for one, other in zip(*reads, strict=True):
         assert torch.equal(one, other)
 
@@ -126,8 +130,7 @@ def test_patches_are_the_same_bits_wherever_their_cases_lie(channels, dtype):
     banks = [bank(channels, dtype, budget_bytes) for budget_bytes in (None, *fewer([9000, 0], 1))]
     assert [cases.num_on_device for cases in banks] == [3, *fewer([2, 0], 1)]
     reads = [
-        augmentation.from_sources(sources_of(cases, augmentation), torch.Generator(DEVICE).manual_seed(3))
-        for cases in banks
+        read(augmentation, sources_of(cases, augmentation), torch.Generator(DEVICE).manual_seed(3)) for cases in banks
     ]
     for image, label in reads[1:]:
         assert torch.equal(image, reads[0][0])

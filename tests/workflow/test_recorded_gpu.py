@@ -9,8 +9,8 @@ from torch import nn
 
 from volseg.config.augmentation import AugmentationConfig
 from volseg.data.augmented import AugmentedBatches
-from volseg.data.bank import CaseBank
 from volseg.data.patches import PatchBatches
+from volseg.data.volume_cache import VolumeCache
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.workflow import Named, Training
 from volseg.workflow.step import to_device
@@ -28,7 +28,7 @@ def batches():
     augmentation = BatchAugmentation(AugmentationConfig(), (8, 8, 8), num_classes=2)
 
     def make(keep):
-        bank = CaseBank(cases, device="cuda", keep=keep)
+        bank = VolumeCache(cases, device="cuda", keep=keep)
         patches = PatchBatches(bank, (8, 8, 8), 2, 12, source_size=augmentation.source_size)
         return AugmentedBatches(patches, augmentation, seed=0, device="cuda")
 

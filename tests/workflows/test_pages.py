@@ -12,7 +12,7 @@ import pytest
 import torch
 from documented import ROOT
 
-from volseg.data.twins import make_twin
+from volseg.data.mock_msd import make_mock_task
 from volseg.experiment import REGISTRIES
 
 PAGES = sorted((ROOT / "workflows").glob("*.py"))
@@ -24,7 +24,7 @@ NARROW = ["network={name: UNet, channels: [4, 8], strides: [2]}"]
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
     """Return a function that runs a page in a folder with a task and the configs, and returns what it printed."""
-    make_twin(tmp_path / "task", "Task04_Hippocampus", num_cases=5, num_test=1, scale=0.4)
+    make_mock_task(tmp_path / "task", "Task04_Hippocampus", num_cases=5, num_test=1, scale=0.4)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     # As a program sees them: what pages register here is theirs.

@@ -13,7 +13,7 @@ from volseg import experiment
 from volseg.checkpointing.folder import RunFolder
 from volseg.data.catalogue import find_public_task
 from volseg.data.layouts import load_task
-from volseg.data.twins import make_twin
+from volseg.data.mock_msd import make_mock_task
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "datasets"))
 
@@ -79,7 +79,7 @@ def small(task, root, output):
 
 def run_all_verbs(task, tmp_path, *overrides, num_cases=2):
     """Train, validate and predict; return the task's twin and where its predictions lie."""
-    root = make_twin(tmp_path / task, task, num_cases=num_cases, num_test=1, scale=0.05)
+    root = make_mock_task(tmp_path / task, task, num_cases=num_cases, num_test=1, scale=0.05)
     config = config_of(task, *small(task, root, tmp_path / "run"), *overrides)
     outcome = experiment.train(config)
     written = experiment.predict(RunFolder(config.folder), [root / "imagesTs"]).require_all()

@@ -7,7 +7,7 @@ import nibabel
 import pytest
 
 from volseg.data.layouts import load_task
-from volseg.data.twins import make_twin
+from volseg.data.mock_msd import make_mock_task
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows"))
 
@@ -16,7 +16,7 @@ import train_msd
 
 @pytest.mark.parametrize("preset", ["unet", pytest.param("vnet", marks=pytest.mark.slow)])
 def test_a_task_is_trained_and_validated(preset, tmp_path, monkeypatch, capsys):
-    root = make_twin(tmp_path / "twin", "Task04_Hippocampus", num_cases=5, num_test=0, scale=0.5)
+    root = make_mock_task(tmp_path / "twin", "Task04_Hippocampus", num_cases=5, num_test=0, scale=0.5)
     output = tmp_path / "run"
     small = ["--epochs", "1", "--iterations", "1", "--patch", "16", "16", "16"]
     arguments = ["--task", "4", "--root", str(root), "--preset", preset, "--output", str(output), *small]

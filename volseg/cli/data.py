@@ -123,12 +123,12 @@ def make(
     ] = None,
 ) -> None:
     """Generate a synthetic data set in MSD layout, or a small imitation of a Decathlon task."""
-    from volseg.data.synthetic import make_task  # imports torch: not for --help
-    from volseg.data.twins import make_twin
+    from volseg.data.mock_msd import make_mock_task  # imports torch: not for --help
+    from volseg.data.synthetic import make_task
     from volseg.errors import DataError
 
     if like is not None:
-        show(make_twin(folder, like, num_cases=cases, num_test=tests, seed=seed, scale=scale))
+        show(make_mock_task(folder, like, num_cases=cases, num_test=tests, seed=seed, scale=scale))
     elif scale is not None:
         raise DataError("--scale is a fraction of a task's sides; name the task by --like, such as Task09_Spleen")
     else:
@@ -166,7 +166,7 @@ def check(
     Exit status 1 if a case cannot be used.
     """
     from volseg import experiment  # imports torch: not for --help
-    from volseg.data import check_task, load_task, mend_task, read_splits  # imports torch: not for --help
+    from volseg.data import check_task, load_task, read_splits, repair_task  # imports torch: not for --help
     from volseg.files import require_new
     from volseg.monitoring.progress import count_up
 
@@ -181,7 +181,7 @@ def check(
     if output is not None:
         checked.write(output)
     if fix is not None:
-        mended = mend_task(checked, fix, keep_bad=keep_bad)
+        mended = repair_task(checked, fix, keep_bad=keep_bad)
         show("\n".join(mended.lines()), err=as_json)  # a program reads only JSON
     if checked.problems or (strict and checked.remarks):
         raise typer.Exit(1)

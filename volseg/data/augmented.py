@@ -111,7 +111,7 @@ class AugmentedBatches:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch ``number`` from batch ``start`` on."""
-        make = self._make_recorded if self.batches.bank.device.type == "cuda" else self._make_plainly
+        make = self._make_recorded if self.batches.cache.device.type == "cuda" else self._make_plainly
         yield from make(number, start)
 
     def _make_plainly(self, number: int, start: int) -> Iterator[Batch]:
@@ -128,7 +128,7 @@ class AugmentedBatches:
 
     def _draw_next(self) -> AugmentationParameters:
         """Draw for the whole batch, whichever rows are wanted: a row's numbers depend on its place in the batch."""
-        return self.augmentation.sample(self.batches.batch_size, self.generator, self.batches.bank.num_channels)
+        return self.augmentation.sample(self.batches.batch_size, self.generator, self.batches.cache.num_channels)
 
     def _make_recorded(self, number: int, start: int) -> Iterator[Batch]:
         """Make each batch while the consumer's work on the batch before runs."""
@@ -139,7 +139,7 @@ class AugmentedBatches:
 
         def make_ahead(position: int, fetched: Sequence[Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event]:
             # One batch ahead, not more: the host is many steps ahead of the device.
-            self._stream.wait_stream(torch.cuda.current_stream(self.batches.bank.device))
+            self._stream.wait_stream(torch.cuda.current_stream(self.batches.cache.device))
             with torch.cuda.stream(self._stream):
                 self._bring(fetched, len(places.names[position]))
                 where = dict(zip(("begins", "shapes", "corners"), places.at(position), strict=True))
@@ -159,7 +159,7 @@ class AugmentedBatches:
                 assert ahead is not None
                 batch, ready = ahead
                 ahead = make_ahead(position + 1, next(fetched)) if position + 1 < len(self) else None
-                consumer = torch.cuda.current_stream(self.batches.bank.device)
+                consumer = torch.cuda.current_stream(self.batches.cache.device)
                 consumer.wait_event(ready)
                 for tensor in batch.values():
                     tensor.record_stream(consumer)
@@ -172,9 +172,11 @@ class AugmentedBatches:
 
     def _make_room(self, count: int) -> tuple[Tensor, Tensor]:
         """Return where fetched patches lie on the device, for the recording always at the same place."""
-        bank = self.batches.bank
+        cache = self.batches.cache
         if self._boxes is None:
-            self._boxes = bank.make_boxes(0 if bank.on_device else count, self.batches.source_size, device=bank.device)
+            self._boxes = cache.make_boxes(
+                0 if cache.on_device else count, self.batches.source_size, device=cache.device
+            )
         return self._boxes
 
     def _augment_more(self, batch: dict[str, Tensor], number: int, position: int) -> dict[str, Tensor]:
@@ -194,8 +196,8 @@ class AugmentedBatches:
 
     def _cut_and_augment(self, begins: Tensor, shapes: Tensor, corners: Tensor) -> dict[str, Tensor]:
         """Make the wanted rows of the batch whose patches lie there; see `PatchSources`."""
-        bank, parameters = self.batches.bank, self._draw_next()
-        sources = PatchSources(bank.stored, self._make_room(len(begins)), begins, shapes, corners)
+        cache, parameters = self.batches.cache, self._draw_next()
+        sources = PatchSources(cache.stored, self._make_room(len(begins)), begins, shapes, corners)
         ends = list(accumulate(part.stop - part.start for part in self.rows))
         mine = [slice(*pair) for pair in pairwise([0, *ends])]
         return _join(

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 import volseg.transforms
-from volseg.data.bank import ForegroundVoxels, list_voxels, require_fit
 from volseg.data.cache_folder import GIB, SUFFIX, list_entries, make_cache_folder, remove_given_up
 from volseg.data.cases import Case, Task
 from volseg.data.file_digests import FileDigests, digest_modules
 from volseg.data.readers import SUFFIXES, find_suffix, list_files
 from volseg.data.stored_case import DamagedCaseError, StoredCase, write_case
+from volseg.data.volume_cache import ForegroundVoxels, list_voxels, require_fit
 from volseg.errors import ConfigError, DataError, ReaderError
 from volseg.files import replacing
 from volseg.memory import available_bytes

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from volseg.config.nearest import did_you_mean
 from volseg.config.yaml_values import read_yaml
 from volseg.errors import DataError
@@ -64,17 +66,7 @@ def _name_shortly(name: str) -> set[str]:
 @cache  # a training asks for its task's four times
 def _read(path: Path) -> PublicTask:
     manifest = read_yaml(path, str(path))
-    return PublicTask(
-        name=manifest["name"],
-        url=manifest["url"],
-        md5=manifest["md5"],
-        licence=manifest["licence"],
-        modalities=tuple(manifest["modalities"]),
-        labels=manifest["labels"],
-        num_training=manifest["num_training"],
-        num_test=manifest["num_test"],
-        manifest=manifest,
-    )
+    return TypeAdapter(PublicTask).validate_python({**manifest, "manifest": manifest})
 
 
 def _find_manifests() -> Path:

@@ -22,7 +22,7 @@ from volseg.data.names import list_some
 from volseg.data.volume import as_volume
 from volseg.errors import ReaderError
 
-__all__ = ["list_slices", "read_dicom_series", "stack_frames"]
+__all__ = ["list_slices", "read_dicom_series"]
 
 SERIES_UID = (0x0020, 0x000E)
 

@@ -45,29 +45,22 @@ def to_classes(label_map: Tensor, task: Task, case: Case | None = None) -> Tenso
         For other values, or a case that was looked through for values that nobody knows.
     """
     known = [*task.class_values, *(() if task.ignore is None else (task.ignore,))]
-    numbers = torch.arange(len(known), dtype=torch.uint8)
+    numbers = list(range(len(known)))
     if case is not None and (labelled := task.labelled(case)) is not None:
         numbers[0] = len(known) + _place_labelled(labelled, case, task)
-    voxels = label_map.as_subclass(Tensor)
-    if voxels.dtype == torch.uint8:  # as nearly all are kept: a table takes a third of the search's time
-        table = torch.full((MOST_INDICES,), -1, dtype=torch.int16)
-        for value, number in zip(known, numbers.tolist(), strict=True):
-            if 0 <= value < MOST_INDICES:
-                table[value] = number
-        found = table.to(voxels.device)[voxels.contiguous().long()]
-        if not voxels.numel() or int(found.min()) >= 0:
-            return _with_metadata(found.to(torch.uint8), label_map)
-    # Sorted for the search: the ignored value may lie between others.
-    values, order = torch.tensor(known, dtype=torch.float64, device=voxels.device).sort()
-    wide = voxels.to(torch.float64)
-    place = torch.searchsorted(values, wide).clamp_(max=len(known) - 1)
-    if bool((strange := values[place] != wide).any()):
+    table = torch.full((max(known) + 1,), -1, dtype=torch.int16)
+    table[known] = torch.tensor(numbers, dtype=torch.int16)
+    voxels = label_map.as_subclass(Tensor).contiguous()
+    value = voxels.to(torch.int64, copy=True)
+    is_value = (value >= 0) & (value < len(table)) & (value == voxels)
+    found = table.to(voxels.device)[value.clamp_(0, len(table) - 1)]
+    if bool((strange := ~is_value | (found < 0)).any()):
         holds = "the label map holds" if case is None else f"case {case['case']}: its label holds"
         raise DataError(
-            f"{holds} {wide[strange].unique()[:5].tolist()}, but the values of {task.name} are {sorted(known)}; mend "
-            "the label map or declare the value"
+            f"{holds} {voxels[strange].double().unique()[:5].tolist()}, but the values of {task.name} are "
+            f"{sorted(known)}; mend the label map or declare the value"
         )
-    return _with_metadata(numbers.to(voxels.device)[order][place], label_map)
+    return _with_metadata(found.to(torch.uint8), label_map)
 
 
 def to_values(classes: Tensor, task: Task) -> Tensor:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volseg.data.bank import CaseBank, ForegroundVoxels
 from volseg.data.cases import Batch
+from volseg.data.volume_cache import ForegroundVoxels, VolumeCache
 from volseg.errors import ConfigError
 
 __all__ = ["EpochPlaces", "EpochPlan", "PatchBatches", "mix_seed", "num_foreground", "plan_epoch"]
@@ -42,7 +42,7 @@ class EpochPlaces:
     names: list[list[str]]
     """Ids of the cases."""
     on_device: tuple[Tensor, Tensor, Tensor]
-    """What `CaseBank.locate` says of them, on the bank's device: one copy per epoch, and a batch costs no wait."""
+    """What `VolumeCache.locate` says of them, on the cache's device: one copy per epoch, and a batch costs no wait."""
 
     def at(self, iteration: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return begins, shapes and corners of one batch."""
@@ -134,11 +134,11 @@ def _draw_below(bounds: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class PatchBatches:
-    """Batches of patches for any epoch, on the bank's device.
+    """Batches of patches for any epoch, on the cache's device.
 
     Parameters
     ----------
-    bank : CaseBank
+    cache : VolumeCache
         The cases.
     patch_size : sequence of int
         D, H, W of what the network will see; places are chosen for it.
@@ -167,7 +167,7 @@ class PatchBatches:
 
     def __init__(
         self,
-        bank: CaseBank,
+        cache: VolumeCache,
         patch_size: Sequence[int],
         batch_size: int,
         iterations: int,
@@ -176,7 +176,7 @@ class PatchBatches:
         seed: int = 0,
         prefetch: int | None = None,
     ) -> None:
-        self.bank = bank
+        self.cache = cache
         self.patch_size = tuple(int(side) for side in patch_size)
         self.source_size = self.patch_size if source_size is None else tuple(int(side) for side in source_size)
         self.batch_size = batch_size
@@ -185,10 +185,10 @@ class PatchBatches:
         self.seed = seed
         self.seconds_waited = 0.0
         self._check()
-        on_gpu = bank.device.type == "cuda"
+        on_gpu = cache.device.type == "cuda"
         self._pin = on_gpu
         default = 3 if on_gpu else 0
-        self._prefetch = 0 if bank.on_device else default if prefetch is None else prefetch
+        self._prefetch = 0 if cache.on_device else default if prefetch is None else prefetch
 
     def __len__(self) -> int:
         return self.iterations
@@ -196,14 +196,14 @@ class PatchBatches:
     def plan(self, epoch: int) -> EpochPlan:
         """Choose the patches of an epoch; `EpochPlan.corners` are those of the patch, without its margin."""
         return plan_epoch(
-            self.bank.shapes,
-            self.bank.foreground,
+            self.cache.shapes,
+            self.cache.foreground,
             self.patch_size,
             batch_size=self.batch_size,
             iterations=self.iterations,
             share=self.share,
             generator=torch.Generator().manual_seed(mix_seed(self.seed, epoch)),
-            annotated=self.bank.annotated,
+            annotated=self.cache.annotated,
         )
 
     def places(self, number: int, rows: Sequence[slice] = (slice(None),)) -> EpochPlaces:
@@ -214,23 +214,23 @@ class PatchBatches:
         DataError
             If a file that a case is mapped from was cut off meanwhile.
         """
-        self.bank.require_files()
+        self.cache.require_files()
         plan = self.plan(number)
         margin = [(whole - side) // 2 for whole, side in zip(self.source_size, self.patch_size, strict=True)]
         cases, corners = (torch.cat([of[:, part] for part in rows], 1) for of in (plan.cases, plan.corners))
         corners = corners - torch.tensor(margin)
         begins, shapes, firsts = (
-            where.to(self.bank.device) for where in self.bank.locate(cases, corners, self.source_size)
+            where.to(self.cache.device) for where in self.cache.locate(cases, corners, self.source_size)
         )
-        names = [[self.bank.names[case] for case in row] for row in cases.tolist()]
+        names = [[self.cache.names[case] for case in row] for row in cases.tolist()]
         return EpochPlaces(cases, corners, names, (begins, shapes, firsts))
 
     def fetch(self, places: EpochPlaces, start: int = 0) -> Generator[tuple[Tensor, Tensor]]:
-        """Yield what `CaseBank.fetch` makes of each batch from batch ``start`` on, made ahead by threads."""
+        """Yield what `VolumeCache.fetch` makes of each batch from batch ``start`` on, made ahead by threads."""
         self.seconds_waited = 0.0
 
         def make(iteration: int) -> tuple[Tensor, Tensor]:
-            return self.bank.fetch(places.cases[iteration], places.corners[iteration], self.source_size, pin=self._pin)
+            return self.cache.fetch(places.cases[iteration], places.corners[iteration], self.source_size, pin=self._pin)
 
         begun = time.perf_counter()
         for boxes in _make_ahead(make, range(start, len(places.names)), self._prefetch):
@@ -242,11 +242,11 @@ class PatchBatches:
         """Yield the batches of epoch ``number`` from batch ``start`` on, or some rows of each.
 
         Each has ``image`` (B, C, *source_size) in float32 and ``label`` (B, 1, *source_size) in uint8, both on the
-        bank's device, and ``case``, the ids. The rows that are not asked for are not cut out.
+        cache's device, and ``case``, the ids. The rows that are not asked for are not cut out.
         """
         places = self.places(number, rows)
         for iteration, boxes in enumerate(self.fetch(places, start), start):
-            image, label = self.bank.join(boxes, places.at(iteration), self.source_size)
+            image, label = self.cache.join(boxes, places.at(iteration), self.source_size)
             yield {"image": image, "label": label, "case": places.names[iteration]}
 
     def _check(self) -> None:

@@ -11,9 +11,9 @@ from threading import Event
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from volseg.data.bank import require_fit
 from volseg.data.case_cache import CaseCache, take_case
 from volseg.data.cases import Case, Task
 from volseg.data.checks import (
@@ -27,9 +27,9 @@ from volseg.data.checks import (
 from volseg.data.preprocessed import Preprocessing, preprocess
 from volseg.data.readers import list_files
 from volseg.data.reading_group import ALONE, Readers, deal_by_size
-from volseg.data.shared_memory import SharedTensors, map_tensors, view_tensor
-from volseg.data.stored_case import StoredCase
+from volseg.data.stored_case import SharedTensors, StoredCase, map_tensors, view_tensor
 from volseg.data.threads import map_in_threads
+from volseg.data.volume_cache import require_fit
 from volseg.parallel.processes.progress_sync import Rounds, describe_error, exchange, run_together, told_error
 
 __all__ = ["PreparedCases", "prepare_together"]
@@ -68,25 +68,6 @@ class _CaseReport:
     reader: int = 0
     """Number in the group of the process that read the case."""
 
-    def as_list(self) -> list[Any]:
-        """Return the report as JSON can hold it."""
-        problems, remarks = ([one.as_list() for one in of] for of in (self.problems, self.remarks))
-        return [problems, remarks, self.digest, self.fingerprint, self.fault, self.stored]
-
-    @classmethod
-    def from_list(cls, content: Sequence[Any], reader: int) -> "_CaseReport":
-        """Return the report that ``as_list`` described."""
-        problems, remarks, digest, fingerprint, fault, stored = content
-        return cls(
-            problems=[Problem.from_list(one) for one in problems],
-            remarks=[Remark.from_list(one) for one in remarks],
-            digest=digest,
-            fingerprint=fingerprint,
-            fault=fault,
-            stored=stored,
-            reader=reader,
-        )
-
     def describe_sound(self, case: Case) -> dict[str, Any]:
         """Return what is kept with a stored case. A file is named by its place: it may lie elsewhere next time."""
         files = _list_all_files(case)
@@ -107,6 +88,10 @@ class _CaseReport:
             digest=found["digest"],
             fingerprint=found["fingerprint"],
         )
+
+
+REPORTS = TypeAdapter(_CaseReport)
+"""Turns reports into JSON and back."""
 
 
 def prepare_together(
@@ -226,7 +211,7 @@ class _Reading:
         reports = []
         with closing(map_in_threads(self.read_one, order, workers)) as found:
             for index, report in zip(order, found, strict=True):
-                reports.append([index, report.as_list()])
+                reports.append([index, REPORTS.dump_python(report, mode="json")])
                 rounds.count(int(self._sides[index][1]))
                 rounds.check()
         return {"address": None if self._store is None else self._store.address, "cases": reports}
@@ -309,7 +294,7 @@ def _merge_reports(messages: Sequence[Mapping[str, Any]], sides: Sequence[tuple[
         for index, content in message["cases"]:
             known = reports.get(index)
             if known is None or not (known.problems or known.fault):
-                reports[index] = _CaseReport.from_list(content, reader)
+                reports[index] = replace(REPORTS.validate_python(content), reader=reader)
     reports = dict(sorted(reports.items()))
     validation = {case["case"] for case, validates in sides if validates}
     leaks = refuse_held_out(_list_digests(reports, sides), validation)
@@ -367,7 +352,7 @@ def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[
 
 
 def _put(case: Case, store: SharedTensors) -> dict[str, Any]:
-    """Copy what training needs of a case into shared memory, in the types in which a `CaseBank` keeps it."""
+    """Copy what training needs of a case into shared memory, in the types in which a `VolumeCache` keeps it."""
     image, label = case["image"], case["label"]
     require_fit(str(case["case"]), image, label, len(image))
     return {
@@ -385,7 +370,7 @@ def _map_shared(
     def map_all(rounds: Rounds) -> None:
         del rounds
         for reader in readers.local if readers.number is not None else ():
-            found = {index: stored for index, (*_, stored) in messages[reader]["cases"] if stored}
+            found = {index: report["stored"] for index, report in messages[reader]["cases"] if report["stored"]}
             is_in_memory = any("places" in stored for stored in found.values())
             mapped = map_tensors(messages[reader]["address"]) if is_in_memory else None
             for index, stored in found.items():

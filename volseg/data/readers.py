@@ -28,7 +28,6 @@ __all__ = [
     "SUFFIXES",
     "Files",
     "Read",
-    "choose_reader",
     "find_suffix",
     "list_files",
     "name_files",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from volseg.data.shared_memory import SharedTensors, can_share, map_tensors, view_tensor
+from volseg.data.stored_case import SharedTensors, can_share, map_tensors, view_tensor
 from volseg.parallel.processes.progress_sync import exchange
 from volseg.parallel.processes.supervision import name_machine
 

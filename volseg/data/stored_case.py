@@ -7,12 +7,19 @@
 The description stands at the end, where it is written last, so a file that is cut off anywhere has none. Nothing is
 executed by opening such a file. Volumes are mapped copy-on-write: the system keeps their pages once for all processes
 and drops them when memory is short, and who writes to such a tensor changes a copy of his own.
+
+`SharedTensors` are the same in memory: tensors that lie there once per machine; one process writes them, the others map
+the same pages. The memory is a file without a name (``memfd_create``), which another process opens by way of
+``/proc/PID/fd`` while its writer lives. It belongs to those who map it, and goes with the last of them, whatever ends
+it: there is nothing to remove. It is no part of ``/dev/shm``, which is 64 MB in a container.
 """
 
 import copy
+import errno
 import json
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,11 +33,19 @@ import torch
 from monai.data import MetaTensor
 from torch import Tensor
 
-from volseg.data.shared_memory import ALIGNMENT, map_file, place_of, view_bytes, view_tensor
 from volseg.errors import DataError
 from volseg.fields import Case
 
-__all__ = ["DamagedCaseError", "StoredCase", "write_case"]
+__all__ = [
+    "DamagedCaseError",
+    "Place",
+    "SharedTensors",
+    "StoredCase",
+    "can_share",
+    "map_tensors",
+    "view_tensor",
+    "write_case",
+]
 
 MARK = b"volsegC1"
 """Ends the file; its number is that of this layout."""
@@ -217,3 +232,99 @@ def _decode(content: dict[str, Any]) -> Any:
         values = torch.tensor(numbers, dtype=getattr(torch, dtype))
         return values if is_tensor else values.numpy()
     return content
+
+
+Place = list[Any]
+"""Where a tensor lies: its first byte, type and shape. JSON."""
+
+ALIGNMENT = 64
+"""Bytes; as torch aligns its own memory."""
+
+
+def can_share() -> bool:
+    """Say whether this platform has what sharing takes."""
+    return hasattr(os, "memfd_create") and os.path.isdir(f"/proc/{os.getpid()}/fd")
+
+
+class SharedTensors:
+    """Memory that this process fills, for the processes of its machine to map.
+
+    Only one file is open however many tensors it holds. It stays open until ``close``; the others must have mapped it
+    by then.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("volseg", os.MFD_CLOEXEC)
+        self._size = 0
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> list[int]:
+        """Where other processes find the memory: this process's number and the file's."""
+        return [os.getpid(), self._file]
+
+    def add(self, tensor: Tensor) -> Place:
+        """Copy a tensor's values into the memory; return their place. From any thread."""
+        values = tensor.detach().cpu().contiguous()
+        content = view_bytes(values)
+        with self._lock:
+            begin = self._size
+            self._size += -(-len(content) // ALIGNMENT) * ALIGNMENT
+            os.ftruncate(self._file, self._size)
+        written = 0
+        while written < len(content):  # Linux writes 2 GiB at a time
+            written += os.pwrite(self._file, content[written:], begin + written)
+        return place_of(values, begin)
+
+    def close(self) -> None:
+        """Close the file; what is mapped stays."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def view_bytes(values: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, which are not copied."""
+    return memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def place_of(values: Tensor, begin: int) -> Place:
+    """Return the place of a contiguous tensor whose bytes are written from ``begin`` on."""
+    return [begin, str(values.dtype).removeprefix("torch."), list(values.shape)]
+
+
+def map_tensors(address: list[int]) -> torch.UntypedStorage | None:
+    """Map what a process of this machine has filled; None where it holds nothing.
+
+    Raises
+    ------
+    OSError
+        If the process has ended, or may not be looked into.
+    """
+    path = "/proc/{}/fd/{}".format(*address)
+    size = os.stat(path).st_size
+    return map_file(path, size) if size else None
+
+
+def map_file(path: str, size: int) -> torch.UntypedStorage:
+    """Map the first bytes of a file copy-on-write; the mapping lives as long as one of its tensors.
+
+    Raises
+    ------
+    OSError
+        If the file is gone or may not be read, or the system allows no more address space.
+    """
+    try:
+        # Not Python's mmap, each of which keeps a descriptor: a process may have a thousand of them.
+        mapped: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=size)
+    except RuntimeError as fault:
+        raise OSError(errno.ENOMEM, str(fault).partition("\n")[0]) from fault
+    storage: torch.UntypedStorage = mapped
+    return storage
+
+
+def view_tensor(mapped: torch.UntypedStorage, place: Place) -> Tensor:
+    """Return a tensor of mapped memory."""
+    begin, dtype, shape = place
+    values = torch.empty(0, dtype=getattr(torch, dtype))
+    return values.set_(mapped, begin // values.element_size(), shape)  # type: ignore[call-overload]

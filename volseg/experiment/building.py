@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import BATCH_FIELDS, ExperimentConfig
 from volseg.data.augmented import AugmentedBatches, EpochBatches, GrowingBatches
-from volseg.data.bank import CaseBank
 from volseg.data.cases import Case, Task
 from volseg.data.labels import num_indices, targets_of
 from volseg.data.patches import PatchBatches
+from volseg.data.volume_cache import VolumeCache
 from volseg.errors import ConfigError
 from volseg.evaluation.scoring import Scoring, choose_scoring
 from volseg.experiment.rehearsing import OneOutput
@@ -141,7 +141,7 @@ def build_batches(
     spacing: Sequence[float] = (1.0, 1.0, 1.0),
 ) -> AugmentedBatches | GrowingBatches:
     """Return augmented training batches of prepared cases with ``spacing`` mm, or some rows of each."""
-    bank = CaseBank(
+    bank = VolumeCache(
         cases,
         device=device,
         keep=config.data.keep,

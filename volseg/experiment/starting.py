@@ -15,8 +15,7 @@ from volseg.errors import CheckpointError
 from volseg.experiment.cases import ChosenCases
 from volseg.experiment.sources import read_weights
 from volseg.models import FitGrid, build_network
-from volseg.models.transfer import WeightTransfer, find_followers, transfer_weights
-from volseg.models.weights import strip_prefixes
+from volseg.models.weights import WeightTransfer, find_followers, strip_prefixes, transfer_weights
 from volseg.parallel.devices import is_main_process
 from volseg.parallel.state.random import own_random_numbers
 

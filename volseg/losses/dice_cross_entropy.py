@@ -27,7 +27,7 @@ from volseg.device.gpus import on_gpu
 from volseg.device.triton_tiles import takes
 from volseg.errors import DataError
 from volseg.losses.dice import passes, reference
-from volseg.losses.dice.terms import SURPRISE, TRUTH, Terms
+from volseg.losses.dice.reference import SURPRISE, TRUTH, Terms
 from volseg.losses.overlap import leave_overlap
 
 __all__ = ["Terms", "choose_backend", "compute_loss", "dice_cross_entropy", "read_at_grid", "sum_classes"]

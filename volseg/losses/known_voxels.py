@@ -34,8 +34,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from volseg.device.first_order import first_order
 from volseg.device.gpus import keeping, on_gpu
 from volseg.errors import DataError
-from volseg.losses.dice.reference import empty_gradient, iterate_chunks
-from volseg.losses.dice.terms import Terms
+from volseg.losses.dice.reference import Terms, empty_gradient, iterate_chunks
 from volseg.losses.dice_cross_entropy import read_at_grid
 from volseg.losses.overlap import leave_overlap
 from volseg.losses.targets import Targets
@@ -187,31 +186,29 @@ def _tables(targets: Targets, device: torch.device, dtype: torch.dtype) -> _Tabl
 
     To make one copies from the host, which cannot be recorded; the step that goes before a recording makes them.
     """
-    every = set(range(targets.num_classes))
+    every = range(targets.num_classes)
     columns = [set(region) for region in targets.regions]
     if not columns:
         columns = [*({index} for index in every), *(set(hidden) for hidden in targets.hidden)]
-    truth: list[list[bool]] = []
-    known: list[list[bool]] = []
-    spoils: list[list[bool]] = []
-    for column in columns:
-        of_column: tuple[list[bool], ...] = ([], [], [])
-        for number, classes in enumerate(targets.possible):
-            annotated = not (targets.ignores and number == targets.num_classes)
-            inside, outside = set(classes) <= column, not column & set(classes)
-            tells = annotated if not targets.regions else inside or (annotated and outside)
-            of_column[0].append(annotated and inside)
-            of_column[1].append(annotated and tells)
-            # A class that may be hidden in the background is judged together with it only.
-            of_column[2].append(annotated and not (inside or outside))
-        for rows, row in zip((truth, known, spoils), of_column, strict=True):
-            rows.append(row)
-    possible = [[index in classes for classes in targets.possible] for index in sorted(every)]
+
+    def describe(column: set[int], number: int, classes: set[int]) -> tuple[bool, bool, bool]:
+        annotated = not (targets.ignores and number == targets.num_classes)
+        inside, outside = classes <= column, not column & classes
+        tells = annotated if not targets.regions else inside or (annotated and outside)
+        # A class that may be hidden in the background is judged together with it only.
+        return annotated and inside, annotated and tells, annotated and not (inside or outside)
+
+    described = [
+        [describe(column, number, set(classes)) for number, classes in enumerate(targets.possible)]
+        for column in columns
+    ]
+    truth, known, spoils = torch.tensor(described, device=device).permute(2, 0, 1).contiguous()
+    possible = [[index in classes for classes in targets.possible] for index in every]
     hidden = () if targets.regions else targets.hidden
     return _Tables(
-        truth=torch.tensor(truth, dtype=dtype, device=device),
-        known=torch.tensor(known, dtype=dtype, device=device),
-        spoils=torch.tensor(spoils, device=device),
+        truth=truth.to(dtype),
+        known=known.to(dtype),
+        spoils=spoils,
         possible=torch.tensor(possible, dtype=dtype, device=device),
         members=tuple(torch.tensor(classes, device=device) for classes in hidden),
     )

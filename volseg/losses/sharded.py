@@ -15,7 +15,7 @@ from volseg.parallel.spatial.plan.shards import bounds
 from volseg.parallel.spatial.table import sharded_form
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["compute_known_of_slabs", "compute_of_slabs"]
+__all__ = []
 
 
 @sharded_form(dice_cross_entropy)

@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 class FitGrid(nn.Module):
     """Run a network on volumes of any size, and say once when that takes padding.
 
-    The input is padded on both sides alike with 0, what lies outside of a case in training too (`CaseBank`), the mean
-    of a z-scored image; edge values would draw the anatomy out to the border. A size that the network takes is passed
-    on as it is, and so is every output. Otherwise outputs are cropped to the input's grid; coarser heads of deep
+    The input is padded on both sides alike with 0, what lies outside of a case in training too (`VolumeCache`), the
+    mean of a z-scored image; edge values would draw the anatomy out to the border. A size that the network takes is
+    passed on as it is, and so is every output. Otherwise outputs are cropped to the input's grid; coarser heads of deep
     supervision are first brought to the padded grid (nearest), since a crop by a fraction of their voxels would shift
     them against the label.
 

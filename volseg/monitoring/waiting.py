@@ -56,7 +56,7 @@ def advice(batches: object) -> str | None:
     if not isinstance(source, AugmentedBatches):
         return "make them in more processes, or before the training"
     lighter = "lower augmentation.margin, so that less is read per patch"
-    bank = source.batches.bank
+    bank = source.batches.cache
     if bank.device.type != "cuda":
         return None
     if bank.on_device:

@@ -28,16 +28,7 @@ from volseg.planning.patch import (
 )
 from volseg.transforms.grid import ANISOTROPY
 
-__all__ = [
-    "PRESETS",
-    "Geometry",
-    "Like",
-    "is_flat",
-    "plan_geometry",
-    "plan_geometry_like",
-    "plan_spacing",
-    "resampled_shape",
-]
+__all__ = ["PRESETS", "Geometry", "Like", "is_flat", "plan_geometry", "plan_geometry_like"]
 
 PRESETS = {
     "unet": "nnU-Net's plain U-Net",

@@ -5,7 +5,7 @@ import math
 from volseg.data.catalogue import find_public_task
 from volseg.planning.facts import CaseSizes, Fingerprint, Intensities
 
-__all__ = ["MOSTLY_ZERO", "published_fingerprint"]
+__all__ = ["published_fingerprint"]
 
 SHARE_OF_FINE = 0.25
 """Of the cases of a task with thick slices, those that are as thin as its target spacing: more than a tenth, which the

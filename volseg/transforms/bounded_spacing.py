@@ -1,20 +1,32 @@
-"""MONAI's resampling to a spacing: bounded in memory, left out where it does nothing, and by planes where asked."""
+"""MONAI's resampling to a spacing: bounded in memory, left out where it does nothing, and by planes where asked.
+
+Where a volume has the orientation or the spacing already, no voxel moves. MONAI finds that out by the way it would take
+otherwise, and carries the metadata along in a millisecond or two for each volume; small volumes are read in less. Here
+the columns of the affine answer, and the volume comes back as MONAI leaves it: the same voxels, metadata and trace,
+which ``Invertd`` takes back. What the columns do not answer plainly (a sheared affine, axes between two directions,
+operations that wait) is left to MONAI.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from monai.transforms import Spacingd
+import torch
+from monai.data import MetaTensor, get_track_meta
+from monai.data.meta_obj import MetaObj
+from monai.data.utils import AFFINE_TOL
+from monai.transforms import Orientationd, Spacingd, SpatialResample
+from monai.utils import MetaKeys, TraceKeys
+from nibabel.orientations import axcodes2ornt
 
 from volseg.errors import GridError
 from volseg.fields import LABEL_FIELDS, Case
 from volseg.memory import available_bytes
 from volseg.transforms.grid import ANISOTROPY, Grid, find_coarse_axis
-from volseg.transforms.kept_grid import keep_spaced
 from volseg.transforms.resampling import SlabResample
 
-__all__ = ["BoundedSpacing", "PlaneSpacing"]
+__all__ = ["BoundedSpacing", "KeptOrientation", "PlaneSpacing", "keep_spaced"]
 
 RESAMPLING_BYTES = 24
 """Of each new voxel while MONAI resamples: its three coordinates in float64; each channel takes 8 more."""
@@ -91,3 +103,156 @@ class PlaneSpacing(BoundedSpacing):
         modes = ["nearest" if field in LABEL_FIELDS else "bilinear" for field in fields]
         planes = BoundedSpacing(fields, pixdim=within, mode=modes, padding_mode="border")
         return BoundedSpacing(fields, pixdim=target, mode="nearest", padding_mode="border")(planes(data))
+
+
+PLAIN_SHEAR = 1e-4
+"""Largest cosine between two axes of a volume whose orientation is told by its affine's columns."""
+
+PLAIN_LEAD = 1e-2
+"""By which the largest cosine of an axis with the body's axes leads before the next."""
+
+PLAIN_SHIFT = 1e-4
+"""By which shear may move a corner (mm): a tenth of `AFFINE_TOL`, within which MONAI takes two affines for one."""
+
+
+class _Axes(NamedTuple):
+    """The columns of an affine."""
+
+    sides: np.ndarray
+    """Of a voxel, in mm."""
+    cosines: np.ndarray
+    """Directions of the axes, a column each."""
+    shear: float
+    """Largest cosine between two of them; NaN where there is none."""
+
+
+class KeptOrientation(Orientationd):
+    """MONAI's, which returns at once a volume that points there already."""
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        axcodes: str,
+        labels: Sequence[tuple[str, str]],
+        allow_missing_keys: bool = False,
+    ) -> None:
+        super().__init__(keys, axcodes=axcodes, labels=labels, allow_missing_keys=allow_missing_keys)
+        self._wanted = axcodes2ornt(axcodes, labels)
+
+    def __call__(self, data: Mapping[str, Any], lazy: bool | None = None) -> Case:
+        """Return the case with its volumes turned to the axes' codes."""
+        waits = self.lazy if lazy is None else lazy
+        case = dict(data)
+        for field in self.key_iterator(case):
+            kept = None if waits else self._keep(case[field])
+            case[field] = self.ornt_transform(case[field], lazy=waits) if kept is None else kept
+        return case
+
+    def _keep(self, volume: MetaTensor) -> MetaTensor | None:
+        trace = self.ornt_transform.get_transform_info()
+        if not _is_plain(volume) or not trace.get(TraceKeys.TRACING):
+            return None
+        affine = volume.affine
+        if not _points(_find_axes(affine.numpy()), self._wanted):
+            return None
+        kept = _copy_of(volume, volume.as_tensor())
+        kept.meta[MetaKeys.AFFINE] = affine @ torch.eye(4, dtype=torch.float64)  # MONAI's product: no -0 is left
+        _note(kept, trace, {"original_affine": affine.numpy().copy()})
+        return kept
+
+
+def keep_spaced(
+    case: Mapping[str, Any], modes: Mapping[str, str], target: Sequence[float], padding_mode: str, step: SpatialResample
+) -> Case | None:
+    """Return a case whose volumes all have a spacing already, as `Spacingd` leaves it; None where one may not.
+
+    Parameters
+    ----------
+    case : mapping
+        With volumes (C, D, H, W).
+    modes : mapping of str to str
+        The fields to look at, and how MONAI would interpolate each, in float64.
+    target : sequence of float
+        The spacing (mm) along D, H, W.
+    padding_mode : str
+        What MONAI would take from outside.
+    step : SpatialResample
+        Whose trace is left.
+    """
+    trace = step.get_transform_info()
+    others = any(str(name).startswith(tuple(f"{field}_" for field in modes)) for name in case)  # MONAI updates these
+    if others or not trace.get(TraceKeys.TRACING):
+        return None
+    if not all(_is_plain(case[field]) and _is_spaced(case[field], target) for field in modes):
+        return None
+    found = dict(case)
+    for field, mode in modes.items():
+        voxels = case[field].as_tensor().to(torch.float32, memory_format=torch.contiguous_format)
+        found[field] = _copy_of(case[field], voxels)
+        resampled = {"dtype": "float64", "mode": mode, "padding_mode": padding_mode, "align_corners": False}
+        _note(found[field], trace, {**resampled, "src_affine": case[field].affine.clone()})
+    return found
+
+
+def _is_plain(volume: object) -> bool:
+    """Whether a volume is what readers and steps make: nothing waits for it, and its metadata are kept."""
+    return (
+        isinstance(volume, MetaTensor)
+        and get_track_meta()
+        and volume.as_tensor().ndim == 4
+        and not volume.is_batch
+        and not volume.has_pending_operations
+        and MetaKeys.PIXDIM not in volume.meta
+        and volume.affine.shape == (4, 4)
+        and volume.affine.dtype == torch.float64
+        and volume.affine[3].tolist() == [0, 0, 0, 1]  # MONAI sets it so
+    )
+
+
+def _find_axes(affine: np.ndarray) -> _Axes:
+    columns = affine[:3, :3]
+    sides = np.sqrt(np.sum(columns * columns, axis=0))  # MONAI's way, to its last bit
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cosines = columns / sides
+    shear = np.abs(cosines.T @ cosines)[(0, 0, 1), (1, 2, 2)]
+    return _Axes(sides, cosines, float(shear.max()))
+
+
+def _points(axes: _Axes, wanted: np.ndarray) -> bool:
+    """Whether each axis points plainly to where it is wanted; ``wanted`` as nibabel has orientations."""
+    if not axes.shear <= PLAIN_SHEAR:
+        return False
+    sizes = np.abs(axes.cosines)
+    towards = sizes.argmax(axis=0)
+    _, second, first = np.sort(sizes, axis=0)
+    signs = np.sign(axes.cosines[towards, (0, 1, 2)])
+    return bool(
+        (first - second > PLAIN_LEAD).all() and (towards == wanted[:, 0]).all() and (signs == wanted[:, 1]).all()
+    )
+
+
+def _is_spaced(volume: MetaTensor, target: Sequence[float]) -> bool:
+    """Whether MONAI leaves a volume as it is: its sides are the target's, within `AFFINE_TOL`, and it is not sheared.
+
+    MONAI takes out shear. As little as there is in a header of float32 moves no corner by `AFFINE_TOL`, which it asks,
+    and the number of voxels is the same.
+    """
+    axes, wanted = _find_axes(volume.affine.numpy()), np.asarray(target, dtype=np.float64)
+    if not ((wanted - AFFINE_TOL <= axes.sides) & (axes.sides <= wanted + AFFINE_TOL)).all():
+        return False
+    moved = axes.shear * float(axes.sides @ np.asarray(volume.as_tensor().shape[1:]))
+    return bool(moved <= PLAIN_SHIFT * min(1.0, float(axes.sides.min())))
+
+
+def _copy_of(volume: MetaTensor, voxels: torch.Tensor) -> MetaTensor:
+    """Return voxels with the metadata of a volume, a dictionary and a list of their own."""
+    kept = voxels.as_subclass(MetaTensor)
+    MetaObj.__init__(kept)  # of the tensor's own `__init__` nothing is wanted but this
+    return kept.copy_meta_from(volume)
+
+
+def _note(volume: MetaTensor, trace: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    """Add a step to the trace, in MONAI's form."""
+    shape = tuple(int(side) for side in volume.as_tensor().shape[1:])
+    noted = {TraceKeys.ORIG_SIZE: shape, TraceKeys.LAZY: False, TraceKeys.EXTRA_INFO: dict(extra)}
+    volume.push_applied_operation({**trace, **noted})

@@ -25,10 +25,9 @@ from monai.transforms import (
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError, DataError, GridError, VolsegError
 from volseg.fields import LABEL_FIELDS, Case
-from volseg.transforms.bounded_spacing import BoundedSpacing, PlaneSpacing
+from volseg.transforms.bounded_spacing import BoundedSpacing, KeptOrientation, PlaneSpacing
 from volseg.transforms.grid import Grid
 from volseg.transforms.intensities import ClipZScore, ZScore
-from volseg.transforms.kept_grid import KeptOrientation
 
 __all__ = ["PREPROCESSING", "Preprocessing", "build_preprocessing", "choose_label_dtype"]
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from volseg.estimate.calibration import describe_machine, measure_host, record, time_once
 from volseg.losses.dice import passes as dice
-from volseg.losses.dice.terms import Terms
+from volseg.losses.dice.reference import Terms
 from volseg.parallel import FastKernels
 
 

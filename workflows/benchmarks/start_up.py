@@ -38,13 +38,13 @@ import nibabel
 import numpy as np
 
 import volseg
-from volseg.data.bank import CaseBank
 from volseg.data.cache_folder import list_entries
 from volseg.data.case_cache import CaseCache
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
 from volseg.data.patches import PatchBatches
 from volseg.data.preparing import prepare_together
+from volseg.data.volume_cache import VolumeCache
 from volseg.monitoring.environment import environment
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -203,11 +203,11 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     return round(time.perf_counter() - begin, 3), result
 
 
-def start(task: Task, steps: Sequence[Mapping[str, Any]], folder: Path | None) -> CaseBank:
+def start(task: Task, steps: Sequence[Mapping[str, Any]], folder: Path | None) -> VolumeCache:
     """Return the bank of all cases of a task."""
     preprocessing = build_preprocessing(steps)
     cache = None if folder is None else CaseCache(folder, task, preprocessing)
-    return CaseBank(prepare_together(task.training, (), task, preprocessing, cache=cache).training)
+    return VolumeCache(prepare_together(task.training, (), task, preprocessing, cache=cache).training)
 
 
 def measure_starts(task: Task, steps: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from volseg.data.checks.findings import (
     summarise_remarks,
 )
 from volseg.data.checks.kinds import KINDS, Finding, FindingKind
-from volseg.data.checks.mending import MendedTask, mend_task
 from volseg.data.checks.reading import CheckedCase, check_case, digest_voxels, read_case
+from volseg.data.checks.repair import RepairedTask, repair_task
 from volseg.data.checks.task import TaskCheck, check_task
 
 Problem = Finding
@@ -32,9 +32,9 @@ __all__ = [
     "Finding",
     "FindingKind",
     "Findings",
-    "MendedTask",
     "Problem",
     "Remark",
+    "RepairedTask",
     "TaskCheck",
     "check_case",
     "check_cases",
@@ -42,10 +42,10 @@ __all__ = [
     "digest_voxels",
     "find_same_images",
     "inspect_cases",
-    "mend_task",
     "read_case",
     "refuse_held_out",
     "remark_on_same_images",
+    "repair_task",
     "require_sound",
     "summarise_remarks",
 ]

@@ -31,7 +31,6 @@ __all__ = [
     "LabelShape",
     "Move",
     "Texture",
-    "choose_steps",
     "coarsen",
     "compute_thumbnail",
     "describe_border",

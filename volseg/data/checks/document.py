@@ -8,7 +8,7 @@ from pathlib import Path
 
 from volseg.data.checks.kinds import KINDS
 
-__all__ = ["kinds_table", "with_kinds"]
+__all__ = ["with_kinds"]
 
 BEGIN, END = "<!-- kinds of findings: generated -->", "<!-- end of kinds of findings -->"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from volseg.data.cases import Case
 from volseg.data.readers import list_files
@@ -343,16 +343,6 @@ class Finding:
     def severity(self) -> Severity:
         """How bad it is."""
         return KINDS[self.kind].severity
-
-    def as_list(self) -> list[str | None]:
-        """Return what `from_list` takes, as JSON can say it."""
-        return [self.case, None if self.file is None else str(self.file), self.message, self.kind]
-
-    @classmethod
-    def from_list(cls, told: list[Any]) -> "Finding":
-        """Return a finding that was told by `as_list`."""
-        case, file, message, kind = told
-        return cls(case, None if file is None else Path(file), message, kind)
 
     def as_dict(self) -> dict[str, str | None]:
         """Return what stands of it in the JSON of a check."""

@@ -27,7 +27,7 @@ from volseg.data.threads import Allowance, map_in_threads
 from volseg.files import replacing
 from volseg.memory import available_bytes
 
-__all__ = ["TaskCheck", "Verdict", "check_patients", "check_task"]
+__all__ = ["TaskCheck", "Verdict", "check_task"]
 
 Verdict = Literal["ok", "look", "bad"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from volseg.data.file_digests import find_files
 from volseg.data.json_files import read_json
@@ -148,13 +149,9 @@ def _find_values(path: Path) -> list[int]:
 def _read_cache(file: Path) -> dict[str, list[int]]:
     """Return what was written down; nothing where there is no such file, or one that somebody damaged."""
     try:
-        known = read_json(file)
-    except DataError:  # absent at first, and written anew if it is damaged
+        return TypeAdapter(dict[str, list[int]]).validate_python(read_json(file), strict=True)
+    except (DataError, ValueError):  # absent at first, and written anew if it is damaged
         return {}
-    is_ours = isinstance(known, dict) and all(
-        isinstance(found, list) and all(isinstance(value, int) for value in found) for found in known.values()
-    )
-    return known if is_ours else {}
 
 
 def _write_cache(file: Path, known: Mapping[str, list[int]]) -> None:

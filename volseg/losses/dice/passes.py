@@ -14,8 +14,7 @@ from torch import Tensor
 
 from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.device.triton_tiles import count_processors, select_device
-from volseg.losses.dice.reference import empty_gradient
-from volseg.losses.dice.terms import Terms
+from volseg.losses.dice.reference import Terms, empty_gradient
 
 __all__ = ["combine", "gradient", "sums"]
 

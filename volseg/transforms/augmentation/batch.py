@@ -92,21 +92,18 @@ class BatchAugmentation:
         return self.apply(images, labels, parameters)
 
     @torch.no_grad()
-    def from_sources(self, sources: PatchSources, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw and apply to patches that are not cut out yet, in one Triton kernel; without Triton, see ``__call__``.
+    def apply_to_sources(self, sources: PatchSources, parameters: AugmentationParameters) -> tuple[Tensor, Tensor]:
+        """Apply drawn parameters to patches that are not cut out yet, in one Triton kernel.
+
+        The result is that of ``apply``, up to float32's rounding of positions.
 
         Parameters
         ----------
         sources : PatchSources
-            Where the patches with their margin, of ``source_size``, lie; on the generator's device.
-        generator : torch.Generator
-            The draws are those of ``__call__``, and so is the result, up to float32's rounding of positions.
+            Where the patches with their margin, of ``source_size``, lie.
+        parameters : AugmentationParameters
+            On the sources' device.
         """
-        return self.apply_to_sources(sources, self.sample(len(sources), generator, sources.num_channels))
-
-    @torch.no_grad()
-    def apply_to_sources(self, sources: PatchSources, parameters: AugmentationParameters) -> tuple[Tensor, Tensor]:
-        """Apply drawn parameters to patches that are not cut out yet; see ``from_sources``."""
         with _full_precision(sources.begins.device.type):
             steps = spatial.voxel_steps(parameters, self.patch_size, self.spacing)
             images, labels = triton_reading.read_patches(

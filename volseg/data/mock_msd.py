@@ -1,6 +1,6 @@
-"""Synthetic twins of the Decathlon's tasks: their channels, labels, units and grids, with fewer voxels.
+"""Synthetic mocks of the Decathlon's tasks: their channels, labels, units and grids, with fewer voxels.
 
-A twin is for trying a config in seconds where the task itself takes gigabytes and hours. What it takes from the task
+A mock is for trying a config in seconds where the task itself takes gigabytes and hours. What it takes from the task
 stands in the task's manifest: channels, labels, the spacing of the stored cases and how it varies, the proportions of
 the field of view. What is not known of a task is drawn about what is, and said here: how its files are oriented (known
 of Task04 only: RAS), and how its spacings vary where the manifest has no range.
@@ -14,15 +14,15 @@ from typing import Any
 import nibabel
 import numpy as np
 
-from volseg.data.anatomies import SCENES
 from volseg.data.catalogue import find_public_task
+from volseg.data.phantoms import SCENES
 from volseg.data.synthetic import SyntheticGrid, as_nifti, draw_hippocampus, scan, write_task
 from volseg.errors import DataError
 
-__all__ = ["make_twin"]
+__all__ = ["make_mock_task"]
 
 LONGEST_SIDE = 48
-"""Voxels of a twin's longest side, unless a scale is given."""
+"""Voxels of a mock's longest side, unless a scale is given."""
 
 SHORTEST_SIDE = 16
 """Voxels that a side keeps, if the task's has as many: thin volumes would lose all their planes."""
@@ -40,10 +40,10 @@ NOISE = 12.0
 """Hounsfield units."""
 
 
-def make_twin(
+def make_mock_task(
     root: str | Path, like: str, *, num_cases: int = 24, num_test: int = 4, seed: int = 0, scale: float | None = None
 ) -> Path:
-    """Write a synthetic twin of a task in MSD layout; the same arguments write the same bytes.
+    """Write a synthetic mock of a task in MSD layout; the same arguments write the same bytes.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ def make_twin(
     shape = _find_shape(manifest)
     scale = min(1.0, LONGEST_SIDE / max(shape)) if scale is None else scale
     if not 0 < scale <= 1:
-        raise DataError(f"the scale of a twin must lie above 0 and be at most 1, got {scale}")
+        raise DataError(f"the scale of a mock must lie above 0 and be at most 1, got {scale}")
     described = {
         "name": manifest["name"].partition("_")[2],
         "description": f"Synthetic twin of {manifest['name']}, drawn by a program",

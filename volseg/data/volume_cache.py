@@ -23,15 +23,7 @@ from volseg.data.stored_case import StoredCase
 from volseg.errors import DataError
 from volseg.transforms.augmentation.sources import PatchSources
 
-__all__ = [
-    "MOST_FOREGROUND",
-    "CaseBank",
-    "ForegroundVoxels",
-    "choose_budget",
-    "choose_resident",
-    "list_voxels",
-    "require_fit",
-]
+__all__ = ["ForegroundVoxels", "VolumeCache", "choose_budget", "choose_resident", "list_voxels", "require_fit"]
 
 MOST_FOREGROUND = 10_000
 """Voxels remembered per case and class for oversampling; nnU-Net's number."""
@@ -97,7 +89,7 @@ def list_voxels(
 ) -> dict[str, ForegroundVoxels]:
     """Return where the classes of a label map lie, ``foreground``, and of a sparse one where any does, ``annotated``.
 
-    See `CaseBank` for the parameters.
+    See `VolumeCache` for the parameters.
     """
     found = {"foreground": ForegroundVoxels.find([label], MOST_FOREGROUND, num_classes=num_classes)}
     if is_sparse:
@@ -105,7 +97,7 @@ def list_voxels(
     return found
 
 
-class CaseBank:
+class VolumeCache:
     """Hold preprocessed cases and cut boxes out of them.
 
     Parameters
@@ -352,7 +344,7 @@ def _drop_metadata(volume: Tensor) -> Tensor:
 
 
 def require_fit(name: str, image: Tensor, label: Tensor, num_channels: int, *, values: bool = True) -> None:
-    """Raise a DataError that names a case whose volumes cannot be kept in a bank; without ``values``, by shapes."""
+    """Raise a DataError that names a case whose volumes cannot be kept in a cache; without ``values``, by shapes."""
     if image.ndim != 4 or label.ndim != 4 or label.shape[0] != 1 or image.shape[1:] != label.shape[1:]:
         raise DataError(
             f"case {name}: need an image (C, D, H, W) and a label (1, D, H, W) on one grid, "

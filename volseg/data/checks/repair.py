@@ -1,12 +1,12 @@
-"""Write a corrected copy of a data set: what can be mended without guessing, and a list of what was done.
+"""Write a corrected copy of a data set: what can be repaired without guessing, and a list of what was done.
 
-Mended are a label whose place differs from its image's by a rounding, that has no place at all, or whose axes have
+Repaired are a label whose place differs from its image's by a rounding, that has no place at all, or whose axes have
 another order; label values within a thousandth of integers; and a qform that disagrees with the sform, by the rule that
 the readers go by. Everything else asks for somebody who knows the patient: which value belongs where a NaN is, what an
 undeclared value means, which of two equal images is named rightly.
 
-The copy is a task in MSD's layout with files of its own. Links would be written through by whoever mends on, and change
-the original. It appears under its name once it is whole, and every mended case has been read again.
+The copy is a task in MSD's layout with files of its own. Links would be written through by anybody who goes on to edit
+them, and change the original. It appears under its name once it is whole, and every repaired case has been read again.
 """
 
 import gzip
@@ -39,7 +39,7 @@ from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
 from volseg.transforms.grid import Grid
 
-__all__ = ["MendedTask", "mend_task"]
+__all__ = ["RepairedTask", "repair_task"]
 
 ROUNDED_VOXELS = 0.25
 """How far a label may lie from its image by a rounding: half of the usual mistake, a shift by half a voxel."""
@@ -55,14 +55,14 @@ SPLITS = "splits.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MendedTask:
+class RepairedTask:
     """A corrected copy, and what was done for it."""
 
     root: Path
     mended: tuple[dict[str, str], ...]
     """``case``, ``file`` (of the copy), ``kind`` and ``done``."""
     left_out: tuple[str, ...]
-    """Ids of cases that are bad and could not be mended."""
+    """Ids of cases that are bad and could not be repaired."""
     kept_bad: tuple[str, ...]
     """Ids of such cases that were copied as they are."""
     splits: Path | None = None
@@ -81,9 +81,9 @@ class MendedTask:
         ]
 
 
-def mend_task(
+def repair_task(
     check: TaskCheck, target: str | Path, *, keep_bad: bool = False, workers: int | None = None
-) -> MendedTask:
+) -> RepairedTask:
     """Write a corrected copy of a checked data set.
 
     Parameters
@@ -93,14 +93,14 @@ def mend_task(
     target : path
         A folder that is new or empty, and lies neither in the data set's folder nor above it.
     keep_bad : bool
-        Copy cases that cannot be mended as they are, instead of leaving them out.
+        Copy cases that cannot be repaired as they are, instead of leaving them out.
     workers : int, optional
         Threads; see `map_in_threads`.
 
     Raises
     ------
     DataError
-        The target cannot be taken, nothing is left to train on, or a mended case turns out bad.
+        The target cannot be taken, nothing is left to train on, or a repaired case turns out bad.
     """
     target = Path(os.path.abspath(target))
     _require_free(target, check.task)
@@ -157,12 +157,12 @@ def _write_case(
     keep_bad: bool,
     once: Mapping[str, Sequence[str]],
 ) -> _Outcome:
-    """Copy a case, mended as far as that can be; ``once`` has the cases that others equal, which are left out."""
+    """Copy a case, repaired as far as that can be; ``once`` has the cases that others equal, which are left out."""
     kinds = {finding.kind for finding in found}
     bad = {kind for kind in kinds if KINDS[kind].severity == "bad"}
     stays_alone = "leak" in bad and case["case"] in once and not keep_bad
     bad -= {"leak"} if stays_alone else set()
-    label = _mend_label(case, task) if bad and bad <= PLACES else None
+    label = _repair_label(case, task) if bad and bad <= PLACES else None
     is_bad = bool(bad) and label is None
     sources = {name: list_files(case[name]) for name in ("image", "label") if name in case}
     files = [file for several in sources.values() for file in several]
@@ -188,7 +188,7 @@ def _write_case(
         files = [*copies, *([copied["label"]] if "label" in copied and label is None else [])]
         done += [_tell(file, name, kind, root) for file in files for kind in _align_forms(file)]
     if done:
-        _require_mended(copied, task, {row["kind"] for row in done})
+        _require_repaired(copied, task, {row["kind"] for row in done})
     return _Outcome(case=copied, done=tuple(done), is_bad=is_bad)
 
 
@@ -196,15 +196,15 @@ def _tell(file: Path, case: str, kind: str, root: Path) -> dict[str, str]:
     return {"case": case, "file": str(file.relative_to(root)), "kind": kind, "done": KINDS[kind].mended}
 
 
-def _require_mended(copied: Case, task: Task, kinds: set[str]) -> None:
-    """Raise unless a copy, read again, shows nothing of what was mended."""
+def _require_repaired(copied: Case, task: Task, kinds: set[str]) -> None:
+    """Raise unless a copy, read again, shows nothing of what was repaired."""
     checked = read_case(copied, task)
     left = [finding for finding in (*checked.problems, *checked.remarks) if finding.kind in kinds]
     if left:
         raise DataError(f"mending did not help: {left[0]}; mend the file by hand, and tell us of it")
 
 
-def _mend_label(case: Case, task: Task) -> MetaTensor | None:
+def _repair_label(case: Case, task: Task) -> MetaTensor | None:
     """Return the label on its image's grid and of integers, where no guess is needed for that; else None."""
     image, label = read_volume(case["image"]), read_volume(case["label"])
     voxels = label.as_tensor().round()
@@ -249,7 +249,7 @@ def _write_label(label: MetaTensor, path: Path) -> None:
 
 
 def _align_forms(file: Path) -> list[str]:
-    """Make the qform of a copied NIfTI file agree with its sform; return the kinds of what was mended.
+    """Make the qform of a copied NIfTI file agree with its sform; return the kinds of what was repaired.
 
     Only the header is written again: the voxels keep their bytes.
     """
@@ -274,7 +274,7 @@ def _set_qform(header: Any, sform: np.ndarray, code: int) -> None:
         header["qform_code"] = 0
 
 
-def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome], target: Path) -> MendedTask:
+def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome], target: Path) -> RepairedTask:
     """Write the task's ``dataset.json``, and beside it what was done."""
     task = check.task
     cases = [outcome.case for outcome in outcomes if outcome.case is not None]
@@ -301,7 +301,7 @@ def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome],
     }
     rows = tuple(row for outcome in outcomes for row in outcome.done)
     splits = target / SPLITS if task.splits else None
-    mended = MendedTask(root=target, mended=rows, left_out=bad["left_out"], kept_bad=bad["kept_bad"], splits=splits)
+    mended = RepairedTask(root=target, mended=rows, left_out=bad["left_out"], kept_bad=bad["kept_bad"], splits=splits)
     if task.splits:
         _write_splits(task.splits, {case["case"] for case in training}, root / SPLITS)
     record = {"source": str(task.root), "mended": mended.mended, **bad}

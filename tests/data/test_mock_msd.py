@@ -10,8 +10,8 @@ from scipy.ndimage import binary_dilation, binary_erosion
 
 from volseg.data import inspect_cases, load_task
 from volseg.data.catalogue import find_public_task, list_public_tasks
+from volseg.data.mock_msd import make_mock_task
 from volseg.data.synthetic import make_task
-from volseg.data.twins import make_twin
 from volseg.errors import DataError
 
 TASKS = [public.name for public in list_public_tasks()]
@@ -31,7 +31,7 @@ def twins(tmp_path_factory):
 
     def make(name):
         if name not in made:
-            made[name] = load_task(make_twin(folder / name, name, num_cases=4, num_test=1))
+            made[name] = load_task(make_mock_task(folder / name, name, num_cases=4, num_test=1))
         return made[name]
 
     return make
@@ -135,30 +135,30 @@ def digests(root):
 
 def test_the_same_arguments_write_the_same_bytes(twins, tmp_path):
     task = twins("Task05_Prostate")
-    assert digests(make_twin(tmp_path / "again", "5", num_cases=4, num_test=1)) == digests(task.root)
-    other = digests(make_twin(tmp_path / "other", "Task05_Prostate", num_cases=4, num_test=1, seed=1))
+    assert digests(make_mock_task(tmp_path / "again", "5", num_cases=4, num_test=1)) == digests(task.root)
+    other = digests(make_mock_task(tmp_path / "other", "Task05_Prostate", num_cases=4, num_test=1, seed=1))
     assert not set(other.values()) & {digest for path, digest in digests(task.root).items() if path.suffix == ".gz"}
 
 
 def test_a_scale_gives_its_share_of_the_sides(tmp_path):
-    task = load_task(make_twin(tmp_path / "half", "Task04_Hippocampus", num_cases=2, num_test=0, scale=0.5))
+    task = load_task(make_mock_task(tmp_path / "half", "Task04_Hippocampus", num_cases=2, num_test=0, scale=0.5))
     assert nibabel.load(task.training[0]["image"]).shape == (18, 25, 18)
 
 
 def test_one_kind_of_synthetic_data_replaces_another(tmp_path):
     folder = make_task(tmp_path / "task", num_cases=3, num_test=0)
-    make_twin(folder, "Task09_Spleen", num_cases=2, num_test=0)
+    make_mock_task(folder, "Task09_Spleen", num_cases=2, num_test=0)
     assert len(list((folder / "imagesTr").iterdir())) == 2
     assert json.loads((folder / "dataset.json").read_text(encoding="utf-8"))["name"] == "Spleen"
 
 
 @pytest.mark.parametrize("scale", [0, -1, 1.5, float("nan")])
 def test_a_scale_out_of_range_is_refused(tmp_path, scale):
-    with pytest.raises(DataError, match="scale of a twin"):
-        make_twin(tmp_path / "task", "9", scale=scale)
+    with pytest.raises(DataError, match="scale of a mock"):
+        make_mock_task(tmp_path / "task", "9", scale=scale)
 
 
 def test_an_unknown_task_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(DataError, match="Task09_Spleen"):
-        make_twin(tmp_path / "task", "Task09_Splen")
+        make_mock_task(tmp_path / "task", "Task09_Splen")
     assert not (tmp_path / "task").exists()

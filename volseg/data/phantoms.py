@@ -1,4 +1,4 @@
-"""What the synthetic twins of the Decathlon's tasks show: each a scene, drawn in the patient and not on voxels.
+"""What the synthetic mocks of the Decathlon's tasks show: each a scene, drawn in the patient and not on voxels.
 
 Positions are fractions of the field of view, -1 to 1 along the patient's right, front and head. A scene returns clean
 intensities ``(C, D, H, W)`` and the label map. CT is in Hounsfield units with those of air, fat, muscle, organs and

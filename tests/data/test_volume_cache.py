@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from monai.data import MetaTensor
 from torch.nn.functional import pad
 
-from volseg.data.bank import CaseBank, ForegroundVoxels
+from volseg.data.volume_cache import ForegroundVoxels, VolumeCache
 from volseg.errors import DataError
 
 SHAPES = [(5, 9, 4), (7, 3, 6), (6, 6, 6)]
@@ -39,7 +39,7 @@ def by_padding(volume, corner, size):
     places=st.lists(st.tuples(st.integers(0, 2), st.tuples(*[st.integers(-8, 12)] * 3)), min_size=1, max_size=4),
 )
 def test_boxes_are_the_case_inside_and_zero_outside(budget_bytes, size, places):
-    bank = CaseBank(list(cases()), budget_bytes=budget_bytes)
+    bank = VolumeCache(list(cases()), budget_bytes=budget_bytes)
     image, label = bank.gather(
         torch.tensor([case for case, _ in places]), torch.tensor([corner for _, corner in places]), size
     )
@@ -53,7 +53,7 @@ def test_boxes_are_the_case_inside_and_zero_outside(budget_bytes, size, places):
 
 @pytest.mark.parametrize(("keep", "stacked"), [("auto", False), ("memory", False), ("device", True)])
 def test_on_a_cpu_cases_are_not_copied_unless_asked(keep, stacked):
-    assert CaseBank(list(cases()), keep=keep).on_device is stacked
+    assert VolumeCache(list(cases()), keep=keep).on_device is stacked
 
 
 SIZES_BYTES = [5 * 9 * 4 * 9, 7 * 3 * 6 * 9, 6 * 6 * 6 * 9]  # two channels of float32 and a label
@@ -71,7 +71,7 @@ SIZES_BYTES = [5 * 9 * 4 * 9, 7 * 3 * 6 * 9, 6 * 6 * 6 * 9]  # two channels of f
 )
 def test_the_smallest_cases_lie_on_the_device_without_padding(budget_bytes, resident, caplog):
     caplog.set_level(logging.INFO, "volseg")
-    bank = CaseBank(list(cases()), budget_bytes=budget_bytes)
+    bank = VolumeCache(list(cases()), budget_bytes=budget_bytes)
     assert bank.is_resident.tolist() == resident
     assert (bank.num_on_device, bank.on_device) == (sum(resident), all(resident))
     there = sum(size for size, lies in zip(SIZES_BYTES, resident, strict=True) if lies)
@@ -81,19 +81,19 @@ def test_the_smallest_cases_lie_on_the_device_without_padding(budget_bytes, resi
 
 
 def test_main_memory_stays_main_memory_whatever_the_budget():
-    assert CaseBank(list(cases()), keep="memory", budget_bytes=10**9).num_on_device == 0
+    assert VolumeCache(list(cases()), keep="memory", budget_bytes=10**9).num_on_device == 0
 
 
 @pytest.mark.parametrize("keep", ["device", "memory"])
 def test_half_precision_storage_gives_float32_boxes(keep):
-    bank = CaseBank(list(cases()), keep=keep, image_dtype=torch.float16)
+    bank = VolumeCache(list(cases()), keep=keep, image_dtype=torch.float16)
     image, _ = bank.gather(torch.tensor([1]), torch.zeros(1, 3, dtype=torch.int64), SHAPES[1])
     assert torch.equal(image[0], list(cases())[1]["image"].half().float())
 
 
 def test_metadata_stays_behind():
     case = next(cases())
-    bank = CaseBank([{**case, "image": MetaTensor(case["image"]), "label": MetaTensor(case["label"])}])
+    bank = VolumeCache([{**case, "image": MetaTensor(case["image"]), "label": MetaTensor(case["label"])}])
     image, label = bank.gather(torch.tensor([0]), torch.zeros(1, 3, dtype=torch.int64), (2, 2, 2))
     assert type(image) is type(label) is torch.Tensor
 
@@ -119,12 +119,12 @@ def test_foreground_is_capped_by_a_draw_without_repeats():
 def test_faulty_cases_are_named():
     good = next(cases())
     with pytest.raises(DataError, match="at least one case, got none"):
-        CaseBank([])
+        VolumeCache([])
     with pytest.raises(DataError, match=r"case bad: .* on one grid, got \(2, 5, 9, 4\) and \(1, 5, 9, 3\)"):
-        CaseBank([good, {**good, "case": "bad", "label": good["label"][..., :3]}])
+        VolumeCache([good, {**good, "case": "bad", "label": good["label"][..., :3]}])
     with pytest.raises(DataError, match="case bad: has 1 channels, the first case has 2"):
-        CaseBank([good, {**good, "case": "bad", "image": good["image"][:1]}])
+        VolumeCache([good, {**good, "case": "bad", "image": good["image"][:1]}])
     with pytest.raises(DataError, match=r"case bad: labels must lie in 0..255, got 0..900"):
-        CaseBank([good, {**good, "case": "bad", "label": good["label"] * 300}])
+        VolumeCache([good, {**good, "case": "bad", "label": good["label"] * 300}])
     with pytest.raises(DataError, match="case bad: labels must be whole numbers"):
-        CaseBank([good, {**good, "case": "bad", "label": good["label"] / 2}])
+        VolumeCache([good, {**good, "case": "bad", "label": good["label"] / 2}])

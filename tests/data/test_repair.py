@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from planted_faults import FAULTS, Planter, draw_task, moved, save, scaled
 
-from volseg.data import check_task, folds, load_task, mend_task, read_volume
-from volseg.data.checks import mending
+from volseg.data import check_task, folds, load_task, read_volume, repair_task
+from volseg.data.checks import repair
 from volseg.errors import DataError
 
 
@@ -33,7 +33,7 @@ def bytes_of(root):
 
 def mend(root, **options):
     before = bytes_of(root)
-    mended = mend_task(check_task(load_task(root, require_files=False)), root.parent / "mended", **options)
+    mended = repair_task(check_task(load_task(root, require_files=False)), root.parent / "mended", **options)
     assert bytes_of(root) == before
     assert [path.name for path in root.parent.iterdir() if "partial" in path.name] == []
     return mended
@@ -170,9 +170,9 @@ def test_the_target_is_empty_and_apart_from_the_data(root, tmp_path):
         (tmp_path / "full").mkdir(exist_ok=True)
         (tmp_path / "full" / "file").touch()
         with pytest.raises(DataError, match=r"lies in|not empty"):
-            mend_task(check, target)
+            repair_task(check, target)
     (tmp_path / "empty").mkdir()
-    assert mend_task(check, tmp_path / "empty").root == tmp_path / "empty"
+    assert repair_task(check, tmp_path / "empty").root == tmp_path / "empty"
     assert len(load_task(tmp_path / "empty").training) == 10
 
 
@@ -181,10 +181,10 @@ def test_what_fails_on_the_way_leaves_nothing(root, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     check = check_task(load_task(root))
-    monkeypatch.setattr(mending.shutil, "copyfile", full)
+    monkeypatch.setattr(repair.shutil, "copyfile", full)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(OSError, match="No space left"):
-        mend_task(check, tmp_path / "copy")
+        repair_task(check, tmp_path / "copy")
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -192,7 +192,7 @@ def test_nothing_left_to_train_on_is_an_error(root, tmp_path):
     for name in names_of(root):
         FAULTS["NaN"][1](Planter(root, name))
     with pytest.raises(DataError, match="no case of Task90_Clean is left to train on"):
-        mend_task(check_task(load_task(root)), tmp_path / "copy")
+        repair_task(check_task(load_task(root)), tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 
 
@@ -214,7 +214,7 @@ def test_channels_in_files_of_their_own_and_other_formats_are_copied_whole(root,
     task = replace(task, training=tuple(cases), test=())
     check = check_task(task)
     assert check.problems == []
-    mended = mend_task(check, tmp_path / "copy")
+    mended = repair_task(check, tmp_path / "copy")
     declared = json.loads((mended.root / "dataset.json").read_text(encoding="utf-8"))
     name = cases[0]["case"]
     assert declared["training"][0] == {
