@@ -28,8 +28,10 @@ def doctor(
 
     Exit status 1 if anything stops a training.
     """
-    from volseg.diagnosis.doctor import diagnose  # pydantic: not for --help
-    from volseg.diagnosis.terminal import show_diagnosis
+    from volseg.diagnosis.doctor import (
+        diagnose,  # pydantic: not for --help
+        show_diagnosis,
+    )
 
     diagnosis = diagnose(quick=quick, cache=cache, runs=runs)
     if as_json:
