@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from volseg.diagnosis.checks import CHECKS, check
-from volseg.diagnosis.checks.build import has_code_for
+from volseg.diagnosis.checks.gpu import has_code_for
 from volseg.diagnosis.checks.software import BY_NAME
 from volseg.diagnosis.facts import (
     AllReduceFacts,

@@ -16,20 +16,27 @@ from kernels import DEVICE, with_kernels
 from pydantic import TypeAdapter
 
 from volseg.diagnosis.checks import check
-from volseg.diagnosis.doctor import SCHEMA_VERSION, Diagnosis, diagnose
+from volseg.diagnosis.doctor import SCHEMA_VERSION, Diagnosis, diagnose, show_diagnosis
 from volseg.diagnosis.facts import AllReduceFacts, Facts, NotGathered, PythonFacts, SystemFacts
 from volseg.diagnosis.findings import MachineFinding
-from volseg.diagnosis.gatherers.compiler import build_module, find_compiler
-from volseg.diagnosis.gatherers.compiler import gather as gather_compiler
-from volseg.diagnosis.gatherers.driver import list_bus, read_module
-from volseg.diagnosis.gatherers.folders import find_file_system, look_at
-from volseg.diagnosis.gatherers.imports import gather as gather_imports
-from volseg.diagnosis.gatherers.packages import find_unmet
-from volseg.diagnosis.gatherers.packages import gather as gather_packages
-from volseg.diagnosis.gatherers.system import find_core_limit, find_memory_limit
+from volseg.diagnosis.gatherers.machine import (
+    find_core_limit,
+    find_file_system,
+    find_memory_limit,
+    list_bus,
+    look_at,
+    read_module,
+)
+from volseg.diagnosis.gatherers.software import (
+    build_module,
+    find_compiler,
+    find_unmet,
+    gather_compiler,
+    gather_imports,
+    gather_packages,
+)
 from volseg.diagnosis.gatherers.tried_kernel import run_tried_kernel
 from volseg.diagnosis.gathering import GATHERERS, Gatherer, gather
-from volseg.diagnosis.terminal import show_diagnosis
 
 BY_NAME = {gatherer.name: gatherer for gatherer in GATHERERS}
 

@@ -113,8 +113,7 @@ def doctor(
 
     Exit status 1 if anything stops a training.
     """
-    from volseg.diagnosis.doctor import diagnose  # pydantic: not for --help
-    from volseg.diagnosis.terminal import show_diagnosis
+    from volseg.diagnosis.doctor import diagnose, show_diagnosis  # pydantic: not for --help
 
     diagnosis = diagnose(quick=quick, cache=cache, runs=runs)
     if as_json:

@@ -12,28 +12,21 @@ from pydantic import TypeAdapter
 __all__ = ["MODULES", "main"]
 
 MODULES = {
-    "python": "interpreter",
-    "system": "system",
-    "folders": "folders",
-    "packages": "packages",
-    "imports": "imports",
-    "driver": "driver",
-    "torch": "torch_build",
-    "links": "links",
-    "all_reduce": "all_reduce",
-    "compiler": "compiler",
+    **dict.fromkeys(("python", "packages", "imports", "compiler"), "software"),
+    **dict.fromkeys(("system", "folders", "driver"), "machine"),
+    **dict.fromkeys(("torch", "links", "all_reduce"), "gpus"),
 }
-"""Section to the module of `volseg.diagnosis.gatherers` whose ``gather`` finds it."""
+"""Section to the module of `volseg.diagnosis.gatherers` whose ``gather_SECTION`` finds it."""
 
 
 def main(name: str, *assigned: str) -> None:
     """Gather a section, and write it as JSON."""
     answer = os.dup(1)
     os.dup2(2, 1)
-    # By name: each process imports its own alone, some of which import torch.
-    module = import_module(f"volseg.diagnosis.gatherers.{MODULES[name]}")
+    # By name: only the process that needs torch imports it.
+    gather = getattr(import_module(f"volseg.diagnosis.gatherers.{MODULES[name]}"), f"gather_{name}")
     places = dict(one.split("=", 1) for one in assigned)
-    section = module.gather(places) if name == "folders" else module.gather()
+    section = gather(places) if name == "folders" else gather()
     with os.fdopen(answer, "wb") as output:
         output.write(TypeAdapter(type(section)).dump_json(section))
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LEVELS", "Level", "MachineFinding", "gib", "ok"]
+__all__ = ["LEVELS", "Level", "MachineFinding", "error", "gib", "note", "ok", "warning"]
 
 Level = Literal["ok", "note", "warning", "error"]
 
@@ -11,7 +11,7 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")
 """From what is well to what stops a training."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MachineFinding:
     """One thing that was looked at.
 
@@ -35,7 +35,22 @@ class MachineFinding:
 
 def ok(check: str, found: str) -> MachineFinding:
     """Return the finding that something is as it should be."""
-    return MachineFinding(check=check, level="ok", found=found)
+    return MachineFinding(check, "ok", found)
+
+
+def note(check: str, found: str, why: str, remedy: str = "") -> MachineFinding:
+    """Return the finding of something that is worth knowing."""
+    return MachineFinding(check, "note", found, why, remedy)
+
+
+def warning(check: str, found: str, why: str, remedy: str) -> MachineFinding:
+    """Return the finding of something that works, but slower or not for long."""
+    return MachineFinding(check, "warning", found, why, remedy)
+
+
+def error(check: str, found: str, why: str, remedy: str) -> MachineFinding:
+    """Return the finding of something that does not work."""
+    return MachineFinding(check, "error", found, why, remedy)
 
 
 def gib(num_bytes: float) -> str:

@@ -19,7 +19,15 @@ from scipy.stats import wilcoxon
 from volseg.data.names import find_doubled, list_some
 from volseg.errors import DataError
 from volseg.evaluation.intervals import mean_intervals
-from volseg.evaluation.summary import JUDGED, Summary, collect_scores, read_names, read_settings, read_summary
+from volseg.evaluation.summary import (
+    JUDGED,
+    Summary,
+    collect_scores,
+    find_median,
+    read_names,
+    read_settings,
+    read_summary,
+)
 from volseg.evaluation.surfaces import DISTANCES
 from volseg.evaluation.tables import name_cases
 
@@ -214,7 +222,7 @@ def _compare(metric: str, label: str, first: Method, second: Method) -> dict:
         "mean_difference": _mean(finite),
         "low": interval.low if interval else math.nan,
         "high": interval.high if interval else math.nan,
-        "median_difference": _find_median(known),
+        "median_difference": find_median(known),
         "num_better": int((better * known > 0).sum()),
         "num_worse": int((better * known < 0).sum()),
         "num_equal": int((known == 0).sum()),
@@ -255,11 +263,3 @@ def _correct(p_values: Sequence[float]) -> list[float]:
 
 def _mean(values: NDArray[np.float64]) -> float:
     return float(values.mean()) if values.size else math.nan
-
-
-def _find_median(values: NDArray[np.float64]) -> float:
-    ordered = np.sort(values)
-    if not ordered.size:
-        return math.nan
-    low, high = ordered[(ordered.size - 1) // 2], ordered[ordered.size // 2]
-    return float(low) if low == high or (math.isinf(low) and math.isinf(high)) else float((low + high) / 2)

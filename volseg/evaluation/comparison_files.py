@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from volseg.evaluation.comparing import Method, PairedResult
+from volseg.evaluation.summary import replace_unknown
 from volseg.evaluation.tables import format_table, name_cases
 from volseg.files import replacing
 
@@ -52,7 +52,7 @@ def write_comparison(results: Sequence[PairedResult], methods: Sequence[Method],
         "cases": cases,
         "test": "Wilcoxon signed-rank, two-sided, cases of no difference left out",
         "correction": "Holm, over the labels and pairs of methods of a metric",
-        "results": [_drop_unknown(asdict(result)) for result in results],
+        "results": [replace_unknown(asdict(result)) for result in results],
     }
     with replacing(paths[0]) as partial:
         partial.write_text(json.dumps(told, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -122,13 +122,3 @@ def _draw_panel(metric: str, rows: Sequence[PairedResult], top: int) -> str:
 
 def _format(value: float, sign: str = "") -> str:
     return f"{value:{sign}.4f}" if math.isfinite(value) else "-"
-
-
-def _drop_unknown(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _drop_unknown(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_drop_unknown(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

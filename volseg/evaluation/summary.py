@@ -36,11 +36,13 @@ __all__ = [
     "complete_summary",
     "count_undefined",
     "evaluate_files",
+    "find_median",
     "format_summary",
     "read_names",
     "read_settings",
     "read_structure",
     "read_summary",
+    "replace_unknown",
     "summarise",
     "write_summary",
 ]
@@ -139,7 +141,7 @@ def complete_summary(
     return {
         **summary,
         "median": {
-            label: {name: _find_median(scores[name][:, column]) for name in measured}
+            label: {name: find_median(scores[name][:, column]) for name in measured}
             for column, label in enumerate(means)
         },
         "undefined": count_undefined(summary),
@@ -154,13 +156,14 @@ def complete_summary(
     }
 
 
-def _find_median(scores: np.ndarray) -> float:
+def find_median(scores: np.ndarray) -> float:
+    """Return the median of what is a number, infinite values among it; NaN of nothing."""
     known = np.sort(scores[~np.isnan(scores)])
     if not known.size:
         return math.nan
     # Not numpy's: between an infinite and a finite value, and between two infinite ones, it warns of NaN.
     low, high = known[(known.size - 1) // 2], known[known.size // 2]
-    return float(low) if low == high else float((low + high) / 2)
+    return float(low) if low == high or (math.isinf(low) and math.isinf(high)) else float((low + high) / 2)
 
 
 def _find_intervals(scores: np.ndarray) -> list[list[float]]:
@@ -178,7 +181,7 @@ def write_summary(summary: Summary, path: str | os.PathLike[str]) -> Path:
 
 def format_summary(summary: Summary) -> str:
     """Return ``summary`` as JSON; what is no finite number becomes null."""
-    return json.dumps(_replace_unknown(summary), indent=2, allow_nan=False)
+    return json.dumps(replace_unknown(summary), indent=2, allow_nan=False)
 
 
 def read_structure(key: str) -> Structure:
@@ -251,9 +254,10 @@ def _average(several: Iterable[Mapping[str, float]]) -> Metrics:
     return means
 
 
-def _replace_unknown(value: Any) -> Any:
+def replace_unknown(value: Any) -> Any:
+    """Return plain values for JSON, which knows no NaN and no infinity: they become null."""
     if isinstance(value, Mapping):
-        return {key: _replace_unknown(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_replace_unknown(item) for item in value]
+        return {key: replace_unknown(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_unknown(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

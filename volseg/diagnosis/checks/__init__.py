@@ -2,47 +2,20 @@
 
 from collections.abc import Callable, Sequence
 
-from volseg.diagnosis.checks.build import check_architectures, check_cudnn, check_precision, check_torch
-from volseg.diagnosis.checks.driver import check_compute_modes, check_driver, check_gpus_seen
-from volseg.diagnosis.checks.failures import check_failures
-from volseg.diagnosis.checks.machine import (
-    check_clock,
-    check_cores,
-    check_folders,
-    check_memory,
-    check_open_files,
-    check_shared_memory,
-)
-from volseg.diagnosis.checks.software import check_imports, check_packages, check_python, check_text, check_variables
-from volseg.diagnosis.checks.trials import check_all_reduce, check_compiler, check_links
+from volseg.diagnosis.checks import gpu, machine, software
 from volseg.diagnosis.facts import Facts
-from volseg.diagnosis.findings import MachineFinding
+from volseg.diagnosis.findings import MachineFinding, error
 
 __all__ = ["CHECKS", "check"]
 
 CHECKS: Sequence[Callable[[Facts], list[MachineFinding]]] = (
-    check_failures,
-    check_python,
-    check_text,
-    check_torch,
-    check_gpus_seen,
-    check_driver,
-    check_architectures,
-    check_precision,
-    check_cudnn,
-    check_compute_modes,
-    check_links,
-    check_all_reduce,
-    check_compiler,
-    check_packages,
-    check_imports,
-    check_memory,
-    check_shared_memory,
-    check_cores,
-    check_open_files,
-    check_folders,
-    check_clock,
-    check_variables,
+    *(software.check_failures, software.check_python, software.check_text),
+    *(gpu.check_torch, gpu.check_gpus_seen, gpu.check_driver, gpu.check_architectures, gpu.check_precision),
+    *(gpu.check_cudnn, gpu.check_compute_modes),
+    *(machine.check_links, machine.check_all_reduce, machine.check_compiler),
+    *(software.check_packages, software.check_imports),
+    *(machine.check_memory, machine.check_shared_memory, machine.check_cores, machine.check_open_files),
+    *(machine.check_folders, machine.check_clock, software.check_variables),
 )
 """Each says nothing of what was not gathered."""
 
@@ -59,14 +32,10 @@ def check(facts: Facts) -> list[MachineFinding]:
         try:
             found += one(facts)
         except Exception as fault:  # a fact that nobody thought of shall not hide what the others have to say
-            name = one.__name__.removeprefix("check_")
-            found.append(
-                MachineFinding(
-                    check=name,
-                    level="error",
-                    found=f"this check failed itself: {type(fault).__name__}: {fault}",
-                    why="nothing is known of what it looks at",
-                    remedy="volseg doctor --json > doctor.json, and send that file with a bug report",
-                )
+            failed = f"this check failed itself: {type(fault).__name__}: {fault}"
+            why, remedy = (
+                "nothing is known of what it looks at",
+                "volseg doctor --json > doctor.json, and send that file with a bug report",
             )
+            found.append(error(one.__name__.removeprefix("check_"), failed, why, remedy))
     return found

@@ -1,11 +1,24 @@
-"""Memory, cores, limits, disks and clock."""
+"""Memory, cores, limits, disks and clock; and what was really tried: copies, sums, a kernel."""
 
 import time
 
-from volseg.diagnosis.facts import Facts, FolderFacts, SystemFacts
-from volseg.diagnosis.findings import Level, MachineFinding, gib, ok
+from volseg.diagnosis.facts import Facts, FolderFacts, Peer, SystemFacts
+from volseg.diagnosis.findings import Level, MachineFinding, error, gib, note, ok, warning
 
-__all__ = ["check_clock", "check_cores", "check_folders", "check_memory", "check_open_files", "check_shared_memory"]
+__all__ = [
+    "check_all_reduce",
+    "check_clock",
+    "check_compiler",
+    "check_cores",
+    "check_folders",
+    "check_links",
+    "check_memory",
+    "check_open_files",
+    "check_shared_memory",
+]
+
+# Memory, cores, limits, disks and clock.
+
 
 GIB = 2**30
 SCARCE_MEMORY = 8 * GIB
@@ -54,7 +67,7 @@ def check_memory(facts: Facts) -> list[MachineFinding]:
     if limit is not None and limit < SCARCE_MEMORY:
         remedy = "docker run --memory=0 ..., or ask the scheduler for more: srun --mem=32G"
     why = "cases are kept in memory while they are prepared; the system ends processes that take more than there is"
-    return [MachineFinding(check="memory", level="warning", found=told, why=why, remedy=remedy)]
+    return [warning("memory", told, why, remedy)]
 
 
 def check_shared_memory(facts: Facts) -> list[MachineFinding]:
@@ -71,9 +84,9 @@ def check_shared_memory(facts: Facts) -> list[MachineFinding]:
     remedy = "ls -lh /dev/shm, and remove what ended processes left there" if full else ways
     if len(gpus) > 1:
         why = "NCCL takes room there for every pair of GPUs, and ends with 'unhandled system error' where it is full"
-        return [MachineFinding(check="shared_memory", level="error", found=told, why=why, remedy=remedy)]
+        return [error("shared_memory", told, why, remedy)]
     why = "volseg needs none on one GPU; torch's DataLoader with workers, and trainings on several GPUs do"
-    return [MachineFinding(check="shared_memory", level="note", found=told, why=why, remedy=remedy)]
+    return [note("shared_memory", told, why, remedy)]
 
 
 def _free(system: SystemFacts) -> int:
@@ -92,12 +105,11 @@ def check_cores(facts: Facts) -> list[MachineFinding]:
     findings = []
     if gpus and cores < gpus * CORES_PER_GPU:
         findings.append(
-            MachineFinding(
-                check="cores",
-                level="warning",
-                found=told,
-                why=f"with fewer than {CORES_PER_GPU} for each GPU the first epoch waits for cases that are prepared",
-                remedy="docker run --cpus=0 ..., srun --cpus-per-task=16, or keep data.cache so that it happens once",
+            warning(
+                "cores",
+                told,
+                f"with fewer than {CORES_PER_GPU} for each GPU the first epoch waits for cases that are prepared",
+                "docker run --cpus=0 ..., srun --cpus-per-task=16, or keep data.cache so that it happens once",
             )
         )
     else:
@@ -105,12 +117,11 @@ def check_cores(facts: Facts) -> list[MachineFinding]:
     threads = facts.torch.threads if facts.torch is not None else 1
     if threads > cores + 1:
         findings.append(
-            MachineFinding(
-                check="threads",
-                level="warning",
-                found=f"torch computes with {threads} threads on {cores:g} cores",
-                why="threads that wait for each other make trainings and preparation on the CPU several times slower",
-                remedy=f"export OMP_NUM_THREADS={max(1, int(cores))}",
+            warning(
+                "threads",
+                f"torch computes with {threads} threads on {cores:g} cores",
+                "threads that wait for each other make trainings and preparation on the CPU several times slower",
+                f"export OMP_NUM_THREADS={max(1, int(cores))}",
             )
         )
     return findings
@@ -128,23 +139,24 @@ def check_open_files(facts: Facts) -> list[MachineFinding]:
     else:
         findings.append(
             MachineFinding(
-                check="open_files",
-                level="error" if system.open_files < SCARCE_FILES else "warning",
-                found=told,
-                why="cases, libraries and connections between processes end with 'Too many open files'",
-                remedy=f"ulimit -n {max(FEW_FILES, min(system.open_files_hard, 65536))}"
-                if system.open_files_hard >= FEW_FILES
-                else "docker run --ulimit nofile=65536 ..., or nofile in /etc/security/limits.conf",
+                "open_files",
+                "error" if system.open_files < SCARCE_FILES else "warning",
+                told,
+                "cases, libraries and connections between processes end with 'Too many open files'",
+                (
+                    f"ulimit -n {max(FEW_FILES, min(system.open_files_hard, 65536))}"
+                    if system.open_files_hard >= FEW_FILES
+                    else "docker run --ulimit nofile=65536 ..., or nofile in /etc/security/limits.conf"
+                ),
             )
         )
     if system.processes is not None and system.processes < SCARCE_PROCESSES:
         findings.append(
-            MachineFinding(
-                check="processes",
-                level="warning",
-                found=f"{system.processes} processes and threads a user",
-                why="a training has tens of threads for each GPU; more cannot be started then",
-                remedy="ulimit -u 65536, or docker run --pids-limit=-1 ...",
+            warning(
+                "processes",
+                f"{system.processes} processes and threads a user",
+                "a training has tens of threads for each GPU; more cannot be started then",
+                "ulimit -u 65536, or docker run --pids-limit=-1 ...",
             )
         )
     return findings
@@ -172,16 +184,16 @@ def _check_folder(folder: FolderFacts) -> MachineFinding:
         found = f"{folder.existing} takes no file: {folder.refused}"
         level: Level = "warning" if folder.role == "cache" else "error"
         why = "cases are prepared anew in each run" if folder.role == "cache" else "nothing that is made could be kept"
-        return MachineFinding(check=name, level=level, found=found, why=why, remedy=remedy)
+        return MachineFinding(name, level, found, why, remedy)
     if folder.free_bytes < SCARCE_DISK and folder.role != "temporary":
         why = "checkpoints and prepared cases need more; a full disk ends the training"
-        return MachineFinding(check=name, level="error", found=told, why=why, remedy=remedy)
+        return error(name, told, why, remedy)
     if folder.free_bytes < FEW_DISK and folder.role == "cache":
         why = "prepared cases of a large task take tens of GiB"
-        return MachineFinding(check=name, level="warning", found=told, why=why, remedy=remedy)
+        return warning(name, told, why, remedy)
     if folder.file_system == "tmpfs" and folder.role != "temporary":
         why = "it lies in main memory: what is written takes memory, and is gone when the machine restarts"
-        return MachineFinding(check=name, level="note", found=told, why=why, remedy=remedy)
+        return note(name, told, why, remedy)
     return ok(name, told)
 
 
@@ -193,25 +205,132 @@ def check_clock(facts: Facts) -> list[MachineFinding]:
         told = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(system.now))
         if system.now < system.built - INSTALLED_LATER_S:
             findings.append(
-                MachineFinding(
-                    check="clock",
-                    level="warning",
-                    found=f"{told}, before volseg was installed",
-                    why="certificates of downloads are refused, and runs are sorted wrongly",
-                    remedy="sudo timedatectl set-ntp true",
+                warning(
+                    "clock",
+                    f"{told}, before volseg was installed",
+                    "certificates of downloads are refused, and runs are sorted wrongly",
+                    "sudo timedatectl set-ntp true",
                 )
             )
         else:
             findings.append(ok("clock", told))
     findings += [
-        MachineFinding(
-            check="clock.disk",
-            level="warning",
-            found=f"the disk of {folder.existing} is {folder.clock_skew_s:+.0f} s from this machine's clock",
-            why="health checks by the age of a run's files go wrong, on this machine or the one that shares it",
-            remedy="sudo timedatectl set-ntp true, on both machines",
+        warning(
+            "clock.disk",
+            f"the disk of {folder.existing} is {folder.clock_skew_s:+.0f} s from this machine's clock",
+            "health checks by the age of a run's files go wrong, on this machine or the one that shares it",
+            "sudo timedatectl set-ntp true, on both machines",
         )
         for folder in (facts.folders.folders if facts.folders is not None else ())
         if abs(folder.clock_skew_s) > SKEW_S
     ]
     return findings
+
+
+# What was really tried: copies between GPUs, a sum over processes, a kernel that was compiled.
+
+
+FAST_KERNELS = (8, 0)
+"""Compute capability from which on volseg's own kernels are chosen."""
+
+SLOW_LINK = 5.0
+"""GB/s. PCIe of generation 3 copies 12, NVLink from 40 on; what is below goes over main memory or a narrow slot."""
+
+
+def check_links(facts: Facts) -> list[MachineFinding]:
+    """Say what passes between GPUs; pairs of which the same is true are told of together."""
+    peers = facts.links.peers if facts.links is not None else ()
+    if not peers:
+        return []
+    if wrong := [peer for peer in peers if peer.is_right is False]:
+        return [
+            error(
+                "links",
+                f"values do not arrive: {_name_pairs(wrong)}",
+                "several GPUs would train on broken numbers, silently",
+                "export NCCL_P2P_DISABLE=1, or switch off the IOMMU (ACS) in the machine's firmware",
+            )
+        ]
+    without = [peer for peer in peers if not peer.has_access]
+    slow = [peer for peer in peers if peer.gb_per_s is not None and peer.gb_per_s < SLOW_LINK]
+    speeds = sorted(peer.gb_per_s for peer in peers if peer.gb_per_s is not None)
+    links = ", ".join(sorted({peer.link for peer in peers if peer.link}))
+    told = f"{len(peers)} pairs of GPUs" + (f" over {links}" if links else "")
+    told += f", {speeds[0]:.0f} to {speeds[-1]:.0f} GB/s" if speeds else ""
+    if without or slow:
+        pairs = _name_pairs(without or slow)
+        return [
+            MachineFinding(
+                "links",
+                "note" if without and not slow else "warning",
+                f"{told}; {'no peer access' if without else 'slow'}: {pairs}",
+                "cut volumes and pipelines copy at every layer; replicas (parallel.data) need little of it",
+                "volseg train CONFIG --set parallel.data=N, or GPUs that NVLink joins (nvidia-smi topo -m)",
+            )
+        ]
+    return [ok("links", told + ", each reads the other's memory")]
+
+
+def _name_pairs(peers: list[Peer]) -> str:
+    named = [f"{peer.source} to {peer.target}" for peer in peers]
+    return ", ".join(named[:6]) + (f" and {len(named) - 6} more" if len(named) > 6 else "")
+
+
+def check_all_reduce(facts: Facts) -> list[MachineFinding]:
+    """Say whether processes can add up."""
+    tried = facts.all_reduce
+    if tried is None:
+        return []
+    rate = tried.size_bytes / 1e9 / max(tried.seconds, 1e-9)
+    told = f"{tried.processes} processes add up {tried.size_bytes >> 20} MiB by {tried.backend}, {rate:.3g} GB/s"
+    if tried.is_right:
+        return [ok("all_reduce", told)]
+    return [
+        error(
+            "all_reduce",
+            f"{told}, to wrong sums",
+            "several GPUs would train on broken numbers, silently",
+            "export NCCL_P2P_DISABLE=1, or switch off the IOMMU (ACS) in the machine's firmware",
+        )
+    ]
+
+
+def check_compiler(facts: Facts) -> list[MachineFinding]:
+    """Say whether Triton can compile kernels, and what it lacks."""
+    tried, gpus = facts.compiler, facts.torch.gpus if facts.torch is not None else ()
+    if tried is None:
+        return []
+    takes_fast = any(gpu.capability >= FAST_KERNELS for gpu in gpus)
+    if not gpus:
+        if tried.refused is None:
+            return [ok("triton", f"{tried.compiler} builds modules for this Python; no GPU to run a kernel on")]
+        why = "nothing here needs it; on a GPU the fast kernels would"
+        remedy = _mend_compiler(tried.refused)
+        return [note("triton", tried.refused, why, remedy)]
+    if tried.triton is None:
+        why = "the fast kernels are written in it; torch's are taken in their place"
+        found, remedy = "Triton is not installed", "pip install triton   (CUDA builds of torch bring it)"
+        level: Level = "warning" if takes_fast else "note"
+        return [MachineFinding("triton", level, found, why, remedy)]
+    if tried.kernel == "right":
+        return [ok("triton", f"Triton {tried.triton} compiled a kernel and ran it, {tried.seconds or 0:.1f} s")]
+    said = tried.kernel_refused or f"a kernel gave {tried.kernel} values"
+    cause = tried.refused if tried.refused is not None else said
+    return [
+        MachineFinding(
+            "triton",
+            "error" if takes_fast else "warning",
+            f"Triton {tried.triton}: {said}" + (f" ({tried.refused})" if tried.refused else ""),
+            "training.kernels: auto takes fast kernels, which Triton compiles when they are first used",
+            _mend_compiler(cause),
+        )
+    ]
+
+
+def _mend_compiler(said: str) -> str:
+    """Return what to do about what a compiler said; the usual causes are its absence and that of Python's headers."""
+    if "Python.h" in said:
+        return "sudo apt-get install python3-dev   (python3.12-dev and so on; dnf install python3-devel)"
+    if "no C compiler" in said or "No such file" in said or "C compiler" in said or "not found" in said:
+        return "sudo apt-get install gcc libc6-dev   (dnf install gcc), or export CC=COMPILER"
+    return "volseg train CONFIG --set training.kernels=torch; rm -rf ~/.triton/cache where it holds another machine's"

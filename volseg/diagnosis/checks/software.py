@@ -1,13 +1,16 @@
-"""Python, packages and the environment's variables."""
+"""Python, packages, the environment's variables, and gatherers that failed."""
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from volseg.diagnosis.facts import Facts
-from volseg.diagnosis.findings import Level, MachineFinding, ok
+from volseg.diagnosis.facts import Facts, NotGathered
+from volseg.diagnosis.findings import Level, MachineFinding, error, note, ok, warning
 
-__all__ = ["check_imports", "check_packages", "check_python", "check_text", "check_variables"]
+__all__ = ["check_failures", "check_imports", "check_packages", "check_python", "check_text", "check_variables"]
+
+# Python, packages and the environment's variables.
 
 
 def check_python(facts: Facts) -> list[MachineFinding]:
@@ -20,7 +23,7 @@ def check_python(facts: Facts) -> list[MachineFinding]:
         return [ok("python", told)]
     why = "packages of other projects and of the system get between those of volseg"
     remedy = "python3 -m venv .venv && . .venv/bin/activate && pip install .   (in the checkout)"
-    return [MachineFinding(check="python", level="note", found=f"{told}, the system's", why=why, remedy=remedy)]
+    return [note("python", f"{told}, the system's", why, remedy)]
 
 
 def check_text(facts: Facts) -> list[MachineFinding]:
@@ -32,7 +35,7 @@ def check_text(facts: Facts) -> list[MachineFinding]:
     if python.encoding.lower().replace("-", "") == "utf8":
         return [ok("locale", told)]
     why = "volseg's own files are UTF-8 anywhere; names of cases and folders in other letters may be refused"
-    return [MachineFinding(check="locale", level="note", found=told, why=why, remedy="export LC_ALL=C.UTF-8")]
+    return [note("locale", told, why, "export LC_ALL=C.UTF-8")]
 
 
 def check_packages(facts: Facts) -> list[MachineFinding]:
@@ -43,24 +46,23 @@ def check_packages(facts: Facts) -> list[MachineFinding]:
     if not packages.is_installed:
         found, why = "imported from a checkout, not installed as a package", "whether packages fit it is not known"
         remedy = "pip install -e . in the checkout"
-        return [MachineFinding(check="packages", level="note", found=found, why=why, remedy=remedy)]
+        return [note("packages", found, why, remedy)]
     findings = [
         MachineFinding(
-            check="packages",
-            level="error" if sentence.startswith("volseg ") else "warning",
-            found=sentence,
-            why="it is not known to work, or known not to",
-            remedy=f"pip install {_quote(sentence)}",
+            "packages",
+            "error" if sentence.startswith("volseg ") else "warning",
+            sentence,
+            "it is not known to work, or known not to",
+            f"pip install {_quote(sentence)}",
         )
         for sentence in packages.unmet
     ]
     findings += [
-        MachineFinding(
-            check="packages.twice",
-            level="warning",
-            found=sentence,
-            why="which of the two is imported depends on how Python is started",
-            remedy=f"pip uninstall {sentence.partition(' ')[0]}, once for each, and install it again",
+        warning(
+            "packages.twice",
+            sentence,
+            "which of the two is imported depends on how Python is started",
+            f"pip uninstall {sentence.partition(' ')[0]}, once for each, and install it again",
         )
         for sentence in packages.twice
     ]
@@ -81,12 +83,11 @@ def check_imports(facts: Facts) -> list[MachineFinding]:
     if facts.imports is None:
         return []
     findings = [
-        MachineFinding(
-            check="imports",
-            level="error",
-            found=f"import {name}: {fault}",
-            why="images could not be read, or networks not built",
-            remedy=f"pip install --force-reinstall --no-deps {name.partition('.')[0]}",
+        error(
+            "imports",
+            f"import {name}: {fault}",
+            "images could not be read, or networks not built",
+            f"pip install --force-reinstall --no-deps {name.partition('.')[0]}",
         )
         for name, fault in facts.imports.refused.items()
     ]
@@ -138,14 +139,81 @@ def check_variables(facts: Facts) -> list[MachineFinding]:
     bad = [name for name, value in variables.items() if name in BY_NAME and re.fullmatch(BY_NAME[name].values, value)]
     findings = [
         MachineFinding(
-            check="variables",
-            level=BY_NAME[name].level,
-            found=f"{name}={variables[name]}",
-            why=BY_NAME[name].why,
-            remedy=f"unset {TOGETHER.get(name, name)}",
+            "variables",
+            BY_NAME[name].level,
+            f"{name}={variables[name]}",
+            BY_NAME[name].why,
+            f"unset {TOGETHER.get(name, name)}",
         )
         for name in bad
     ]
     others = [name for name in variables if name.startswith(("NCCL_", "PYTORCH_", "CUDA_", "VOLSEG_", "OMP_"))]
     quiet = [name for name in others if name not in bad]
     return findings + ([ok("variables", ", ".join(f"{name}={variables[name]}" for name in quiet))] if quiet else [])
+
+
+# What a gatherer that failed, or gave no answer, means.
+
+
+@dataclass(frozen=True)
+class _Meaning:
+    level: Level
+    why: str
+    remedy: str
+
+
+MEANINGS = {
+    "torch": _Meaning(
+        "error",
+        "nothing can be trained or predicted without torch",
+        "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu   "
+        "(or cu126, cu128 ... in place of cpu); where it hangs: nvidia-smi, and restart the machine if that hangs too",
+    ),
+    "driver": _Meaning(
+        "warning",
+        "a driver that does not answer ends in trainings that hang",
+        "nvidia-smi; if that hangs: restart the machine, and look for Xid errors: dmesg | grep -i xid",
+    ),
+    "all_reduce": _Meaning(
+        "error",
+        "trainings on several processes cannot add up their gradients",
+        "NCCL_DEBUG=INFO volseg doctor; often the shared memory (docker run --ipc=host) or the network interface "
+        "(export NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo); between GPUs that hang: export NCCL_P2P_DISABLE=1",
+    ),
+    "links": _Meaning(
+        "error",
+        "what GPUs send each other does not arrive, so several of them cannot train together",
+        "export NCCL_P2P_DISABLE=1, or switch off the IOMMU (ACS) in the machine's firmware; restart the machine after "
+        "Xid errors: dmesg | grep -i xid",
+    ),
+    "folders": _Meaning(
+        "error",
+        "a folder that does not answer stops the training that reads or writes there",
+        "df -h; export VOLSEG_CACHE=FOLDER on a disk that answers, and volseg train ... --output FOLDER",
+    ),
+    "packages": _Meaning("warning", "whether the installed packages fit each other is not known", "pip check"),
+    "imports": _Meaning(
+        "warning", "libraries that read images may fail when they are needed", "python -X importtime -c 'import monai'"
+    ),
+    "compiler": _Meaning(
+        "warning", "the fast kernels may not compile", "volseg train CONFIG --set training.kernels=torch"
+    ),
+}
+"""Of those whose failure says more than that something is unknown."""
+
+UNKNOWN = _Meaning(
+    "warning", "nothing is known of what it looks at", "volseg doctor --json > doctor.json, and send it with a report"
+)
+
+
+def check_failures(facts: Facts) -> list[MachineFinding]:
+    """Say what could not be found out, and what that means."""
+    return [_describe(failure, facts) for failure in facts.failures]
+
+
+def _describe(failure: NotGathered, facts: Facts) -> MachineFinding:
+    meaning = MEANINGS.get(failure.name, UNKNOWN)
+    has_gpu = facts.torch is not None and bool(facts.torch.gpus)
+    level = "warning" if failure.name == "all_reduce" and not has_gpu else meaning.level
+    ended = "ended by its time limit" if failure.timed_out else "failed"
+    return MachineFinding(failure.name, level, f"{ended}: {failure.reason}", meaning.why, meaning.remedy)

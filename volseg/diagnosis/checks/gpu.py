@@ -1,0 +1,300 @@
+"""The build of torch and the NVIDIA driver, against each other and against the GPUs of the machine."""
+
+from packaging.version import Version
+
+from volseg.diagnosis.facts import DriverFacts, Facts, Gpu, TorchFacts
+from volseg.diagnosis.findings import MachineFinding, error, note, ok, warning
+
+__all__ = [
+    "check_architectures",
+    "check_compute_modes",
+    "check_cudnn",
+    "check_driver",
+    "check_gpus_seen",
+    "check_precision",
+    "check_torch",
+    "has_code_for",
+]
+
+# The build of torch against the GPUs of the machine.
+#
+# .. [1] 2.9 runs 3D convolutions under autocast four times slower: pytorch#166122.
+# .. [2] cuDNN 9.8 to 9.14 computes large 3D convolutions in half precision wrongly (pytorch#163539); torch from 2.9.1
+#        on does not use it for these, unless in the layout channels last (pytorch#166480,
+#        ``ATen/native/Convolution.cpp``).
+# .. [3] cuDNN 9.11 dropped compute capability 7.0; builds of torch with CUDA 12.8 from 2.11 on and all with CUDA 13
+#        have no code for it; those with CUDA 12.6 do up to torch 2.14: pytorch#157517, #172352, #190385.
+
+
+VOLTA = (7, 0)
+AMPERE = (8, 0)
+BLACKWELL = (10, 0)
+LEAST_TORCH = Version("2.8")
+FIRST_GUARDED = Version("2.9.1")
+"""The first torch that keeps away from the wrong kernels of cuDNN."""
+
+WRONG_CUDNN = range(90800, 91500)
+FIRST_CUDNN_WITHOUT_VOLTA = 91100
+
+INSTALL = "pip install --force-reinstall"
+FOR_VOLTA = f'{INSTALL} "torch>=2.10,<2.15" --index-url https://download.pytorch.org/whl/cu126'
+
+
+def check_torch(facts: Facts) -> list[MachineFinding]:
+    """Say which build it is, and whether its version is one that works."""
+    build = facts.torch
+    if build is None:
+        return []
+    kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.rocm}" if build.rocm else "CPU"
+    told = f"torch {build.version} ({kind}{f', NCCL {build.nccl}' if build.nccl else ''})"
+    version = Version(build.version)
+    if version < LEAST_TORCH:
+        return [
+            error(
+                "torch",
+                told,
+                f"volseg and MONAI need torch {LEAST_TORCH} or later",
+                f'{INSTALL} "torch>=2.10" --index-url {_index(build)}',
+            )
+        ]
+    if version.release[:2] == (2, 9):
+        return [
+            warning(
+                "torch",
+                told,
+                "torch 2.9 runs 3D convolutions under autocast up to four times slower, and takes more memory",
+                FOR_VOLTA if _has(build, VOLTA) else f'{INSTALL} "torch>=2.10" --index-url {_index(build)}',
+            )
+        ]
+    if build.rocm:
+        why = "nobody has tried volseg on AMD's GPUs; its fast kernels are for NVIDIA's"
+        return [note("torch", told, why)]
+    return [ok("torch", told)]
+
+
+def _index(build: TorchFacts) -> str:
+    """Return where builds of the same kind are."""
+    kind = f"cu{build.cuda.replace('.', '')}" if build.cuda else "cpu"
+    return f"https://download.pytorch.org/whl/{kind}"
+
+
+def _has(build: TorchFacts, capability: tuple[int, int]) -> bool:
+    return any(gpu.capability == capability for gpu in build.gpus)
+
+
+def check_architectures(facts: Facts) -> list[MachineFinding]:
+    """Say for each kind of GPU whether the build has code for it."""
+    build = facts.torch
+    if build is None or not build.architectures:
+        return []
+    return [_check_architecture(build, gpus) for gpus in _by_kind(build.gpus)]
+
+
+def _by_kind(gpus: tuple[Gpu, ...]) -> list[list[Gpu]]:
+    """Return the GPUs in groups of one kind, since eight times the same is said once."""
+    kinds: dict[tuple[str, tuple[int, int]], list[Gpu]] = {}
+    for gpu in gpus:
+        kinds.setdefault((gpu.name, gpu.capability), []).append(gpu)
+    return list(kinds.values())
+
+
+def _check_architecture(build: TorchFacts, gpus: list[Gpu]) -> MachineFinding:
+    major, minor = gpus[0].capability
+    told = f"{len(gpus)} x {gpus[0].name}, sm_{major}{minor}"
+    if has_code_for(gpus[0].capability, build.architectures):
+        return ok("gpu.architecture", f"{told}, among what the build has code for")
+    if gpus[0].capability == VOLTA:
+        remedy = FOR_VOLTA
+        why = "a V100 needs a build for CUDA 12.6, of torch up to 2.14; others end with 'no kernel image is available'"
+    elif gpus[0].capability < VOLTA:
+        remedy, why = FOR_VOLTA, "builds for CUDA 12.6 alone still have code for GPUs as old as this"
+    else:
+        newest = "cu128" if gpus[0].capability >= BLACKWELL else "cu126"
+        remedy = f'{INSTALL} "torch>=2.10" --index-url https://download.pytorch.org/whl/{newest}'
+        why = "its kernels end with 'no kernel image is available for execution on the device'"
+    has = f"this build (torch {build.version}) has code for {', '.join(build.architectures)}"
+    return error("gpu.architecture", f"{told}; {has}", why, remedy)
+
+
+def has_code_for(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
+    """Tell whether a build's code runs: binaries of the same generation, or PTX of no later one.
+
+    >>> has_code_for((7, 0), ("sm_75", "sm_80")), has_code_for((8, 9), ("sm_80",))
+    (False, True)
+    >>> has_code_for((9, 0), ("compute_80",))
+    True
+    """
+    for architecture in architectures:
+        kind, _, number = architecture.partition("_")
+        digits = number.rstrip("af")  # sm_90a, sm_100f
+        own = (int(digits[:-1]), int(digits[-1]))
+        if kind == "compute" and own <= capability:
+            return True
+        if kind == "sm" and own[0] == capability[0] and own[1] <= capability[1]:
+            return True
+    return False
+
+
+def check_precision(facts: Facts) -> list[MachineFinding]:
+    """Say where bfloat16 and the fast kernels cannot be had."""
+    build = facts.torch
+    old = [gpus for gpus in _by_kind(build.gpus) if gpus[0].capability < AMPERE] if build is not None else []
+    return [
+        note(
+            "gpu.precision",
+            f"{gpus[0].name} has no bfloat16",
+            "training.precision: auto takes fp16 there, and training.kernels: auto torch's kernels",
+        )
+        for gpus in old
+    ]
+
+
+def check_cudnn(facts: Facts) -> list[MachineFinding]:
+    """Say whether cuDNN fits the GPUs, and is one of those that compute 3D convolutions wrongly or not at all."""
+    build = facts.torch
+    if build is None or build.cuda is None:
+        return []
+    if build.cudnn is None:
+        why = "convolutions run several times slower without it"
+        remedy = f"{INSTALL} torch --index-url {_index(build)}"
+        return [warning("cudnn", "there is no cuDNN", why, remedy)]
+    told = f"cuDNN {build.cudnn // 10000}.{build.cudnn // 100 % 100}.{build.cudnn % 100}"
+    if _has(build, VOLTA) and build.cudnn >= FIRST_CUDNN_WITHOUT_VOLTA:
+        return [
+            error(
+                "cudnn",
+                told,
+                "cuDNN from 9.11 on does not run on a V100",
+                f'{FOR_VOLTA} && pip install "nvidia-cudnn-cu12<9.11"',
+            )
+        ]
+    if build.cudnn not in WRONG_CUDNN:
+        return [ok("cudnn", told)]
+    if Version(build.version) < FIRST_GUARDED:
+        why = "cuDNN 9.8 to 9.14 may compute 3D convolutions of large volumes wrongly in half precision"
+    else:
+        why = (
+            "torch does not use cuDNN 9.8 to 9.14 for 3D convolutions in half precision, unless they lie channels last"
+        )
+    if _has(build, VOLTA):
+        remedy = "volseg train CONFIG --set training.memory_format=channels_last (later ones of cuDNN have no V100)"
+    else:
+        remedy = f'pip install "nvidia-cudnn-cu{build.cuda.partition(".")[0]}>=9.15"'
+    return [warning("cudnn", told, why, remedy)]
+
+
+# The NVIDIA driver against the GPUs on the bus and the build of torch.
+#
+# .. [1] 580 is the last branch with Maxwell, Pascal and Volta (NVIDIA's Unix deprecation schedule); the open kernel
+#        module drives Turing and later only.
+# .. [2] Builds for CUDA 12 need branch 525 or later, for CUDA 13 branch 580 (NVIDIA, CUDA compatibility, table 1).
+
+
+LAST_WITH_VOLTA = 580
+VOLTA_DEVICES = range(0x1D80, 0x1E00)
+"""NVIDIA's numbers of GV100: V100 and Titan V."""
+
+LEAST_BRANCH = {"12": 525, "13": 580}
+"""By CUDA's first number."""
+
+DRIVER_FOR_VOLTA = (
+    "sudo apt-get install nvidia-driver-580-server   (proprietary; not nvidia-driver-580-server-open), then sudo reboot"
+)
+
+
+def check_driver(facts: Facts) -> list[MachineFinding]:
+    """Say which driver there is, and whether it drives these GPUs and this build of torch."""
+    driver = facts.driver
+    if driver is None or driver.version is None:
+        return []
+    branch = int(driver.version.partition(".")[0])
+    told = f"NVIDIA driver {driver.version}{_kind(driver)}"
+    if _has_volta(facts) and (branch > LAST_WITH_VOLTA or driver.is_open):
+        why = (
+            "the open kernel module drives no Volta; it needs the proprietary one"
+            if branch <= LAST_WITH_VOLTA
+            else "580 is the last branch that drives Volta (V100), with its proprietary kernel module"
+        )
+        return [error("driver", told, why, DRIVER_FOR_VOLTA)]
+    cuda = facts.torch.cuda if facts.torch is not None else None
+    least = LEAST_BRANCH.get((cuda or "").partition(".")[0])
+    if least is not None and branch < least:
+        return [
+            error(
+                "driver",
+                f"{told}, and torch is built for CUDA {cuda}",
+                f"CUDA {cuda} needs branch {least} or later",
+                (
+                    "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
+                    if branch >= LEAST_BRANCH["12"]
+                    else f"sudo apt-get install nvidia-driver-{LAST_WITH_VOLTA}-server, then sudo reboot"
+                ),
+            )
+        ]
+    return [ok("driver", told)]
+
+
+def _kind(driver: DriverFacts) -> str:
+    return "" if driver.is_open is None else ", open kernel module" if driver.is_open else ", proprietary kernel module"
+
+
+def _has_volta(facts: Facts) -> bool:
+    on_bus = facts.driver is not None and any(gpu.device in VOLTA_DEVICES for gpu in facts.driver.on_bus)
+    seen = facts.torch is not None and any(gpu.capability[0] == 7 and gpu.capability[1] < 5 for gpu in facts.torch.gpus)
+    return on_bus or seen
+
+
+def check_gpus_seen(facts: Facts) -> list[MachineFinding]:
+    """Say why torch sees none of the GPUs that are there, or fewer."""
+    build, driver = facts.torch, facts.driver
+    if build is None or driver is None:
+        return []
+    there, seen = max(len(driver.on_bus), len(driver.compute_modes)), len(build.gpus)
+    if seen:
+        fewer = f" of {there}" if there > seen else ""
+        return [ok("gpu.seen", f"torch sees {seen}{fewer} GPU{'s' if seen > 1 else ''}")]
+    if not there and not driver.nodes:
+        why = "trainings run on the CPU, tens of times slower"
+        return [note("gpu.seen", "there is no NVIDIA GPU", why)]
+    found = f"{max(there, len(driver.nodes))} NVIDIA GPU(s) in the machine, of which torch sees none"
+    cause, remedy = _find_cause(facts)
+    said = f" ({build.refused})" if build.refused else f" ({driver.refused})" if driver.refused else ""
+    return [error("gpu.seen", found + said, cause, remedy)]
+
+
+def _find_cause(facts: Facts) -> tuple[str, str]:
+    """Return why GPUs that are there cannot be used, the plainest cause first."""
+    build, driver = facts.torch, facts.driver
+    assert build is not None
+    assert driver is not None
+    variables = facts.python.variables if facts.python is not None else {}
+    if "CUDA_VISIBLE_DEVICES" in variables:
+        hidden = f"CUDA_VISIBLE_DEVICES is {variables['CUDA_VISIBLE_DEVICES']!r}, which hides them"
+        return hidden, "unset CUDA_VISIBLE_DEVICES"
+    if build.cuda is None:
+        index = "cu126" if _has_volta(facts) else "cu128"
+        return (
+            "this torch is a build for CPUs",
+            f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}",
+        )
+    if driver.version is None:
+        needed = DRIVER_FOR_VOLTA if _has_volta(facts) else "sudo apt-get install nvidia-driver-580-server-open"
+        return "no NVIDIA driver is loaded", needed
+    if not driver.nodes and facts.system is not None and facts.system.in_container:
+        return "the container was started without them", "docker run --gpus all ... (needs nvidia-container-toolkit)"
+    return "driver, GPU and build do not fit each other", "nvidia-smi; dmesg | grep -i -e nvrm -e xid"
+
+
+def check_compute_modes(facts: Facts) -> list[MachineFinding]:
+    """Say where GPUs take one process only, or none."""
+    modes = facts.driver.compute_modes if facts.driver is not None else ()
+    other = sorted({mode for mode in modes if mode not in ("Default", "[N/A]")})
+    return [
+        warning(
+            "gpu.compute_mode",
+            mode,
+            "a GPU that one process may use at a time refuses the second of a training, and tests beside it",
+            "sudo nvidia-smi -c DEFAULT",
+        )
+        for mode in other
+    ]

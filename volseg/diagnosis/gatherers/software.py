@@ -1,0 +1,226 @@
+"""Python, its packages, and whether they and a C compiler work."""
+
+import locale
+import multiprocessing
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from importlib import import_module
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions, version
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from volseg.diagnosis.facts import CompilerFacts, ImportFacts, PackageFacts, PythonFacts
+
+__all__ = [
+    "LIBRARIES",
+    "PREFIXES",
+    "build_module",
+    "find_compiler",
+    "find_unmet",
+    "gather_compiler",
+    "gather_imports",
+    "gather_packages",
+    "gather_python",
+    "is_in_container",
+]
+
+# The interpreter and its environment.
+
+
+PREFIXES = (
+    "CUBLAS_",
+    "CUDA_",
+    "CUDNN_",
+    "GLOO_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "NCCL_",
+    "NVIDIA_",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTORCH_",
+    "TORCH_",
+    "TRITON_",
+    "VOLSEG_",
+)
+NAMES = ("CC", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "PYTHONHOME", "PYTHONPATH", "RANK", "WORLD_SIZE")
+"""Variables that change what torch and what it starts do; no others are written down, which may hold secrets."""
+
+
+def gather_python() -> PythonFacts:
+    """Return what this interpreter is."""
+    told = {name: value for name, value in os.environ.items() if name in NAMES or name.startswith(PREFIXES)}
+    own = sys.prefix != sys.base_prefix or "CONDA_PREFIX" in os.environ
+    return PythonFacts(
+        version=platform.python_version(),
+        executable=sys.executable,
+        in_environment=own or is_in_container(),
+        encoding=locale.getpreferredencoding(False),
+        locale=locale.setlocale(locale.LC_CTYPE),
+        start_method=multiprocessing.get_start_method(),
+        variables=dict(sorted(told.items())),
+    )
+
+
+def is_in_container() -> bool:
+    """Tell whether this is a container of Docker or Podman."""
+    return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
+
+
+# Whether the libraries that read and write images can be imported, which their metadata does not tell.
+
+
+LIBRARIES = ("numpy", "scipy.ndimage", "nibabel", "SimpleITK", "isal", "tensorboard", "monai")
+
+
+def gather_imports(libraries: tuple[str, ...] = LIBRARIES) -> ImportFacts:
+    """Import one after the other; a library is C and Fortran that may lack a file of the system."""
+    refused = {}
+    for name in libraries:
+        try:
+            import_module(name)
+        except Exception as fault:  # whatever others' code raises is what is asked for
+            refused[name] = f"{type(fault).__name__}: {fault}".strip().splitlines()[0]
+    return ImportFacts(refused=refused)
+
+
+# Installed packages, by their metadata: what volseg requires, and whether that holds for all that comes with it.
+
+
+def gather_packages() -> PackageFacts:
+    """Return versions and conflicts; of volseg used from a checkout, which says nowhere what it requires, neither."""
+    if _find_version("volseg") is None:
+        return PackageFacts(versions={}, is_installed=False)
+    needed = [Requirement(text) for text in distribution("volseg").requires or ()]
+    wanted = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    unmet, reached = find_unmet("volseg")
+    places: dict[str, set[str]] = {}
+    for one in distributions():
+        if (name := one.metadata["Name"]) is not None:  # of a broken installation
+            places.setdefault(canonicalize_name(name), set()).add(str(one.locate_file("")))
+    twice = [
+        f"{name} lies in {' and in '.join(sorted(found))}"
+        for name, found in sorted(places.items())
+        if len(found) > 1 and name in reached
+    ]
+    return PackageFacts(
+        versions={one.name: _find_version(one.name) for one in wanted}, unmet=tuple(unmet), twice=tuple(twice)
+    )
+
+
+def find_unmet(root: str) -> tuple[list[str], set[str]]:
+    """Follow the requirements of a package; return those that are not met, and the packages that were reached."""
+    unmet: list[str] = []
+    waiting: list[tuple[str, frozenset[str]]] = [(root, frozenset())]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        name, extras = waiting.pop()
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        for requirement in _list_requirements(distribution(name), extras):
+            installed = _find_version(requirement.name)
+            if installed is None:
+                unmet.append(f"{name} needs {requirement.name}{requirement.specifier}, which is not installed")
+            elif not requirement.specifier.contains(installed, prereleases=True):
+                unmet.append(f"{name} needs {requirement.name}{requirement.specifier}, installed is {installed}")
+            if installed is not None:
+                waiting.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
+    return unmet, {name for name, _ in seen}
+
+
+def _list_requirements(package: Distribution, extras: frozenset[str]) -> list[Requirement]:
+    requirements = [Requirement(text) for text in package.requires or ()]
+    return [
+        one
+        for one in requirements
+        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+    ]
+
+
+def _find_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+# Whether Triton can compile: the C compiler and Python's headers that it builds its starter with, and a kernel.
+
+
+SOURCE = """#include <Python.h>
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "tried", NULL, -1, NULL};
+PyMODINIT_FUNC PyInit_tried(void) { return PyModule_Create(&module); }
+"""
+
+
+def gather_compiler() -> CompilerFacts:
+    """Build a module of C, as Triton does for every kernel, and run a kernel where there is a GPU."""
+    compiler, headers = find_compiler(), sysconfig.get_paths()["include"]
+    refused = build_module(compiler, headers) if compiler else "there is no C compiler"
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = None
+    kernel: Literal["right", "wrong", "not run"] = "not run"
+    kernel_refused, seconds = None, None
+    if triton is not None:
+        from volseg.diagnosis.gatherers.tried_kernel import has_gpu, run_tried_kernel  # seconds of importing torch
+
+        if has_gpu():
+            begun = time.perf_counter()
+            try:
+                kernel = "right" if run_tried_kernel() else "wrong"
+            except Exception as fault:  # whatever Triton, the compiler and the driver raise is what is asked for
+                kernel_refused = f"{type(fault).__name__}: {fault}".strip().splitlines()[0]
+            seconds = time.perf_counter() - begun
+    return CompilerFacts(
+        compiler=compiler,
+        headers=headers,
+        refused=refused,
+        triton=triton,
+        kernel=kernel,
+        kernel_refused=kernel_refused,
+        seconds=seconds,
+    )
+
+
+def find_compiler() -> str | None:
+    """Return the C compiler, looked for where Triton looks."""
+    named = os.environ.get("CC")
+    return named or next((path for name in ("gcc", "clang", "cc") if (path := shutil.which(name))), None)
+
+
+def build_module(compiler: str, headers: str) -> str | None:
+    """Build a module of C against Python's headers; return what the compiler said where it could not."""
+    with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
+        source = Path(folder) / "tried.c"
+        source.write_text(SOURCE, encoding="utf-8")
+        command = [
+            compiler,
+            str(source),
+            "-O3",
+            "-shared",
+            "-fPIC",
+            f"-I{headers}",
+            "-o",
+            str(source.with_suffix(".so")),
+        ]
+        try:
+            told = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)  # noqa: S603
+        except OSError as fault:
+            return f"{compiler}: {fault.strerror}"
+    if told.returncode == 0:
+        return None
+    lines = [line for line in (told.stderr + told.stdout).splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else f"exit status {told.returncode}")
