@@ -13,7 +13,7 @@ def test_the_table_is_complete_and_consistent() -> None:
     assert wanted <= set(INSTANCES)
     assert {"g5", "g6"} <= {name.split(".")[0] for name in INSTANCES}
     for name, instance in INSTANCES.items():
-        assert instance.name == name
+        assert instance.instance == name
         assert instance.gpu in KINDS.values()
         assert instance.num_gpus in (1, 4, 8)
         assert instance.links.bandwidth > 0
@@ -49,7 +49,7 @@ def test_an_unknown_machine_names_the_nearest() -> None:
 
 @pytest.mark.parametrize("family", ["p3dn", "p4d", " P4de", "p5", "p5e", "p5en"])
 def test_a_family_of_one_machine_stands_for_it(family: str) -> None:
-    assert find_instance(family).name.split(".")[0] == family.strip().lower()
+    assert find_instance(family).instance.split(".")[0] == family.strip().lower()
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("p3", 3), ("g4dn", 2), ("g5", 8), ("g6", 8)])

@@ -65,4 +65,4 @@ def test_the_largest_volume_is_found_from_such_a_size():
 def forecast_too_large(work, kind):
     machine = Machine(gpu=kind, num_gpus=1, links=find_links(kind), gpu_bytes=kind.memory)
     forecast = forecast_work(work, Candidate(kernels="torch"), machine)
-    return forecast.too_large and forecast.memory is None and not forecast.runs
+    return forecast.more_than is not None and forecast.memory is None and not forecast.runs

@@ -58,9 +58,6 @@ class GpuObserver:
     def on_kernel(self, kernel: NotedKernel) -> None:
         """Take a kernel of ours that would run."""
 
-    def on_shared_memory(self, device: torch.device, size: int) -> None:
-        """Take bytes that a GPU gives beside torch's allocator, for others to write to."""
-
     def on_sent(self, device: torch.device, kind: str, size: int, devices: int = 2) -> None:
         """Take data that leave a GPU: in which way (``Sent.kind``), how many bytes, among how many GPUs."""
 

@@ -53,8 +53,6 @@ class Forecast:
     """Why it cannot run, or does not fit."""
     more_than: int | None = None
     """Bytes of a GPU that it needs more than, where it was given up on the way since it does not fit; else None."""
-    too_large: bool = False
-    """Whether it was given up on the way, since a GPU would hold many times what there is."""
 
     @property
     def runs(self) -> bool:

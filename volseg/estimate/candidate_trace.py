@@ -40,9 +40,6 @@ NUM_STEPS = 2
 
 TimeKernel = Callable[[KernelRun], float]
 
-Follow = Callable[[int, TimeKernel], AbstractContextManager[TracedStep]]
-"""Begins to follow so many GPUs."""
-
 
 def trace_candidate(
     work: Work,
@@ -53,7 +50,6 @@ def trace_candidate(
     one_process: bool = False,
     pace: Pace | None = None,
     limit: int | None = None,
-    fits: int | None = None,
 ) -> tuple[StepTrace, ...]:
     """Return what each GPU of a candidate is asked for, or each that differs from the others.
 
@@ -72,28 +68,33 @@ def trace_candidate(
     pace : Pace, optional
         By which a pipeline's requests come in the order in which its threads make them; see ``order_by_threads``.
     limit : int, optional
-        Bytes of tensors on a GPU, above which nothing is followed any further.
-    fits : int, optional
-        Bytes of tensors that a GPU can hold; see ``tracing``.
+        Bytes of tensors on a GPU, above which nothing is followed any further; see ``tracing``.
 
     Raises
     ------
     OutOfMemoryError
-        If a GPU would hold more than the limit, or than fits.
+        If a GPU would hold more than the limit.
     VolsegError
         If the strategy refuses the network or the batch, in its own words.
     """
     _check(work, candidate)
-    follow = partial(tracing, gpu, limit=limit, fits=fits)
-    # Of what is given up at its tensors alone it is told whether it was to be recorded: that is followed as it was.
-    foreseen = fits is None
+    follow = partial(tracing, gpu, limit=limit)
     time_kernel = time_kernel or (gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly)
-    if candidate.num_gpus == 1 or candidate.pipeline > 1 or one_process:
-        return _follow_in_one_process(work, candidate, follow, time_kernel, pace, foreseen)
-    # The last replica has the most rows, where they differ.
-    first = (candidate.data - 1) * candidate.spatial
-    ranks = [first + shard for shard in _list_shards(candidate, max(work.sides))]
-    return tuple(_follow_process(work, candidate, follow, rank, time_kernel, foreseen) for rank in ranks)
+    if (candidate.pipeline > 1 or one_process) and candidate.data > 1 and candidate.recorded:
+        raise NotRecordedError("stages whose gradients DistributedDataParallel sums by hooks are not recorded")
+    if candidate.num_gpus > 1 and candidate.pipeline == 1 and not one_process:
+        # The last replica has the most rows, where they differ.
+        first, processes = (candidate.data - 1) * candidate.spatial, candidate.num_gpus
+        ranks = [first + shard for shard in _list_shards(candidate, max(work.sides))]
+        traces = [_follow_process(work, candidate, follow(1, time_kernel), rank, processes).traces() for rank in ranks]
+        return tuple(
+            StepTrace(one.events, rank % candidate.spatial) for rank, (one,) in zip(ranks, traces, strict=True)
+        )
+    num_devices = candidate.num_gpus // candidate.data
+    followed = _follow_process(work, candidate, follow(num_devices, time_kernel), candidate.data - 1, candidate.data)
+    if pace is None or candidate.pipeline == 1:
+        return followed.traces()
+    return order_by_threads(repeat_last_step(followed.list_issued()), num_devices, pace)
 
 
 def _check(work: Work, candidate: Candidate) -> None:
@@ -125,61 +126,25 @@ def _time_roughly(run: KernelRun) -> float:
     return max(run.flops / 200e12, run.bytes_moved / 2e12) + 5e-6
 
 
-def _follow_in_one_process(
-    work: Work,
-    candidate: Candidate,
-    follow: Follow,
-    time_kernel: TimeKernel,
-    pace: Pace | None,
-    foreseen: bool,
-) -> tuple[StepTrace, ...]:
-    num_devices = candidate.num_gpus // candidate.data
-    if candidate.data > 1 and candidate.recorded:
-        raise NotRecordedError("stages whose gradients DistributedDataParallel sums by hooks are not recorded")
-    with follow(num_devices, time_kernel) as followed, ExitStack() as group:
-        mesh = None
-        if candidate.data > 1:
-            note = partial(_note_exchange, followed)
-            group.enter_context(be_process(candidate.data - 1, candidate.data, note, followed.devices[0]))
-            mesh = join_mesh(candidate.data, 1)
-        model = _place(_build(work, followed), candidate, followed.devices, mesh)
-        rows = _count_rows(work, None if mesh is None else mesh.replicas())
-        make_batch = partial(work.make_batch, rows, followed.devices[0])
-        recorded, is_pipeline = candidate.recorded, candidate.pipeline > 1
-        _run(
-            work,
-            model,
-            make_batch,
-            followed,
-            recorded=recorded and candidate.num_gpus == 1,
-            records_itself=recorded and is_pipeline,
-            foreseen=foreseen,
-        )
-    if pace is None or candidate.pipeline == 1:
-        return followed.traces()
-    return order_by_threads(repeat_last_step(followed.list_issued()), num_devices, pace)
-
-
 def _follow_process(
-    work: Work,
-    candidate: Candidate,
-    follow: Follow,
-    rank: int,
-    time_kernel: TimeKernel,
-    foreseen: bool,
-) -> StepTrace:
-    """Follow one process of a mesh of replicas and shards."""
-    with follow(1, time_kernel) as followed:
-        (device,) = followed.devices
-        note = partial(_note_exchange, followed)
-        with be_process(rank, candidate.num_gpus, note, device):
-            mesh = join_mesh(candidate.data, candidate.spatial)
-            model = _place(_build(work, followed), candidate, [device], mesh)
-            rows = _count_rows(work, mesh.replicas() if candidate.data > 1 else None)
-            make_batch = partial(_make_batch, work, model, rows, device, candidate)
-            _run(work, model, make_batch, followed, recorded=candidate.recorded, foreseen=foreseen)
-    (trace,) = followed.traces()
-    return StepTrace(trace.events, rank % candidate.spatial)
+    work: Work, candidate: Candidate, follow: AbstractContextManager[TracedStep], rank: int, processes: int
+) -> TracedStep:
+    """Follow one of the processes that share the step, each with as many devices as are followed."""
+    with follow as followed, ExitStack() as group:
+        mesh = None
+        if processes > 1:
+            note = partial(_note_exchange, followed)
+            group.enter_context(be_process(rank, processes, note, followed.devices[0]))
+            mesh = join_mesh(candidate.data, processes // candidate.data)
+        model = _place(_build(work, followed), candidate, followed.devices, mesh)
+        rows = _count_rows(work, None if mesh is None or candidate.data == 1 else mesh.replicas())
+        make_batch = partial(work.make_batch, rows, followed.devices[0])
+        if mesh is not None and candidate.spatial > 1:
+            make_batch = partial(_make_slabs, work, model, rows, followed.devices[0])
+        recorded, is_alone = candidate.recorded, candidate.num_gpus == processes
+        is_pipeline = candidate.pipeline > 1
+        _run(work, model, make_batch, followed, recorded=recorded and is_alone, records_itself=recorded and is_pipeline)
+    return followed
 
 
 def _build(work: Work, followed: TracedStep) -> nn.Module:
@@ -222,10 +187,8 @@ def _place(net: nn.Module, candidate: Candidate, devices: list[torch.device], me
     return model if mesh is None or candidate.data == 1 else DataParallel(model, mesh.replicas())
 
 
-def _make_batch(work: Work, model: nn.Module, rows: int, device: torch.device, candidate: Candidate) -> Batch:
+def _make_slabs(work: Work, model: nn.Module, rows: int, device: torch.device) -> Batch:
     """Return this process's part of a batch: its slabs, which another process has read and sent."""
-    if candidate.spatial == 1:
-        return work.make_batch(rows, device)
     assert isinstance(model, ModelParallel)
     read = work.make_batch(rows, torch.device("cpu"))
     return {name: _take_slab(model, field, device) for name, field in read.items()}
@@ -253,12 +216,11 @@ def _run(
     *,
     recorded: bool,
     records_itself: bool = False,
-    foreseen: bool = False,
 ) -> None:
     """Train on the same batch, as the training loop does; a pipeline records its stages by itself.
 
-    Where refusals are to be ``foreseen`` a step ends with its first forward pass if that shows that it cannot be
-    recorded: the attempt, two steps later, would say the same.
+    A step ends with its first forward pass if that shows that it cannot be recorded: the attempt, two steps later,
+    would say the same.
     """
     model.train()
     batch = make_batch()
@@ -268,7 +230,7 @@ def _run(
     num_steps = NUM_STEPS
     if recorded:  # one more records, and another one replays
         step, num_steps = RecordedStep(model, step, warm_up=NUM_STEPS, optimizer=optimizer), NUM_STEPS + 2
-        followed.listen(partial(_refuse_early, step) if foreseen else None)
+        followed.listen(partial(_refuse_early, step))
     elif records_itself:
         num_steps = NUM_STEPS + 2
     handles = [optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))]

@@ -11,18 +11,15 @@ from volseg.estimate.allocator import AllocatorSettings, MemoryUse, find_memory_
 from volseg.estimate.candidate import Candidate, Forecast
 from volseg.estimate.candidate_list import Freedom
 from volseg.estimate.candidate_trace import trace_candidate
-from volseg.estimate.cuda_overhead import find_least_outside, find_outside
-from volseg.estimate.gpu_kinds import GpuKind
-from volseg.estimate.instances import Instance
+from volseg.estimate.instances import Machine
 from volseg.estimate.largest_volume import Need, Sides
-from volseg.estimate.links import Links
 from volseg.estimate.pipeline_order import Pace, repeat_last_step
 from volseg.estimate.search import GIB, judge
 from volseg.estimate.step_time import OF_STAGES, find_host_seconds, find_times
-from volseg.estimate.trace import Issued, KernelRun, Ordered, Sent, StepTrace, Used
+from volseg.estimate.trace import Allocate, Issued, KernelRun, Ordered, Sent, StepTrace, Used
 from volseg.estimate.work import Work
 
-__all__ = ["Machine", "Planned", "Resize", "Sides", "forecast_work"]
+__all__ = ["Machine", "Planned", "Resize", "Sides", "find_outside", "forecast_work"]
 
 MOST_TIMES, SMALLEST = 64, 16 * 2**30
 """How often the memory of a GPU, or of such a small one, is taken before a step is given up: no number of GPUs that is
@@ -37,43 +34,31 @@ MORE_STEPS = 4
 """Steps that are added to those of the trace near the end of the memory: a DynUNet at 800 x 160 x 160 in 16 GiB was out
 of memory in its third step."""
 
+MIB = 2**20
+
+# Memory of a GPU that lies beside torch's allocator, read off an H200 (``workflows/benchmarks/plan_accuracy.py``): what
+# the device said was taken, less what torch had reserved. Torch 2.11, CUDA 13, driver 580; another driver takes some
+# tens of MiB more or less.
+
+CONTEXT = 527 * MIB
+"""CUDA's own, when the first tensor is made; four of them are the driver's before any process."""
+
+LIBRARIES = 112 * MIB
+"""cuDNN and the kernels that a step loads, within some MiB whatever the network and its kernels."""
+
+MATRICES = 68 * MIB
+"""cuBLAS, which the first product of matrices loads. Its workspace is a block of torch's allocator."""
+
+STREAM = 70 * MIB
+"""What the first stream beside the default one takes: that of a recording, or of copies between GPUs."""
+
+GROUP = 1250 * MIB
+"""NCCL's communicators and the mailboxes of two processes; measured on two GPUs of one host."""
+
+PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addbmm"})
+
 Resize = Callable[[Sides], tuple[Work, int]]
 """Makes the work on volumes of other sides, and says how many bytes of a GPU something else takes then."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """GPUs of one kind."""
-
-    gpu: GpuKind
-    num_gpus: int
-    links: Links
-    """What connects them."""
-    gpu_bytes: int
-    """Memory of one of them."""
-    instance: str | None = None
-    """What it is called by who lets it."""
-    price_per_hour: float | None = None
-    """In US dollars."""
-    price_source: str | None = None
-
-    @classmethod
-    def of_instance(cls, named: Instance, num_gpus: int) -> "Machine":
-        """Return so many GPUs of a machine that can be rented."""
-        return cls(
-            gpu=named.gpu,
-            num_gpus=num_gpus,
-            links=named.links,
-            gpu_bytes=named.gpu.memory,
-            instance=named.name,
-            price_per_hour=named.price_per_hour,
-            price_source=named.price_source,
-        )
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether times rest on measurements of this kind of GPU."""
-        return self.gpu.is_measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +83,23 @@ class Planned:
         """Bytes of a GPU that a step may take."""
         return self.machine.gpu_bytes - self.reserve
 
-    def forecast(self, candidate: Candidate) -> Forecast:
-        """Return the forecast of a way to run an optimizer step."""
-        return self._multiply(self._follow_best_kernels(candidate))
+    def forecast(self, candidate: Candidate, to_end: bool = True) -> Forecast:
+        """Return the forecast of a way to run an optimizer step.
 
-    def forecast_if_fits(self, candidate: Candidate) -> Forecast:
-        """Return the same, but for what is known on the way not to fit: that is given up (``Forecast.more_than``).
-
-        One GPU's plain step is not: its time is a bound of all others'.
+        Where the kernels that it should take have no form for the network, it takes the others. Without ``to_end``,
+        what is known on the way not to fit is given up (``Forecast.more_than``), but for one GPU's plain step: its time
+        is a bound of all others'.
         """
-        bounds_others = candidate.num_gpus == 1 and candidate.checkpoint is None
-        return self._multiply(self._follow_best_kernels(candidate, to_end=bounds_others))
+        uncut = candidate.spatial == candidate.pipeline == 1 and candidate.checkpoint is None
+        to_end = to_end or (uncut and candidate.data == 1)
+        forecast = self.follow(candidate, to_end=to_end)
+        if forecast.memory is None and forecast.more_than is None and uncut and self.free.kernels[1:]:
+            forecast = self.follow(replace(candidate, kernels=self.free.kernels[1]), to_end=to_end)
+        if forecast.seconds is None:
+            return forecast
+        # An optimizer step gathers more batches than are traced.
+        names = ("seconds", "host_seconds", "host_forward_seconds")
+        return replace(forecast, **{name: self.times * getattr(forecast, name) for name in names})
 
     def follow(self, candidate: Candidate, *, to_end: bool = True) -> Forecast:
         """Return the forecast of what is traced, which may be a part of an optimizer step."""
@@ -123,29 +114,12 @@ class Planned:
         work, reserve = self.resize(sides)
         most = self.machine.gpu_bytes
         forecast = replace(self, work=work, reserve=reserve).follow(candidate, to_end=False)
-        if forecast.more_than is not None or forecast.too_large:
+        if forecast.more_than is not None:
             return Need(total=most + 1, held=None)
         if forecast.memory is None:
             return None
         beside = forecast.memory.outside + reserve
         return Need(total=forecast.memory.reserved + beside, held=forecast.memory.used + beside)
-
-    def _follow_best_kernels(self, candidate: Candidate, *, to_end: bool = True) -> Forecast:
-        """Estimate a candidate; where the kernels that it should take have no form for the network, with the others."""
-        forecast = self.follow(candidate, to_end=to_end)
-        uncut = candidate.spatial == candidate.pipeline == 1 and candidate.checkpoint is None
-        is_refused = forecast.memory is None and forecast.more_than is None and not forecast.too_large
-        if is_refused and uncut:
-            for kernels in self.free.kernels[1:]:
-                return self.follow(replace(candidate, kernels=kernels), to_end=to_end)
-        return forecast
-
-    def _multiply(self, forecast: Forecast) -> Forecast:
-        """Return the forecast of an optimizer step, which gathers more batches than are traced."""
-        if forecast.seconds is None:
-            return forecast
-        names = ("seconds", "host_seconds", "host_forward_seconds")
-        return replace(forecast, **{name: self.times * getattr(forecast, name) for name in names})
 
 
 def forecast_work(
@@ -189,7 +163,7 @@ def forecast_work(
             f"a batch of {' x '.join(map(str, work.shape))} is larger than {MOST_TIMES} times the memory of all GPUs; "
             "take smaller patches or volumes, or a smaller batch"
         )
-        return Forecast(candidate=candidate, refused=refused, too_large=True)
+        return Forecast(candidate=candidate, refused=refused, more_than=limit)
     try:
         with _quietly():
             traces = trace_candidate(
@@ -199,18 +173,17 @@ def forecast_work(
                 time_kernel=machine.gpu.seconds,
                 one_process=one_process,
                 pace=_find_pace(machine),
-                limit=limit,
-                fits=None if to_end else capacity - find_least_outside(processes),
+                limit=limit if to_end else capacity - find_least_outside(processes),
             )
     except NotRecordedError:  # then a training goes on without
         eager = replace(candidate, recorded=False)
         return forecast_work(work, eager, machine, reserve=reserve, one_process=one_process, to_end=to_end)
     except OutOfMemoryError as fault:
-        if not to_end:
-            there = max(0, capacity)  # cases and batches on their way may take all
-            refused = f"needs more than the {there / GIB:.1f} GiB that there are"
-            return Forecast(candidate=candidate, refused=refused, more_than=there)
-        return Forecast(candidate=candidate, refused=_tell(fault), too_large=True)
+        if to_end:
+            return Forecast(candidate=candidate, refused=_tell(fault), more_than=limit)
+        there = max(0, capacity)  # cases and batches on their way may take all
+        refused = f"needs more than the {there / GIB:.1f} GiB that there are"
+        return Forecast(candidate=candidate, refused=refused, more_than=there)
     except VolsegError as fault:
         return Forecast(candidate=candidate, refused=_tell(fault))
     except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind
@@ -222,7 +195,12 @@ def _measure(
     traces: tuple[StepTrace, ...], work: Work, candidate: Candidate, machine: Machine, capacity: int, processes: int
 ) -> Forecast:
     """Return memory and time of traces."""
-    margin = max([1.0, *(MARGINS[name] for name in MARGINS if _is_so(candidate, name))])
+    is_so = {
+        "recorded": candidate.recorded,
+        "spatial": candidate.spatial > 1,
+        "recomputed": candidate.checkpoint is not None,
+    }
+    margin = max([1.0, *(MARGINS[name] for name in MARGINS if is_so[name])])
     uses = [_find_memory_use(trace, capacity, find_outside(trace, processes), margin) for trace in traces]
     own = -(-work.batch_size // candidate.data)
     times = find_times(
@@ -260,6 +238,27 @@ def _list_devices(followed: Mapping[int, MemoryUse], candidate: Candidate) -> tu
     return tuple(shards * candidate.data)
 
 
+def find_outside(trace: StepTrace, processes: int = 1) -> int:
+    """Return the bytes that a step takes of its GPU beside torch's allocator.
+
+    Parameters
+    ----------
+    trace : StepTrace
+        Of the step.
+    processes : int
+        That share volumes or batches.
+    """
+    multiplies = any(isinstance(event, KernelRun) and event.name in PRODUCTS for event in trace.events)
+    streams = any(isinstance(event, KernelRun | Allocate) and event.stream != 0 for event in trace.events)
+    alone = processes == 1
+    return find_least_outside(processes) + (MATRICES if multiplies else 0) + (STREAM if streams and alone else 0)
+
+
+def find_least_outside(processes: int = 1) -> int:
+    """Return the bytes that any step takes there, whatever it does."""
+    return CONTEXT + LIBRARIES + (STREAM + GROUP if processes > 1 else 0)
+
+
 def _find_pace(machine: Machine) -> Pace:
     """Return how fast a pipeline's GPUs, links and Python are."""
     rates = machine.gpu.host_rates()
@@ -284,15 +283,6 @@ def _quietly() -> Iterator[None]:
 
 def _tell(fault: Exception) -> str:
     return str(fault).strip().partition("\n")[0]
-
-
-def _is_so(candidate: Candidate, name: str) -> bool:
-    values = {
-        "recorded": candidate.recorded,
-        "spatial": candidate.spatial > 1,
-        "recomputed": candidate.checkpoint is not None,
-    }
-    return values[name]
 
 
 def _find_memory_use(trace: StepTrace, capacity: int, outside: int, margin: float) -> MemoryUse:

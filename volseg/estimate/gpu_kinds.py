@@ -21,8 +21,6 @@ from volseg.estimate.trace import KernelRun
 
 __all__ = ["KINDS", "GpuKind", "HostRates", "find_kind", "name_group", "name_kinds", "read_host_rates", "read_table"]
 
-GIB = 2**30
-
 BY_CUDA_CORES = 0.6
 """Of the peak of float32 without matrix units, which convolutions come to: cuDNN's usual efficiency there, and no
 measurement of ours."""
@@ -83,11 +81,6 @@ class GpuKind:
     host: HostRates | None = None
     _known: dict[KernelRun, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Seconds of kernels that were asked for: a plan asks for the same thousands many times over."""
-
-    @property
-    def memory_gib(self) -> float:
-        """In GiB."""
-        return self.memory / GIB
 
     def takes_bfloat16(self) -> bool:
         """Say whether its matrix units take bfloat16: see ``volseg.workflow.precision``."""

@@ -12,7 +12,7 @@ from volseg.errors import ConfigError
 from volseg.estimate.gpu_kinds import KINDS, GpuKind, read_table
 from volseg.estimate.links import Links, read_links
 
-__all__ = ["INSTANCES", "Instance", "find_instance", "find_links"]
+__all__ = ["INSTANCES", "Machine", "find_instance", "find_links"]
 
 GIGA = 1e9
 
@@ -64,16 +64,25 @@ _PCIE_3 = Links(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Instance:
-    """A machine with GPUs."""
+class Machine:
+    """GPUs of one kind in a machine, which may be one that can be rented."""
 
-    name: str
     gpu: GpuKind
     num_gpus: int
     links: Links
-    price_per_hour: float | None
-    """US dollars; None where it is not sold by the hour to everybody."""
-    price_source: str = PRICES
+    """What connects them."""
+    gpu_bytes: int
+    """Memory of one of them."""
+    instance: str | None = None
+    """What it is called by who lets it."""
+    price_per_hour: float | None = None
+    """In US dollars; None where it is not sold by the hour to everybody."""
+    price_source: str | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether times rest on measurements of this kind of GPU."""
+        return self.gpu.is_measured
 
 
 _FAMILIES: Mapping[str, tuple[str, Links, Mapping[str, tuple[int, float | None]]]] = {
@@ -101,13 +110,15 @@ _FAMILIES: Mapping[str, tuple[str, Links, Mapping[str, tuple[int, float | None]]
 """By family: the kind of GPU, its links, and of each size the GPUs and US dollars per hour.
 https://aws.amazon.com/ec2/instance-types/accelerated-computing/ (from memory, 2026-11)"""
 
-INSTANCES: Mapping[str, Instance] = {
-    f"{family}.{size}": Instance(
-        name=f"{family}.{size}",
+INSTANCES: Mapping[str, Machine] = {
+    f"{family}.{size}": Machine(
         gpu=KINDS[gpu],
         num_gpus=num_gpus,
         links=_NO_LINK if num_gpus == 1 else links,
+        gpu_bytes=KINDS[gpu].memory,
+        instance=f"{family}.{size}",
         price_per_hour=price,
+        price_source=PRICES,
     )
     for family, (gpu, links, sizes) in _FAMILIES.items()
     for size, (num_gpus, price) in sizes.items()
@@ -115,7 +126,7 @@ INSTANCES: Mapping[str, Instance] = {
 """By name."""
 
 
-def find_instance(name: str) -> Instance:
+def find_instance(name: str) -> Machine:
     """Return a machine by its name, or by that of its family where that has one size only.
 
     Raises
@@ -125,7 +136,7 @@ def find_instance(name: str) -> Instance:
 
     Examples
     --------
-    >>> find_instance("p4d").name
+    >>> find_instance("p4d").instance
     'p4d.24xlarge'
     """
     wanted = name.strip().lower()

@@ -1,10 +1,10 @@
 """How long data take from GPU to GPU of a machine."""
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import exp, log
 from typing import Any
+
+import numpy as np
 
 from volseg.estimate.trace import Sent
 
@@ -48,15 +48,9 @@ class Links:
 
 def read_curve(points: Points, size: float) -> float:
     """Return seconds between measured sizes, no fewer than those of the first, in proportion behind the last."""
-    sizes = [point[0] for point in points]
-    if size <= sizes[0]:
-        return points[0][1]
-    if size >= sizes[-1]:
-        return points[-1][1] * size / sizes[-1]
-    index = bisect_left(sizes, size)
-    (low, one), (high, other) = points[index - 1 : index + 1]
-    share = log(size / low) / log(high / low)
-    return exp(log(one) * (1 - share) + log(other) * share)
+    sizes, seconds = np.array(points).T
+    beyond = max(1.0, size / sizes[-1])
+    return float(beyond * np.exp(np.interp(np.log(size), np.log(sizes), np.log(seconds))))
 
 
 def read_links(rows: Iterable[Mapping[str, Any]], otherwise: Links) -> Links:

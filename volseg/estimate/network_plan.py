@@ -1,6 +1,7 @@
 """``volseg.plan``: what fits, and what is fastest, for a network in a loop of one's own."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,8 +125,8 @@ def _find_machine(
         named = find_instance(instance)
         wanted = named.num_gpus if count is None else count
         if not 1 <= wanted <= named.num_gpus:
-            raise ParallelError(f"devices={wanted}, and {named.name} has {named.num_gpus} GPU(s)")
-        return Machine.of_instance(named, wanted)
+            raise ParallelError(f"devices={wanted}, and {named.instance} has {named.num_gpus} GPU(s)")
+        return replace(named, num_gpus=wanted)
     if gpu is None:
         there = list_gpus() if devices is None or isinstance(devices, int) else name_devices(devices)
         there = there[:count]

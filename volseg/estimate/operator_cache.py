@@ -87,6 +87,14 @@ class OperatorCache:
         """Return what ``function(*args, **kwargs)`` returns."""
         return self.find(function, args, kwargs)[0]
 
+    def run_anew(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what it returns; torch's own memory, which all modes share, has no switches in its keys."""
+        before, self._mode.cache_enabled = self._mode.cache_enabled, False
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._mode.cache_enabled = before
+
     def find(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Known | None]:
         """Return what it returns, and what is remembered of it; None where nothing is."""
         told = _told.get(id(function))
@@ -101,12 +109,7 @@ class OperatorCache:
         known = _known.get(whole)
         if known is not None:
             return known.remake(self, tensors), known
-        # Torch's own memory, which all modes share, has no switches in its keys.
-        before, self._mode.cache_enabled = self._mode.cache_enabled, False
-        try:
-            out = function(*args, **kwargs)
-        finally:
-            self._mode.cache_enabled = before
+        out = self.run_anew(function, args, kwargs)
         remake = _find_remake(out, tensors)
         if remake is None:
             return out, None

@@ -143,15 +143,15 @@ def plan_work(
             f"pipeline: {free.pipeline}) on a batch of {work.batch_size}; leave one of these open, or name more GPUs"
         )
     with ForkedWorkers(planned, forks=forks) as workers:
-        follow = Planned.forecast if numbers or thorough else Planned.forecast_if_fits
+        to_end = numbers or thorough
 
         def begin(several: Sequence[Candidate]) -> None:
             for candidate in several:
-                workers.begin(follow, candidate)
+                workers.begin(Planned.forecast, candidate, to_end)
 
         found = search(
             candidates,
-            lambda candidate: workers.ask(follow, candidate),
+            lambda candidate: workers.ask(Planned.forecast, candidate, to_end),
             planned.capacity,
             work.batch_size,
             lambda each: relieve(each, free),

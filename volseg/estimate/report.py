@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from volseg.estimate.allocator import MemoryUse
 from volseg.estimate.candidate import Candidate, Forecast
 from volseg.estimate.candidate_list import name_candidate
 from volseg.estimate.search import Skipped, describe_seconds
@@ -29,6 +30,9 @@ __all__ = [
 GIB = 2**30
 WIDTH = 80
 """Columns of a terminal that nobody has made wider."""
+
+WAY = ("data", "spatial", "pipeline", "split_size", "checkpoint", "kernels", "recorded")
+"""What a row tells of its candidate."""
 
 MARKS = {"chosen": ">", "runs": " ", "slower": " ", "refused": "x"}
 """Before each candidate of the table."""
@@ -93,14 +97,27 @@ class CandidateRow(_Row):
     @property
     def candidate(self) -> Candidate:
         """The candidate again."""
-        return Candidate(
-            data=self.data,
-            spatial=self.spatial,
-            pipeline=self.pipeline,
-            split_size=self.split_size,
-            checkpoint=self.checkpoint,
-            kernels=self.kernels,
-            recorded=self.recorded,
+        return Candidate(**{name: getattr(self, name) for name in WAY})
+
+    @property
+    def forecast(self) -> Forecast:
+        """What is estimated of it again."""
+        devices = tuple(
+            MemoryUse(
+                used=each.used_bytes,
+                reserved=each.reserved_bytes,
+                outside=each.outside_bytes,
+                peak_in=self.peak_in or "",
+                reserved_by_steps=each.step_reserved_bytes,
+            )
+            for each in self.devices
+        )
+        return Forecast(
+            candidate=self.candidate,
+            memory=max(devices, key=lambda use: use.total, default=None),
+            devices=devices,
+            seconds=self.step_seconds,
+            refused=self.refused,
         )
 
 
@@ -162,6 +179,22 @@ class VolumesReport(_Row):
     reserve_bytes: Bytes
     rows: tuple[LargestRow, ...]
 
+    @property
+    def fits(self) -> bool:
+        """Whether any does."""
+        return any(row.sides is not None for row in self.rows)
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return self.model_dump_json(indent=2)
+
+    def words(self) -> str:
+        """Return the report for people."""
+        return (
+            f"{self.network}, largest patches in batches of {self.batch_size}, {self.precision}, on {self.num_gpus} x "
+            f"{self.gpu} of {self.gpu_bytes / GIB:.1f} GiB\n\n{format_volumes(self.rows)}"
+        )
+
 
 def build_row(
     forecast: Forecast, *, chosen: bool, steps_per_epoch: int | None, price_per_hour: float | None
@@ -171,23 +204,12 @@ def build_row(
     epoch = None if seconds is None or steps_per_epoch is None else seconds * steps_per_epoch
     return CandidateRow(
         **_describe(forecast.candidate),
+        **({} if memory is None else _describe_use(memory)),
         state="chosen" if chosen else "runs" if forecast.runs else "refused",
         refused=forecast.refused,
         more_than_bytes=forecast.more_than,
-        used_bytes=None if memory is None else memory.used,
-        reserved_bytes=None if memory is None else memory.reserved,
-        step_reserved_bytes=None if memory is None else memory.of_steps().reserved,
-        outside_bytes=None if memory is None else memory.outside,
         peak_in=None if memory is None else memory.peak_in,
-        devices=tuple(
-            DeviceRow(
-                used_bytes=use.used,
-                reserved_bytes=use.reserved,
-                step_reserved_bytes=use.of_steps().reserved,
-                outside_bytes=use.outside,
-            )
-            for use in forecast.devices
-        ),
+        devices=tuple(DeviceRow(**_describe_use(use)) for use in forecast.devices),
         step_seconds=seconds,
         epoch_seconds=epoch,
         epoch_price=None if epoch is None or price_per_hour is None else epoch / 3600 * price_per_hour,
@@ -200,16 +222,16 @@ def build_skipped_row(skipped: Skipped) -> CandidateRow:
 
 
 def _describe(candidate: Candidate) -> dict[str, Any]:
+    way = {name: getattr(candidate, name) for name in WAY}
+    return {"name": name_candidate(candidate), **way, "num_gpus": candidate.num_gpus}
+
+
+def _describe_use(use: MemoryUse) -> dict[str, Any]:
     return {
-        "name": name_candidate(candidate),
-        "data": candidate.data,
-        "spatial": candidate.spatial,
-        "pipeline": candidate.pipeline,
-        "split_size": candidate.split_size,
-        "checkpoint": candidate.checkpoint,
-        "kernels": candidate.kernels,
-        "recorded": candidate.recorded,
-        "num_gpus": candidate.num_gpus,
+        "used_bytes": use.used,
+        "reserved_bytes": use.reserved,
+        "step_reserved_bytes": use.of_steps().reserved,
+        "outside_bytes": use.outside,
     }
 
 

@@ -2,7 +2,7 @@
 
 For each kernel a lower bound is known, its roofline [1]_: what the matrix units need at their best, or the memory. The
 table says how many times as long measured kernels of its family took. Of a kernel that is not in the table, that factor
-is a mean over the nearest ones by shape and by work, on logarithms, weighted by distance.
+is the one of the nearest by shape and by work, on logarithms.
 
 References
 ----------
@@ -27,9 +27,6 @@ Measured = Mapping[tuple[float, ...], Sequence[tuple[int, int, float]]]
 
 NOTHING = 1e-12
 """The bound of a kernel that neither computes nor moves anything, in seconds."""
-
-NEAREST = 4
-"""Measured kernels that count."""
 
 BY_SHAPE, BY_CHANNELS, FAR = 3.0, 0.5, 8.0
 """What a doubling of channels or taps counts as distance beside one of work: of kernels that compute; and of passes
@@ -82,15 +79,11 @@ class Family:
         """Return the seconds of a kernel of a shape, whose roofline is ``bound``."""
         work = log(bound)
         of_shape = BY_SHAPE if len(shape) > 1 else BY_CHANNELS
-        near = sorted(
+        _, at, took = min(
             (of_shape * (dist(known, shape) if len(known) == len(shape) else FAR) + abs(at - work) / log(2), at, took)
             for known, at, took in self._points
-        )[:NEAREST]
-        if near[0][0] == 0:
-            return exp(near[0][2])
-        weights = [1 / distance**2 for distance, *_ in near]
-        found = (took + (work - at) * (MORE if work > at else LESS) for _, at, took in near)
-        return exp(sum(weight * each for weight, each in zip(weights, found, strict=True)) / sum(weights))
+        )
+        return exp(took + (work - at) * (MORE if work > at else LESS))
 
 
 class RateTable:

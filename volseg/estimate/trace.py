@@ -13,7 +13,6 @@ __all__ = [
     "LetGo",
     "Mark",
     "Ordered",
-    "Outside",
     "Sent",
     "StepTrace",
     "Used",
@@ -67,14 +66,6 @@ class Ordered:
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
-    """Memory is taken from the device past torch's allocator, and kept: that which other GPUs write to."""
-
-    size: int
-    """Bytes that were asked for."""
-
-
-@dataclass(frozen=True, slots=True)
 class KernelRun:
     """A kernel, or an operator of torch, runs."""
 
@@ -118,7 +109,7 @@ class Mark:
     name: str
 
 
-Event = Allocate | Free | LetGo | Outside | KernelRun | Sent | Mark
+Event = Allocate | Free | LetGo | KernelRun | Sent | Mark
 
 
 @dataclass(frozen=True, slots=True)

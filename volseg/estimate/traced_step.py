@@ -1,8 +1,7 @@
 """What is put down of a step that is followed: blocks of memory, kernels and messages of each GPU, in order."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from volseg.device.fake_copies import copy_without_values
 from volseg.device.fake_gpu import GpuObserver, NotedKernel, fake_device, get_fake
 from volseg.device.fake_internals import FakeTensorMode
-from volseg.device.gpus import fake_recording, find_capability, find_device, is_gpu
+from volseg.device.gpus import find_capability, find_device, is_gpu
 from volseg.device.streams import find_current_stream
 from volseg.device.torch_internals import find_backward_pass, get_storage_key
 from volseg.errors import OutOfMemoryError
@@ -27,7 +26,6 @@ from volseg.estimate.trace import (
     KernelRun,
     Mark,
     Ordered,
-    Outside,
     Sent,
     StepTrace,
     Used,
@@ -55,10 +53,9 @@ class TracedStep(GpuObserver):
         num_gpus: int = 1,
         time_kernel: Callable[[KernelRun], float] | None = None,
         limit: int | None = None,
-        fits: int | None = None,
     ) -> None:
         self._time_kernel = time_kernel
-        self._limit, self._fits = limit, fits
+        self._limit = limit
         self._is_recorded = False
         self._listener: Callable[[str], None] | None = None
         self.fault: OutOfMemoryError | None = None
@@ -103,41 +100,18 @@ class TracedStep(GpuObserver):
         """Tell a function of each mark from now on, or nobody: what it raises ends the step there."""
         self._listener = listener
 
-    @contextmanager
-    def recording(self, pool: str) -> Iterator[None]:
-        """Take memory from a recording's own pool."""
-        with fake_recording(pool):
-            yield
-
     def copy(self, value: Any) -> Any:
         """Return a copy without values, of a network or anything that holds tensors; it lies on the host."""
         return copy_without_values(value, self.mode)
-
-    @contextmanager
-    def without_cache(self) -> Iterator[None]:
-        """Remember nothing of the operators in here."""
-        before, self.mode.cache_enabled = self.mode.cache_enabled, False
-        try:
-            yield
-        finally:
-            self.mode.cache_enabled = before
 
     def empty(self, *size: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor without values, by default on the first device."""
         return torch.empty(size, device=self.devices[0] if device is None else device, dtype=dtype)
 
-    def count_held_bytes(self, device: int = 0) -> int:
-        """Return the bytes that are held now: ``torch.cuda.memory_allocated`` before its rounding."""
-        return self._sizes[device]
-
     def on_sent(self, device: torch.device, kind: str, size: int, devices: int = 2) -> None:
         """Put down data that leave a device."""
         if is_gpu(device):
             self._put(self._number(device), Sent(kind, size, devices, find_current_stream(device).number))
-
-    def on_shared_memory(self, device: torch.device, size: int) -> None:
-        """Put down memory beside torch's allocator."""
-        self._put(self._number(device), Outside(size))
 
     def read_clock(self, device: torch.device) -> float:
         """Return the seconds that the kernels of a device should have taken so far."""
@@ -207,10 +181,12 @@ class TracedStep(GpuObserver):
         self._blocks += 1
         self._held[key] = number, size, self._blocks
         self._sizes[number] += size
-        if self._limit is not None and self._sizes[number] > self._limit:
-            self._give_up(f"alone would be more than {self._limit / 2**30:,.0f}")
-        if self._fits is not None and self._sizes[number] > self._fits and self._is_in_order():
-            self._give_up(f"alone would be more than {self._fits / 2**30:,.1f}")
+        if self._limit is not None and self._sizes[number] > self._limit and self._is_in_order():
+            self.fault = OutOfMemoryError(
+                f"the tensors of one GPU alone would be more than {self._limit / 2**30:,.1f} GiB; take smaller patches "
+                "or volumes, or a smaller batch"
+            )
+            raise self.fault
         if size:
             stream = find_current_stream(device).number
             self._put(number, Allocate(self._blocks, size, stream, _find_pool()))
@@ -218,12 +194,6 @@ class TracedStep(GpuObserver):
     def _is_in_order(self) -> bool:
         """Say whether tensors that are alive together would be so on GPUs: each device has a thread in backward."""
         return not self._is_recorded and (len(self.devices) == 1 or find_backward_pass() == -1)
-
-    def _give_up(self, why: str) -> None:
-        self.fault = OutOfMemoryError(
-            f"the tensors of one GPU {why} GiB; take smaller patches or volumes, or a smaller batch"
-        )
-        raise self.fault
 
     def _let_go(self, key: int) -> None:
         del self._watched[key]

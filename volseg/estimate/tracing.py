@@ -13,11 +13,13 @@ A step that looks at a value (``.item()``, a branch on a tensor, NumPy) cannot b
 """
 
 import gc
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +32,6 @@ from volseg.estimate.constant_values import ConstantValues
 from volseg.estimate.gpu_autocast import casting_like_gpus
 from volseg.estimate.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.estimate.inplace_gradients import IN_PLACE, NEW_STRIDED
-from volseg.estimate.isolated_state import isolated_state
 from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.operator_work import list_tensors
 from volseg.estimate.refusals import explaining_refusals
@@ -79,7 +80,6 @@ def tracing(
     num_gpus: int = 1,
     time_kernel: Callable[[KernelRun], float] | None = None,
     limit: int | None = None,
-    fits: int | None = None,
 ) -> Iterator["TracedStep"]:
     """Let tensors be without values, and write down what the GPUs are asked for.
 
@@ -90,19 +90,18 @@ def tracing(
     time_kernel
         Says how many seconds a kernel takes, for what would time the network's parts; without it, nothing is timed.
     limit
-        Bytes of tensors on a GPU, above which it is not followed any further; by default there is no end.
-    fits
-        The same, of what a GPU can hold: looked at where the order of requests is settled, which it is not in a
-        backward pass over several devices, and until a step is recorded, which another one may do without.
+        Bytes of tensors on a GPU, above which it is not followed any further; by default there is no end. They are
+        looked at where the order of requests is settled, which it is not in a backward pass over several devices, and
+        until a step is recorded, which another one may do without.
 
     Raises
     ------
     OutOfMemoryError
-        From within, where a GPU would hold more than the limit, or than fits; at the end, whatever became of it within.
+        From within, where a GPU would hold more than the limit; at the end, whatever became of it within.
     """
-    followed = TracedStep(num_gpus, time_kernel, limit, fits)
+    followed = TracedStep(num_gpus, time_kernel, limit)
     with ExitStack() as stack:
-        stack.enter_context(isolated_state())
+        stack.enter_context(_isolated_state())
         stack.enter_context(explaining_refusals())
         stack.enter_context(quiet_fake_tensors())
         stack.enter_context(_without_collector())
@@ -154,8 +153,7 @@ class _Noting(TorchDispatchMode):
             self.followed.note_scattered(args[0])
         known = None
         if number in SET_STORAGES:
-            with self.followed.without_cache():
-                out = func(*args, **kwargs)
+            out = self.known.run_anew(func, args, kwargs)
         else:
             out, known = self.known.find(func, args, kwargs)
         self.values.note(func, args, kwargs, out)
@@ -216,6 +214,44 @@ def _make_on_device(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> T
     if device is not None and is_gpu(torch.device(device)):
         return make(*args, **{**kwargs, "device": None}).to(device)
     return make(*args, **kwargs)
+
+
+@contextmanager
+def _isolated_state() -> Iterator[None]:
+    """Follow a step as if nothing was going on: the first batch that asks for a choice may come within autocast.
+
+    The random numbers of torch, NumPy and Python go on afterwards as if nothing had been followed, so a training is the
+    same, bit by bit, whether its plan was made in the same process.
+    """
+    python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (a network's own)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False, dtype=torch.bfloat16))
+        stack.enter_context(_outermost_autocast())
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+@contextmanager
+def _outermost_autocast() -> Iterator[None]:
+    """Let the step's autocast be the outermost: it forgets its copies of weights at its end, and no other one does."""
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
 
 
 @contextmanager

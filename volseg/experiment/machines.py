@@ -56,7 +56,7 @@ def find_machine(
         )
     if instance is not None:
         named = find_instance(instance)
-        return Machine.of_instance(named, _take(num_gpus, named.num_gpus, named.name))
+        return replace(named, num_gpus=_take(num_gpus, named.num_gpus, str(named.instance)))
     if described:
         return _describe_machine(num_gpus or 1, gpu_memory, kind)
     if not here and not count_gpus():

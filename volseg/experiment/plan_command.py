@@ -4,7 +4,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from volseg.estimate.candidate import Candidate, Forecast
 from volseg.estimate.candidate_list import name_candidate
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.planning import StepPlan, list_largest, plan_work
-from volseg.estimate.report import LargestRow, VolumesReport, format_volumes
+from volseg.estimate.report import LargestRow, VolumesReport
 from volseg.estimate.search import GIB, describe_seconds
 from volseg.estimate.work import Work
 from volseg.experiment.building import check_components
@@ -22,7 +22,7 @@ from volseg.experiment.training_work import Described, at_size, describe_trainin
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.workflow.precision import choose_dtype
 
-__all__ = ["PlannedVolumes", "list_settings", "plan_training", "plan_volumes", "plan_words"]
+__all__ = ["list_settings", "plan_training", "plan_volumes", "plan_words"]
 
 
 def plan_training(
@@ -205,34 +205,6 @@ def list_settings(candidate: Candidate) -> list[str]:
     return settings
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedVolumes:
-    """The largest patches of a training on a machine."""
-
-    report: VolumesReport
-
-    @property
-    def fits(self) -> bool:
-        """Whether any does."""
-        return any(row.sides is not None for row in self.report.rows)
-
-    def to_json(self) -> str:
-        """Return the report as JSON."""
-        return self.report.model_dump_json(indent=2)
-
-    def words(self) -> str:
-        """Return the report for people."""
-        report = self.report
-        return "\n".join(
-            [
-                f"{report.network}, largest patches in batches of {report.batch_size}, {report.precision}, on "
-                f"{report.num_gpus} x {report.gpu} of {report.gpu_bytes / GIB:.1f} GiB",
-                "",
-                format_volumes(report.rows),
-            ]
-        )
-
-
 def plan_volumes(
     config: ExperimentConfig,
     machine: Machine,
@@ -240,7 +212,7 @@ def plan_volumes(
     channels: int | None = None,
     classes: int | None = None,
     forks: bool = False,
-) -> PlannedVolumes:
+) -> VolumesReport:
     """Return the largest patches that each way of sharing a machine can train on; see `plan_training`."""
     planned, _ = _describe(config, machine, channels, classes)
     work = planned.work
@@ -255,15 +227,13 @@ def plan_volumes(
         )
         for candidate, aspect, largest in found
     )
-    return PlannedVolumes(
-        report=VolumesReport(
-            network=work.name,
-            batch_size=work.batch_size,
-            precision=str(work.precision).removeprefix("torch."),
-            gpu=machine.gpu.name,
-            num_gpus=machine.num_gpus,
-            gpu_bytes=machine.gpu_bytes,
-            reserve_bytes=planned.reserve,
-            rows=rows,
-        )
+    return VolumesReport(
+        network=work.name,
+        batch_size=work.batch_size,
+        precision=str(work.precision).removeprefix("torch."),
+        gpu=machine.gpu.name,
+        num_gpus=machine.num_gpus,
+        gpu_bytes=machine.gpu_bytes,
+        reserve_bytes=planned.reserve,
+        rows=rows,
     )

@@ -4,15 +4,12 @@ A process that traces a step takes fake GPUs for its own, and the training's pro
 sees no GPU, has one thread for its arithmetic, and ends with the process that asked.
 """
 
-import json
 import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,8 +17,8 @@ from volseg.commands import run_module
 from volseg.config.loading import dump_config
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
-from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Forecast
+from volseg.estimate.report import PlanReport
 from volseg.experiment.own_components import components_arguments
 from volseg.launched import OF_JOB, OWN_LAUNCHER
 from volseg.parallel.processes.progress import report_progress
@@ -129,37 +126,15 @@ def _read(status: int, folder: Path) -> Answer:
         return Answer(problem=lines[-1].removeprefix("volseg: ") if lines else f"it ended with status {status}")
     try:
         return read_plan(said)
-    except (KeyError, TypeError, ValueError) as fault:
+    except ValueError as fault:
         return Answer(problem=f"what volseg plan printed is no plan ({_first_line(str(fault))})")
 
 
 def read_plan(said: str) -> Answer:
     """Return the answer that a plan as JSON is."""
-    report = json.loads(said)
-    forecasts = tuple(_read_forecast(row) for row in report["candidates"])
-    remedies = tuple(map(str, report["remedies"]))
-    return Answer(forecasts=forecasts, reserve=report["reserve_bytes"], remedies=remedies)
-
-
-def _read_forecast(row: Mapping[str, Any]) -> Forecast:
-    """Return the forecast that a row of the plan is."""
-    names = ("data", "spatial", "pipeline", "split_size", "checkpoint", "kernels", "recorded")
-    memory = None if row["used_bytes"] is None else _read_use(row, row["peak_in"] or "")
-    devices = tuple(_read_use(device, "") for device in row["devices"])
-    candidate = Candidate(**{name: row[name] for name in names})
-    return Forecast(
-        candidate=candidate, memory=memory, devices=devices, seconds=row["step_seconds"], refused=row["refused"]
-    )
-
-
-def _read_use(row: Mapping[str, Any], peak_in: str) -> MemoryUse:
-    return MemoryUse(
-        used=row["used_bytes"],
-        reserved=row["reserved_bytes"],
-        outside=row["outside_bytes"],
-        peak_in=peak_in,
-        reserved_by_steps=row["step_reserved_bytes"],
-    )
+    report = PlanReport.model_validate_json(said)
+    forecasts = tuple(row.forecast for row in report.candidates)
+    return Answer(forecasts=forecasts, reserve=report.reserve_bytes, remedies=report.remedies)
 
 
 def _make_environment() -> dict[str, str]:

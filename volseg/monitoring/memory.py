@@ -6,9 +6,9 @@ come into being, and again when a step has been recorded, whose memory stays tak
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -56,22 +56,12 @@ class MemoryReading:
         return max(self.devices, key=lambda device: device.reserved)
 
 
-class Meter(Protocol):
-    """Counts the memory of this process's devices."""
-
-    def begin(self) -> None:
-        """Count peaks from here on."""
-
-    def read(self) -> Sequence[DeviceMemory]:
-        """Return the peaks."""
-
-
 class FirstSteps(Hook):
     """Read the memory that the first steps take, and report how far that is from an estimate.
 
     Parameters
     ----------
-    meter : Meter
+    meter : GpuMeter
         Of this process's devices.
     estimate : MemoryUse, optional
         Of a step, on the device that needs most, where a plan was made.
@@ -85,7 +75,7 @@ class FirstSteps(Hook):
 
     def __init__(
         self,
-        meter: Meter,
+        meter: "GpuMeter",
         estimate: MemoryUse | None = None,
         *,
         beside: int = 0,

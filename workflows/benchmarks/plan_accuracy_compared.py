@@ -306,6 +306,10 @@ def choose_on_one(row: Row, capacity: int) -> Forecast | None:
     planned = Planned(work=build_work(row), machine=machine, free=Freedom(kernels=("fast", "torch")))
     listed = list_candidates(1, row["batch"], row["patch"], planned.free)
     found = search(
-        listed, planned.forecast_if_fits, planned.capacity, row["batch"], lambda each: relieve(each, planned.free)
+        listed,
+        lambda each: planned.forecast(each, to_end=False),
+        planned.capacity,
+        row["batch"],
+        lambda each: relieve(each, planned.free),
     )
     return found.chosen

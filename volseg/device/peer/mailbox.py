@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from volseg.device import triton_tiles
-from volseg.device.gpus import has_values, is_gpu, is_recording, observer
+from volseg.device.gpus import has_values, is_gpu, is_recording
 from volseg.device.peer.memory import share_memory
 from volseg.errors import ParallelError
 
@@ -83,7 +83,6 @@ class Mailbox(ABC):
                 "before it is recorded"
             )
         if not has_values(device):
-            observer().on_shared_memory(device, cls.size(shards))
             return cls([0] * shards, dist.get_rank(group), device)
         with torch.cuda.device(device):
             memory = share_memory(group, device, cls.size(shards))
