@@ -16,7 +16,7 @@ from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from torch import Tensor
 
 import volseg
-from volseg.device import attention, doubling, gating, layer_norm, layout, triton_tiles
+from volseg.device import attention, broadcast_mul, doubling, layer_norm, layout, triton_tiles
 from volseg.device.convolution import depthwise, few_channels, few_in, few_out, few_taps, many_taps, one_voxel, turned
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
@@ -473,7 +473,7 @@ def normalize_lines() -> None:
             assert_near(one, other, 2 * ROUNDING[dtype])
 
 
-@covers("device.gating._multiply_kernel", "device.gating._differentiate_kernel")
+@covers("device.broadcast_mul._multiply_kernel", "device.broadcast_mul._differentiate_kernel")
 def gate_volume() -> None:
     """In both layouts, and with more channels than a tile has."""
     for dtype, channels, last, gradient_last in (
@@ -490,11 +490,11 @@ def gate_volume() -> None:
 def compare_gated(dtype: torch.dtype, channels: int, last: bool, gradient_last: bool) -> None:
     x, gate = volume(2, channels, 2, 3, 2, dtype=dtype, last=last), volume(2, 1, 2, 3, 2, dtype=dtype)
     gradient = volume(2, channels, 2, 3, 2, dtype=dtype, last=gradient_last)
-    got = gating.multiply(x, gate)
+    got = broadcast_mul.multiply(x, gate)
     assert got.stride() == x.stride()
     assert_near(got, x.double() * gate.double(), ROUNDING[dtype])
-    wanted = gating.differentiate_plainly(*wide(gradient, x, gate))
-    for one, other in zip(gating.differentiate(gradient, x, gate), wanted, strict=True):
+    wanted = broadcast_mul.differentiate_plainly(*wide(gradient, x, gate))
+    for one, other in zip(broadcast_mul.differentiate(gradient, x, gate), wanted, strict=True):
         assert one.dtype == dtype
         assert_near(one, other, ROUNDING[dtype])
 

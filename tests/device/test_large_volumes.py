@@ -16,7 +16,7 @@ from kernel_sanitizer import watching
 from kernels import INTERPRETED
 from torch import Tensor
 
-from volseg.device import attention, doubling, gating, gpus, layer_norm, layout, triton_tiles
+from volseg.device import attention, broadcast_mul, doubling, gpus, layer_norm, layout, triton_tiles
 from volseg.device.convolution import depthwise, few_channels, few_taps, one_voxel, rules
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
@@ -129,7 +129,7 @@ def a_last_convolution(last: bool) -> None:
 
 def a_gate(last: bool) -> None:
     x, gate = promise((1, CHANNELS, *SIDES), last=last), promise((1, 1, *SIDES))
-    gating.differentiate(gating.multiply(x, gate), x, gate)
+    broadcast_mul.differentiate(broadcast_mul.multiply(x, gate), x, gate)
 
 
 def a_head(last: bool) -> None:
