@@ -16,7 +16,7 @@ from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from torch import Tensor
 
 import volseg
-from volseg.device import attention, broadcast_mul, doubling, layer_norm, layout, triton_tiles
+from volseg.device import attention, broadcast_mul, layer_norm, layout, triton_tiles, upsample2x
 from volseg.device.convolution import depthwise, few_channels, few_in, few_out, few_taps, many_taps, one_voxel, turned
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
@@ -415,7 +415,7 @@ def mailboxes(shards: int) -> tuple[Tensor, list[ValueMailbox | None]]:
     return memory, [None] if shards == 1 else [*boxes]
 
 
-@covers("device.doubling._double_kernel", "device.doubling._gather_kernel")
+@covers("device.upsample2x._double_kernel", "device.upsample2x._gather_kernel")
 def double_volume() -> None:
     """The whole volume, and a part of it with the planes next to it."""
     for dtype, last, linear, planes, outputs in (
@@ -423,20 +423,20 @@ def double_volume() -> None:
         (torch.bfloat16, False, True, (1, 3), (3, 5)),
         (torch.bfloat16, True, False, (1, 3), (3, 5)),
     ):
-        part, slab = doubling.DoubledPart(3, planes[0], outputs), volume(1, 3, 3, 2, 1, dtype=dtype, last=last)
+        part, slab = upsample2x.DoubledPart(3, planes[0], outputs), volume(1, 3, 3, 2, 1, dtype=dtype, last=last)
         slab = slab[:, :, slice(*planes)]
         exact = slab.double().requires_grad_()
-        wanted = doubling.double_plainly(exact, part, linear)
-        assert_near(doubling.double(slab, part, linear), wanted.detach(), ROUNDING[dtype])
+        wanted = upsample2x.double_plainly(exact, part, linear)
+        assert_near(upsample2x.double(slab, part, linear), wanted.detach(), ROUNDING[dtype])
         gradient = volume(*wanted.shape, dtype=dtype, last=last)
         (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
-        assert_near(doubling.gather_gradient(gradient, slab.shape, part, linear), of_slab, ROUNDING[dtype])
+        assert_near(upsample2x.gather_gradient(gradient, slab.shape, part, linear), of_slab, ROUNDING[dtype])
     exact = volume(1, 3, 2, 4, 2).double().requires_grad_()
     wanted = F.avg_pool3d(exact, 2)
     gradient = volume(*wanted.shape)
     (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
-    assert_near(doubling.halve(exact.detach().float()), wanted.detach(), 1e-6)
-    assert_near(doubling.spread_gradient(gradient), of_slab, 1e-6)
+    assert_near(upsample2x.halve(exact.detach().float()), wanted.detach(), 1e-6)
+    assert_near(upsample2x.spread_gradient(gradient), of_slab, 1e-6)
 
 
 @covers(*(f"device.attention_kernels.attention{part}_kernel" for part in ("", "_query", "_key", "_term")))
