@@ -17,7 +17,16 @@ from torch import Tensor
 
 import volseg
 from volseg.device import attention, broadcast_mul, layer_norm, layout, triton_tiles, upsample2x
-from volseg.device.convolution import depthwise, few_channels, few_in, few_out, few_taps, many_taps, one_voxel, turned
+from volseg.device.convolution import (
+    depthwise,
+    few_channels,
+    few_in,
+    few_out,
+    few_taps,
+    flipped_weights,
+    many_taps,
+    one_voxel,
+)
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation
@@ -661,11 +670,11 @@ def convolve_many_taps() -> None:
         assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
 
 
-@covers("device.convolution.turned._turn_kernel")
+@covers("device.convolution.flipped_weights._turn_kernel")
 def turn_weights_round() -> None:
     for dtype in WIDE_AND_HALF:
         weight = volume(70, 5, 2, 1, 3, dtype=dtype, last=True)  # more than a tile of channels
-        got = turned.turn_by_triton(weight)
+        got = flipped_weights.turn_by_triton(weight)
         assert got.is_contiguous(memory_format=torch.channels_last_3d)
         assert got.equal(weight.flip(2, 3, 4).transpose(0, 1))
 

@@ -18,13 +18,13 @@ from volseg.device.convolution import (
     few_in,
     few_out,
     few_taps,
+    flipped_weights,
     many_taps,
     one_voxel,
     padded,
     paired,
     rules,
     stacks,
-    turned,
 )
 from volseg.device.convolution.forms import Direction, Form, Groups, Turned, ZeroChannels, find_form
 from volseg.device.convolution.rules import ConvolutionCall
@@ -95,9 +95,9 @@ def compute_in_form(form: Form, direction: Direction, call: ConvolutionCall) -> 
     arguments = form._asdict()
     if isinstance(form, Turned):
         if direction == "forward":
-            return turned.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
+            return flipped_weights.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
         assert direction == "input gradient", direction
-        return turned.input_gradient(call.given, call.weight, call.settings, **arguments)
+        return flipped_weights.input_gradient(call.given, call.weight, call.settings, **arguments)
     module = paired if isinstance(form, Groups) else padded
     if direction == "forward":
         return module.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
@@ -142,7 +142,7 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
         Kernel(
             "many taps",
             rules.turns_many_taps,
-            lambda call: turned.forward(call.slab, call.weight, call.bias, call.settings),
+            lambda call: flipped_weights.forward(call.slab, call.weight, call.bias, call.settings),
         ),
     ),
     # But for ``one_voxel``, which computes both gradients in one pass: see ``differentiate``.

@@ -6,7 +6,7 @@ one volume, recorded; torch 2.11, cuDNN 9.19), where nothing else was at least a
 expanding the weight takes half of. Of channels of zeros the time of copying a volume into more channels, by torch,
 counts; those that are added behind a convolution cost no copy: its result is a slice.
 
-Forward and the input's gradient may be computed as one another (``turned``). With 5 x 5 x 5 taps on an H100
+Forward and the input's gradient may be computed as one another (``flipped_weights``). With 5 x 5 x 5 taps on an H100
 (workflows/benchmarks/results/convolution_h100_turned.json) 64 channels to 64 take 0.75 to 0.89 of torch's time forward,
 as an input's gradient over pairs; the input's gradient of 32 channels 0.69 to 0.75, as a forward one over pairs, and
 0.71 to 0.87 over pairs without being turned round.
@@ -58,7 +58,7 @@ class ZeroChannels(NamedTuple):
 
 
 class Turned(NamedTuple):
-    """As the input's gradient of another convolution, or the other way round: see ``turned``."""
+    """As the input's gradient of another convolution, or the other way round: see ``flipped_weights``."""
 
     voxels: int = 1
     """Of a group along W besides; 1 for none."""

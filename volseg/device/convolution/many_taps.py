@@ -36,7 +36,7 @@ FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
 """Below, cuDNN is the faster one; but for ``GROUPS``."""
 
 FEWEST_VOXELS = 4096
-"""Of the forward convolution of these, turned round (``turned``): below, cuDNN's own is as fast."""
+"""Of the forward convolution of these, turned round (``flipped_weights``): below, cuDNN's own is as fast."""
 
 ALWAYS_TURNED = 256
 """Channels from which on cuDNN's own takes twice as long for few voxels, too."""
