@@ -12,7 +12,7 @@ from monai.networks.nets.highresnet import DEFAULT_LAYER_PARAMS_3D
 from narrow_vnet import NarrowVNet
 from torch import Tensor, nn
 
-from volseg.device.convolution import choice, flipped_weights, padded, paired
+from volseg.device.convolution import choice, flipped_weights, padded, space_to_channels
 from volseg.device.convolution.forms import Form, Groups, Turned, ZeroChannels
 from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
@@ -101,7 +101,7 @@ def test_a_network_trains_in_groups(
         return compute(*given, **group)
 
     for form in ("forward", "input_gradient", "weight_gradient"):
-        monkeypatch.setattr(paired, form, partial(note, form, getattr(paired, form)))
+        monkeypatch.setattr(space_to_channels, form, partial(note, form, getattr(space_to_channels, form)))
     monkeypatch.setattr(choice, "_find_form", lambda direction, call: Groups(voxels))
     check_training(build, shape, shards, options)
     assert set(taken) == {"forward", "input_gradient", "weight_gradient"}

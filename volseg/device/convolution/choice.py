@@ -22,8 +22,8 @@ from volseg.device.convolution import (
     many_taps,
     one_voxel,
     padded,
-    paired,
     rules,
+    space_to_channels,
     stacks,
 )
 from volseg.device.convolution.forms import Direction, Form, Groups, Turned, ZeroChannels, find_form
@@ -81,7 +81,7 @@ def _can_take(form: Form, direction: Direction, call: ConvolutionCall) -> bool:
             return False
     else:
         volumes = [call.slab] if direction == "forward" else [call.slab, call.given]
-    grouped = partial(paired.can_group, weight=call.weight, settings=call.settings, voxels=form.voxels)
+    grouped = partial(space_to_channels.can_group, weight=call.weight, settings=call.settings, voxels=form.voxels)
     return form.voxels == 1 or all(map(grouped, volumes))
 
 
