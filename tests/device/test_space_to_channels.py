@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import choice, rules, space_to_channels, stacks
+from volseg.device.convolution import choice, depth_chunks, rules, space_to_channels
 from volseg.device.convolution.forms import Groups
 from volseg.device.convolution.settings import Settings
 from volseg.device.gpus import find_device
@@ -126,13 +126,13 @@ def test_what_is_refused() -> None:
 
 def test_large_volumes_go_in_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    cut = stacks._cut_stacks
+    cut = depth_chunks._cut_stacks
 
     def note(slab: Tensor, weight: Tensor, arguments: Any, limit: int) -> Any:
         asked.append(len(found := cut(slab, weight, arguments, 2000)))
         return found
 
-    monkeypatch.setattr(stacks, "_cut_stacks", note)
+    monkeypatch.setattr(depth_chunks, "_cut_stacks", note)
     slab, weight, bias, gradient, settings = set_up("3", samples=1)
     found = space_to_channels.forward(slab, weight, bias, settings, 2)
     parts = [

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from volseg.device import attention, fusions
 from volseg.device.attention import Addend
-from volseg.device.convolution import choice, padded, rules, space_to_channels, stacks
+from volseg.device.convolution import choice, depth_chunks, padded, rules, space_to_channels
 from volseg.device.convolution.forms import Direction, Groups, Turned, ZeroChannels
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
@@ -240,9 +240,9 @@ def compute(call: rules.ConvolutionCall, place: int) -> Tensor:
     slab, weight, _, settings, gradient = call
     assert gradient is not None
     if place == 0:
-        return stacks.convolve(slab, weight, None, settings.arguments)
+        return depth_chunks.convolve(slab, weight, None, settings.arguments)
     mask = [place == 1, place == 2, False]
-    found = stacks.differentiate(gradient, slab, weight, None, settings.arguments, mask)[place - 1]
+    found = depth_chunks.differentiate(gradient, slab, weight, None, settings.arguments, mask)[place - 1]
     assert found is not None
     return found
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import space_to_channels, stacks
+from volseg.device.convolution import depth_chunks, space_to_channels
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 from volseg.device.triton_kernels import kernel, tl, triton
@@ -92,4 +92,4 @@ def _turn_settings(weight: Tensor, settings: Settings) -> Settings:
 def _convolve(volume: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, voxels: int) -> Tensor:
     if voxels > 1:
         return space_to_channels.forward(volume, weight, bias, settings, voxels)
-    return in_layout(stacks.convolve(volume, weight, bias, settings.arguments), channels_last=True)
+    return in_layout(depth_chunks.convolve(volume, weight, bias, settings.arguments), channels_last=True)
