@@ -98,7 +98,7 @@ def compute_in_form(form: Form, direction: Direction, call: ConvolutionCall) -> 
             return flipped_weights.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
         assert direction == "input gradient", direction
         return flipped_weights.input_gradient(call.given, call.weight, call.settings, **arguments)
-    module = paired if isinstance(form, Groups) else padded
+    module = space_to_channels if isinstance(form, Groups) else padded
     if direction == "forward":
         return module.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
     compute = module.input_gradient if direction == "input gradient" else module.weight_gradient

@@ -179,7 +179,7 @@ def _is_many_taps(call: ConvolutionCall) -> bool:
 
 
 def turns_many_taps(call: ConvolutionCall) -> bool:
-    """Say whether this convolution of many channels is computed forward by its weight ``flipped_weights`` round."""
+    """Say whether this convolution of many channels is computed forward with flipped weights (``flipped_weights``)."""
     if not fusions.is_on("turned weights"):
         return False
     fewest, voxels = min(call.weight.shape[:2]), count_voxels(call.slab)
