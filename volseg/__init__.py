@@ -2,19 +2,20 @@
 
 Whole experiments, from a YAML file: `load_config`, `train`, `cross_validate`, `validate`, `predict`.
 A trained model that stays in memory: `load`.
-Data: `load_task`, `make_task`, `read_volume`. Scores of anybody's label maps: `evaluate_folders`.
-A loop of your own: `Training`, `Validation`, `Testing`, `Predictor`, `Named`, `build_network`, and the hooks `Hook`,
-`Checkpoints`, `Patience`, `Progress` and `TrainingLog`, which tells loggers such as `TensorBoard`.
+Data: `load_task`, `make_task`, `read_volume`. Scores of existing label maps: `evaluate_folders`.
+Your own training loop: `Training`, `Validation`, `Testing`, `Predictor`, `Named`, `build_network`, and the hooks
+`Hook`,
+`Checkpoints`, `Patience`, `Progress` and `TrainingLog`, which passes values to loggers such as `TensorBoard`.
 Networks over several GPUs: `ModelParallel`, `FastKernels`, `plan`. Your components in configs: `register`,
-`load_components`. Everything raised on purpose is a `VolsegError`.
+`load_components`. Every exception that volseg raises on purpose is a `VolsegError`.
 
-The names are loaded when they are first used, so that ``import volseg`` and the command line answer at once.
+Names are imported at their first use, so that ``import volseg`` and the command line respond at once.
 """
 
 from volseg.importing import import_late
 from volseg.version import __version__
 
-TYPE_CHECKING = False  # without typing, whose import takes longer than that of this package
+TYPE_CHECKING = False  # typing is not imported: it takes longer to import than this package
 if TYPE_CHECKING:
     from volseg import experiment as experiment
     from volseg import parallel as parallel
@@ -96,10 +97,10 @@ _HOMES = {
 }
 
 _PACKAGES = ("experiment", "parallel")
-"""Reached without a second import: volseg.experiment.configure; volseg.parallel.verify, whole."""
+"""Subpackages available after ``import volseg``: volseg.experiment.configure; volseg.parallel.verify."""
 
 
-if not TYPE_CHECKING:  # else a type checker takes any name for one of the package's
+if not TYPE_CHECKING:  # otherwise a type checker accepts any name as an attribute of the package
 
     def __getattr__(name):
         if name in _PACKAGES:
@@ -114,7 +115,7 @@ def __dir__() -> list[str]:
 
 
 def _explain_absence(name: str) -> str:
-    from difflib import get_close_matches  # where it is needed, as nearly never
+    from difflib import get_close_matches  # imported here because it is rarely needed
 
     near = "" if name.startswith("_") else "".join(get_close_matches(name, __all__, n=1))
     return f"module 'volseg' has no attribute {name!r}" + (f"; did you mean {near!r}?" if near else "")

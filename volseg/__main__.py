@@ -1,4 +1,4 @@
-"""The command ``volseg``, as a script, as ``python -m volseg``, and with it as ``torchrun -m volseg``."""
+"""Entry point of the command ``volseg``, of ``python -m volseg`` and of ``torchrun -m volseg``."""
 
 import os
 import sys
@@ -7,20 +7,20 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line as this process; what signals do to it is settled before anything else is imported."""
-    from volseg.signals import end_on_signals  # behind what takes the working folder off the path
+    """Run the command line in this process; install signal handlers before importing anything else."""
+    from volseg.signals import end_on_signals  # after the working folder was removed from the path
 
     end_on_signals()
-    from volseg.cli import run_to_end  # takes time, in which signals come
+    from volseg.cli import run_to_end  # slow import: signals may arrive during it
 
     run_to_end()
 
 
 def _leave_working_folder() -> None:
-    """Take the working folder off the path, where ``python -m`` puts it: a ``torch.py`` there is not torch."""
+    """Remove the working folder, which ``python -m`` adds, from the path: a ``torch.py`` there is not torch."""
     try:
         here = os.getcwd()
-    except OSError:  # it was removed, and is not on the path either
+    except OSError:  # the folder was deleted, so it is not on the path either
         return
     if sys.path[:1] in ([""], [here]) and not sys.flags.safe_path:
         del sys.path[0]

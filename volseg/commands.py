@@ -1,7 +1,7 @@
-"""Commands that start volseg: those that it runs itself, and those that it prints for the user.
+"""Commands that start volseg: those it runs itself, and those it prints for the user.
 
-If ``make`` or a full path started volseg, it is usually not on the shell's path. Printed commands are spelled as this
-process was started, or in another way that reaches the same installation.
+If ``make`` or a full path started volseg, the command is usually not on the shell's path. Printed commands are spelled
+the way this process was started, or in another way that reaches the same installation.
 """
 
 import os
@@ -14,16 +14,16 @@ from shlex import quote
 __all__ = ["run_module", "show_path", "spell"]
 
 MODULES = {"volseg": "volseg", "tensorboard": "tensorboard.main"}
-"""What ``python -m`` runs in place of each."""
+"""Module that ``python -m`` runs for each command."""
 
 
 def spell(line: str) -> str:
-    """Return a command line that can be typed here: as it is, by its path, or as a module of this Python.
+    """Return a command line that the user can type here: unchanged, with a full path, or as ``python -m``.
 
     Parameters
     ----------
     line : str
-        Begins with ``volseg`` or ``tensorboard``; its other words are quoted for a shell already.
+        Begins with ``volseg`` or ``tensorboard``; the remaining words are already quoted for a shell.
 
     Examples
     --------
@@ -35,7 +35,7 @@ def spell(line: str) -> str:
 
 
 def run_module(name: str, *arguments: str) -> list[str]:
-    """Return the command that runs an installed module in a new Python process; volseg starts all its processes so.
+    """Return the command that runs a module in a new Python process; volseg starts all its processes this way.
 
     The process does not import from the working folder: a ``torch.py`` there is not torch.
     """
@@ -58,13 +58,13 @@ def _find(tool: str) -> str:
 
 
 def _as_module(tool: str) -> str:
-    """Return how this interpreter runs it; compared by name, as virtual environments link to one file."""
+    """Return how this interpreter runs the module; compare file names, as virtual environments link to one file."""
     on_path = shutil.which("python")
     is_found = on_path is not None and Path(on_path).absolute() == Path(sys.executable).absolute()
     return f"{'python' if is_found else quote(show_path(Path(sys.executable)))} -m {MODULES[tool]}"
 
 
 def show_path(path: Path) -> str:
-    """Return a path from here, where it lies below here."""
+    """Return a path, relative to the working folder if it lies below."""
     path, here = path.absolute(), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -21,8 +21,8 @@
         ├── PartitionError (ValueError)     a module that cannot be cut as asked
         └── PlacementError                  an illegal move of a placed module
 
-Each is also the builtin named in brackets, so callers need not import this module to catch it.
-A message says what was needed, what came, and how to mend it.
+Each error is also the builtin in brackets, so callers need not import this module to catch it.
+A message states what was required, what was found, and how to fix it.
 """
 
 __all__ = [
@@ -50,7 +50,7 @@ __all__ = [
 class VolsegError(Exception):
     """Base of every error that volseg raises on purpose."""
 
-    # KeyError prints the repr of its argument; a sentence should read as one.
+    # KeyError prints the repr of its argument; print the sentence instead.
     def __str__(self) -> str:
         return Exception.__str__(self)
 
@@ -68,7 +68,7 @@ class ReaderError(DataError):
 
 
 class DamagedFileError(ReaderError):
-    """A file that ends early, or whose bytes do not fit its header or its checksum."""
+    """A file that is truncated, or whose bytes do not match its header or checksum."""
 
 
 class LargeVolumeError(ReaderError):
@@ -80,7 +80,7 @@ class GridError(VolsegError, ValueError):
 
 
 class BatchFieldError(VolsegError, KeyError):
-    """A field that a named module needs and the batch lacks, or produces and nobody named."""
+    """A field that a named module needs and the batch lacks, or an output without a name."""
 
 
 class CheckpointError(VolsegError, RuntimeError):
@@ -96,7 +96,7 @@ class NonFinitePredictionError(VolsegError, ArithmeticError):
 
 
 class FollowError(VolsegError, RuntimeError):
-    """A step that cannot be followed without a GPU, to forecast what it needs."""
+    """A step that cannot run on fake tensors, so that its memory and time cannot be estimated."""
 
 
 class OutOfMemoryError(VolsegError, MemoryError):
@@ -108,16 +108,16 @@ class ParallelError(VolsegError, RuntimeError):
 
 
 class NotRecordedError(ParallelError):
-    """A step that cannot be recorded as a CUDA graph; it runs all the same, kernel by kernel."""
+    """A step that cannot be captured as a CUDA graph; it still runs, kernel by kernel."""
 
 
 class UnsupportedOperatorError(ParallelError, NotImplementedError):
-    """A torch function that has no sharded form here."""
+    """A torch function without a sharded implementation."""
 
 
 class PartitionError(ParallelError, ValueError):
-    """A module that cannot be cut as asked."""
+    """A module that cannot be partitioned as requested."""
 
 
 class PlacementError(ParallelError):
-    """A move of a module whose parameters have been placed on devices."""
+    """An illegal move of a module whose parameters are placed on devices."""

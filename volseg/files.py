@@ -1,4 +1,4 @@
-"""Replace files in one step, so that a reader finds the old or the new one; read bounded text; check names."""
+"""Replace files atomically, so that a reader finds the old or the new one; read bounded text; check names."""
 
 import codecs
 import errno
@@ -28,7 +28,7 @@ PARTIAL = re.compile(r"\..+\.\d+\.partial")
 """Names of files that are being written, or were when their process was killed."""
 
 NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Surrogates that stand for no byte of a file's name. JSON and YAML can escape them."""
+"""Surrogates that correspond to no byte of a file name. JSON and YAML can contain them as escapes."""
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
@@ -37,7 +37,7 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     Raises
     ------
     OSError
-        If the file cannot be read, or holds more than ``most`` bytes: a device may never end.
+        If the file cannot be read, or holds more than ``most`` bytes: a device may be endless.
     """
     with open(path, "rb") as file:
         content = file.read(most + 1)
@@ -70,20 +70,20 @@ def replacing(
     flush: bool = True,
     make_folder: bool = True,
 ) -> Iterator[Path]:
-    """Yield a file to write beside ``path``; it takes the place of ``path`` once the block ends well.
+    """Yield a temporary file beside ``path``; it replaces ``path`` when the block succeeds.
 
-    Whatever fails in the block (a full disk, an interrupt) leaves ``path`` as it was and removes the partial file.
+    If the block fails (a full disk, an interrupt), ``path`` is unchanged and the temporary file is removed.
 
     Parameters
     ----------
     path : path
-        What is written.
+        File to write.
     previous : path, optional
-        In the same folder; names from then on what ``path`` was before. At no moment is there neither of the two.
+        Name, in the same folder, for the former content of ``path``. At least one of the two always exists.
     flush : bool
-        Wait until the disk has it. Without, a power cut may keep the new name and lose the bytes.
+        Wait until the bytes are on disk. Otherwise a power cut may keep the new name and lose the bytes.
     make_folder : bool
-        Make the folder where it is not there. Without, `FileNotFoundError` says that it was taken away.
+        Create a missing folder. Otherwise `FileNotFoundError` reports the missing folder.
 
     Examples
     --------
@@ -114,12 +114,12 @@ def replacing(
 
 
 def require_writable(folder: str | os.PathLike[str]) -> Path:
-    """Return ``folder`` as a path, if files can be written there or it can be made; nothing is made yet.
+    """Return ``folder`` as a path if files can be written there, or if it can be created; create nothing yet.
 
     Raises
     ------
     ConfigError
-        If it is no path or no text, or what stands there or above it is no folder, or one that may not be written to.
+        If ``folder`` is not a path or not text, or if it or a parent is not a folder or is not writable.
 
     Examples
     --------
@@ -127,7 +127,7 @@ def require_writable(folder: str | os.PathLike[str]) -> Path:
     'first'
     """
     if not isinstance(folder, str | os.PathLike):
-        raise ConfigError(f"a folder to write to is named by its path, such as 'runs/first', got {folder!r}")
+        raise ConfigError(f"an output folder is a path, such as 'runs/first', got {folder!r}")
     require_text(folder, "a folder to write to")
     path = Path(folder)
     above = next(each for each in (path, *path.absolute().parents) if each.exists())
@@ -140,16 +140,16 @@ def require_writable(folder: str | os.PathLike[str]) -> Path:
 def require_text(content: object, what: str, error: type[VolsegError] = ConfigError) -> None:
     r"""Raise unless a path, or every text in lists and mappings, can be written as UTF-8.
 
-    Names of files are bytes. Python decodes bytes that are not UTF-8 to surrogates, which no config, report or table
-    can hold. Call this where names come in: at the command line, for data sets, for folders to predict and to evaluate,
-    and before a file is written.
+    File names are bytes. Python decodes bytes that are not UTF-8 to surrogates, which no config, report or table
+    can hold. Call this function where names enter: at the command line, for data sets, for folders to predict and to
+    evaluate, and before a file is written.
 
     Parameters
     ----------
     content : path, str, bytes, list or dict
         A path, or the values of a JSON or YAML file.
     what : str
-        What the message calls it, such as ``a case``.
+        Subject of the message, such as ``a case``.
     error : type
         Type of the exception.
 
@@ -178,58 +178,58 @@ def _require_utf8(text: str, what: str, error: type[VolsegError]) -> None:
         of_bytes = NO_BYTE.search(text) is None
         content = text.encode("utf-8", "surrogateescape" if of_bytes else "backslashreplace")
         shown, remedy = content.decode("utf-8", "backslashreplace"), "rename it, for example in ASCII"
-        if of_bytes and shown.encode() == content:  # the name is UTF-8, and Python decodes names otherwise
+        if of_bytes and shown.encode() == content:  # the name is UTF-8, but Python decodes names in another encoding
             remedy = f"this Python decodes names as {sys.getfilesystemencoding()}: set PYTHONUTF8=1"
         raise error(f"{what} is '{shown}', which is not valid UTF-8; {remedy}") from None
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove what killed processes left half written in ``folder``; only for who alone writes there."""
+    """Remove the temporary files of killed processes from ``folder``; call only if no other process writes there."""
     for file in folder.glob(".*.partial"):
         if PARTIAL.fullmatch(file.name):
             file.unlink(missing_ok=True)
 
 
 def digest_file(path: Path) -> str:
-    """Return 32 hexadecimal digits, which tell the bytes of a file from others."""
+    """Return 32 hexadecimal digits that identify the content of a file."""
     with path.open("rb") as content:
         return file_digest(content, lambda: blake2b(digest_size=16)).hexdigest()
 
 
 def _partial(path: Path) -> Path:
-    # Same folder, hence same file system: only there is the replacement one step. The suffix keeps it out of globs.
-    # The number is that of the thread, which is the process's for the first one: two threads may write one file.
+    # Same folder, hence same file system: only there is the replacement atomic. The suffix excludes the file from
+    # globs. The number is the thread's id (the process's id for the main thread): two threads may write the same file.
     return path.with_name(f".{path.name}.{threading.get_native_id()}.partial")
 
 
 def _rename_too(path: Path, previous: Path) -> None:
-    """Let ``previous`` name the file at ``path`` as well."""
+    """Give the file at ``path`` the second name ``previous``."""
     link = _partial(previous)
     try:
         link.unlink(missing_ok=True)
         os.link(path, link)
         os.replace(link, previous)
-    except OSError:  # a file system without hard links, where the file has one name after the other
+    except OSError:  # a file system without hard links: move the file instead
         os.replace(path, previous)
     finally:
-        link.unlink(missing_ok=True)  # replacing a name by another one of the same file leaves both
+        link.unlink(missing_ok=True)  # replacing one hard link by another of the same file leaves both
 
 
 def _flush_names(folder: Path) -> None:
-    """Let the disk know the new name too, where the system lets folders be flushed."""
+    """Flush the folder's entries to disk, where the system allows it."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as fault:
-        if fault.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no such thing
+        if fault.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not support it
             raise
     finally:
         os.close(descriptor)
 
 
 def require_new(*paths: str | Path, overwrite: bool = False) -> None:
-    """Raise `ConfigError` where a file would be replaced that nobody said may be."""
+    """Raise `ConfigError` if a file exists and the user did not ask to overwrite it."""
     if not overwrite and (there := [path for path in paths if Path(path).exists()]):
-        raise ConfigError(f"{there[0]} exists already; choose another place, or replace it by --overwrite")
+        raise ConfigError(f"{there[0]} exists; choose another path, or replace it by --overwrite")

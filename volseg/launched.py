@@ -1,6 +1,6 @@
-"""What a launcher tells the processes that it starts: ``torchrun``'s variables, or SLURM's inside of a step.
+"""Read the rank and address that ``torchrun`` or a SLURM step gives to its processes.
 
-Reads the environment and nothing else, and needs no torch: the command line asks before torch is imported.
+This module reads only the environment and does not import torch: the command line calls it before torch is imported.
 """
 
 import os
@@ -12,48 +12,48 @@ from itertools import product
 __all__ = ["OF_JOB", "OWN_ATTEMPTS", "OWN_LAUNCHER", "Launch", "find_launch", "list_nodes"]
 
 OWN_ATTEMPTS = "VOLSEG_ATTEMPTS"
-"""Variable in which our own launcher tells how often it has started the processes before, and one that begins anew
-how often it has."""
+"""Variable that counts earlier starts of the processes: set by volseg's launcher, and by a process that restarts
+itself."""
 
 OWN_LAUNCHER = "VOLSEG_LAUNCHER"
-"""Variable in which ``volseg.parallel.launch`` tells its process id, and a cross-validation its own to its folds."""
+"""Variable with the process id of ``volseg.parallel.launch``, or of the cross-validation that started a fold."""
 
 OF_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", OWN_ATTEMPTS)
-"""Variables by which a process takes itself for one of a job."""
+"""Variables that mark a process as one rank of a job."""
 
 PORTS = range(10_000, 30_000)
-"""Where the processes of a SLURM step meet: below the ports that Linux gives to connections."""
+"""Rendezvous ports of SLURM steps: below the ports that Linux assigns to outgoing connections."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The place of a process in its job."""
+    """Rank and rendezvous address of a process in its job."""
 
     rank: int
     local_rank: int
-    """Its number on this machine, which chooses its device."""
+    """Rank on this machine; selects the device."""
     world_size: int
     address: str | None
-    """Where the processes meet; None where nobody said."""
+    """Rendezvous address; None if the launcher gave none."""
     port: int | None
     has_store: bool = False
-    """Whether the launcher keeps the store at that address; else the first process does."""
+    """Whether the launcher keeps the store at that address; otherwise rank 0 does."""
     run: str = ""
-    """What the launcher calls the job."""
+    """Name that the launcher gives to the job."""
     restarts: int = 0
-    """How often this launcher has started its processes again; the launcher of another machine may count otherwise."""
+    """How often this launcher has restarted its processes; a launcher on another machine may have another count."""
 
 
 def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
-    """Return the place that a launcher gave to this process; None where it was started alone.
+    """Return the launch that the environment describes; None for a process without a launcher.
 
-    SLURM's variables count inside of a step of several tasks (``srun volseg train``) and not in the shell of a batch
-    script, which has some of them. Those of torchrun, which may itself run in a step, come first.
+    SLURM's variables count only inside a step of several tasks (``srun volseg train``), not in the shell of a batch
+    script, which has some of them. torchrun's variables take precedence: torchrun may run inside a SLURM step.
 
     Parameters
     ----------
     environment
-        By default that of this process.
+        Variables to read; by default those of this process.
 
     Examples
     --------
@@ -84,7 +84,7 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
         local_rank=int(known["SLURM_LOCALID"]),
         world_size=int(known["SLURM_STEP_NUM_TASKS"]),
         address=known.get("MASTER_ADDR") or list_nodes(known["SLURM_STEP_NODELIST"])[0],
-        # Two jobs on one machine, or two steps of a job, should not meet each other.
+        # Two jobs on one machine, or two steps of a job, need different ports.
         port=int(known.get("MASTER_PORT") or PORTS[(7 * job + int(step)) % len(PORTS)]),
         run=f"slurm {job}.{step}",
         restarts=int(known.get("SLURM_RESTART_COUNT", "0")) + int(known.get(OWN_ATTEMPTS, "0")),
@@ -92,7 +92,7 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
 
 
 def list_nodes(written: str) -> list[str]:
-    """Return the names that SLURM writes as ranges.
+    """Expand a SLURM node list into node names.
 
     Examples
     --------
@@ -108,7 +108,7 @@ def list_nodes(written: str) -> list[str]:
 
 
 def _count(ranges: str) -> list[str]:
-    """Return the numbers of ``01-03,07``, as wide as they are written."""
+    """Return the numbers of ``01-03,07``, with their leading zeros."""
     numbers = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")

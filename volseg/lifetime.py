@@ -1,8 +1,8 @@
-"""How long a launched process lives: no longer than its launcher, and not into the teardown of the interpreter.
+"""Lifetime of a launched process: it ends with its launcher, and before the interpreter's teardown.
 
-It may also begin anew (`begin_anew`): the same process, for whoever started it, with nothing left of what it did.
+A process may also restart in place (`begin_anew`): its parent sees the same process, and no state remains.
 
-Needs no torch, so that a process binds itself to its launcher before torch is imported, which takes seconds.
+The module needs no torch, so that a process binds itself to its launcher before it imports torch, which takes seconds.
 """
 
 import atexit
@@ -40,19 +40,19 @@ __all__ = [
 ]
 
 BEGUN_ANEW = "VOLSEG_BEGUN_ANEW"
-"""Variable in which a process that begins anew tells when, in seconds since the machine began: to the system it is as
-old as before."""
+"""Variable with the time of a restart in place, in seconds since boot: the system reports the age of the original
+process."""
 
 UNWRITTEN = 120
 """Exit status of Python where what was printed last could not be written, on a full disk say."""
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's ``prctl``."""
+"""Constant of Linux's ``prctl``."""
 
 ENDED_SILENTLY = "the usual cause is a lack of memory (see the system's log), or the owner of the machine ended it"
 
 SECONDS_BETWEEN_LOOKS = 1.0
-"""After which a process looks again whether it still has its parent."""
+"""Interval at which a process checks that its parent still exists."""
 
 _before_last_words: list[Callable[[], object]] = []
 
@@ -63,67 +63,69 @@ _counts_from_beginning = False
 
 
 def count_from_beginning() -> None:
-    """Say that all this process does is the one piece of work that will ask for its age."""
+    """Declare that this process does one piece of work, which will ask for the process's age."""
     global _counts_from_beginning
     _counts_from_beginning = True
 
 
 def take_age() -> float:
-    """Return the seconds since this process began, to who asks first; 0.0 to others.
+    """Return the seconds since this process started, to the first caller; 0.0 to later ones.
 
-    0.0 as well where nobody said that it is one piece of work (a notebook is not), or the system does not tell.
+    Also 0.0 if the process does not do one piece of work (a notebook does not), or the system does not report the time.
     """
     global _counts_from_beginning
     counts, _counts_from_beginning = _counts_from_beginning, False
     if not counts or not sys.platform.startswith("linux"):
         return 0.0
     with open("/proc/self/stat", encoding="utf-8") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])  # the name before may hold anything
+        ticks = int(file.read().rpartition(")")[2].split()[19])  # the preceding name may contain any character
     begun = max(ticks / os.sysconf("SC_CLK_TCK"), float(os.environ.get(BEGUN_ANEW, 0)))
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - begun, 0.0)
 
 
 def end_with_launcher() -> None:
-    """Have this process get SIGTERM when the one that started it ends, however that ends.
+    """Have this process receive SIGTERM when its launcher ends for any reason.
 
-    A launcher that is killed can tell nobody. Linux tells of the end of the *thread* that started a process: of ours,
-    which waits there for what it started. Whatever else starts processes may do so by a thread that goes on to other
-    work and ends; then this process looks, once a second, whether it still has that parent.
+    A killed launcher cannot signal its processes. Linux signals the end of the *thread* that started a process:
+    volseg's
+    own thread waits for the processes that it started. Another program may start processes from a thread that ends
+    earlier; then this process checks its parent once a second.
     """
     parent, launcher = os.getppid(), os.environ.get(OWN_LAUNCHER)
     if launcher == str(parent):
         end_with_parent(parent)
-    elif launcher is not None and not is_running(int(launcher)):  # it ended before this process could look
+    elif launcher is not None and not is_running(int(launcher)):  # the parent ended before this call
         end_now(128 + signal.SIGTERM)
     else:
         Thread(target=_end_without, args=(parent,), name="volseg-parent", daemon=True).start()
 
 
 def _end_without(parent: int) -> None:
-    """Send SIGTERM to this process once it has another parent than it had."""
+    """Send SIGTERM to this process once its parent has changed."""
     while os.getppid() == parent:
         time.sleep(SECONDS_BETWEEN_LOOKS)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the system send SIGTERM to this process when ``parent``, which made it, ends; at once if it has ended.
+    """Have the system send SIGTERM to this process when its ``parent`` ends; at once if the parent has ended.
 
-    For parents that make processes by a thread that lives as long as they do: see ``end_with_launcher``. On other
-    systems than Linux nothing happens.
+    For parents that start processes from a thread that lives as long as they do: see ``end_with_launcher``. On systems
+    other than Linux this function does nothing.
     """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # before the system was asked
+    if os.getppid() != parent:  # before the call of prctl
         end_now(128 + signal.SIGTERM)
 
 
 def bind_copy(parent: int) -> None:
-    """Let this process, a fork of ``parent``, end with it, and leave what signals mean to it.
+    """End this fork with its ``parent``, and restore the default signal handlers.
 
-    What the parent does about Ctrl-C and SIGHUP is no matter of its copies, which it ends: one that took a signal for
-    a fault of its work went on to wait for more, and the parent for it.
+    Copies must not inherit the parent's handling of Ctrl-C and SIGHUP, as the parent ends its copies. A copy that took
+    a
+    signal for an error of its work continued to wait for more, and the parent waited for the copy.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in set(ENDING) - {signal.SIGTERM}:
@@ -132,13 +134,13 @@ def bind_copy(parent: int) -> None:
 
 
 def is_running(process: int) -> bool:
-    """Tell whether a process of this machine runs; one that has ended and whose status nobody has taken does not."""
+    """Return whether a process of this machine runs; a zombie does not."""
     if not sys.platform.startswith("linux"):
         try:
             os.kill(process, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # somebody else's
+        except PermissionError:  # a child of another process
             return True
         return True
     try:
@@ -146,12 +148,12 @@ def is_running(process: int) -> bool:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except (FileNotFoundError, ProcessLookupError):
         return False
-    except OSError:  # it may not be looked at: it is there
+    except OSError:  # no permission to inspect it, so it exists
         return True
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process ended, by its exit code; negative ones are signals.
+    """Describe how a process ended, from its exit code; negative codes are signals.
 
     Examples
     --------
@@ -167,53 +169,54 @@ def describe_exit(code: int) -> str:
 
 
 def call_before_last_words(close: Callable[[], object]) -> None:
-    """Have ``close`` called before `say_last` writes: it ends a line that is still open."""
+    """Call ``close`` before `say_last` writes, to end an open line."""
     _before_last_words.append(close)
 
 
 def shape_last_words(shape: Callable[[str], str] | None) -> None:
-    """Have `say_last` write ``shape(message)``, for whoever reads the lines of this process; None for the message."""
+    """Have `say_last` write ``shape(message)``, for programs that parse the output; None restores the message."""
     global _shape
     _shape = shape
 
 
 def say_last(message: str) -> None:
-    """Write why this process ends, on lines of its own, if standard error can be written."""
+    """Write the reason for this process's end to standard error, on lines of its own, if possible."""
     for close in _before_last_words:
         close()
-    with suppress(OSError, ValueError):  # a full disk, nobody who reads it any more, or closed
+    with suppress(OSError, ValueError):  # a full disk, a broken pipe, or a closed stream
         show(message if _shape is None else _shape(message), err=True)
 
 
 def end_now(status: int) -> NoReturn:
-    """End this process: its output is written, the interpreter is not torn down.
+    """Flush the output and end this process without the interpreter's teardown.
 
-    While it is, threads of C++ that want Python once more (gloo's, torch's) abort the process, which turns any exit
-    status into -6.
+    During the teardown, C++ threads that call Python (gloo's, torch's) abort the process, which replaces any exit
+    status
+    by -6.
     """
     _write_out()
     os._exit(status)
 
 
 def begin_anew(variables: Mapping[str, str]) -> NoReturn:
-    """Run the command line of this process again in its place, with some variables of the environment set.
+    """Restart the command line of this process in place, with additional environment variables.
 
-    Whoever started it sees the same process. Its threads end, whatever they wait for, and its memory goes back to the
-    system, on a GPU too. Files that libraries keep open would stay open, and with them what a GPU's driver holds for
-    this process: all but the three standard streams are closed. Any thread may call this.
+    The parent sees the same process. All threads end, whatever they wait for, and memory is freed, on a GPU too. Files
+    that libraries keep open would stay open, and with them the GPU driver's allocations for this process: all but the
+    three standard streams are closed. Any thread may call this function.
     """
     _write_out()
     os.environ.update(variables)
     if sys.platform.startswith("linux"):
         os.environ[BEGUN_ANEW] = str(time.clock_gettime(time.CLOCK_BOOTTIME))
     for descriptor in _list_open_files():
-        with suppress(OSError):  # that of the listing itself
+        with suppress(OSError):  # the descriptor of the listing itself
             os.set_inheritable(descriptor, False)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
 
 
 def _list_open_files() -> list[int]:
-    """Return the open files that are no standard stream; none where the system does not say."""
+    """List the open files other than the standard streams; none where the system does not list them."""
     try:
         return [descriptor for descriptor in map(int, os.listdir("/proc/self/fd")) if descriptor > 2]
     except OSError:
@@ -221,13 +224,13 @@ def _list_open_files() -> list[int]:
 
 
 def _write_out() -> bool:
-    """Write what is buffered; return False if the output is lost that somebody wanted. A log is no result."""
+    """Flush the standard streams; return False if output was lost. A lost log does not count."""
     logging.shutdown()
     written = True
-    for stream in filter(None, (sys.stderr, sys.stdout)):  # None where the process was started without one
+    for stream in filter(None, (sys.stderr, sys.stdout)):  # None if the process was started without the stream
         try:
             stream.flush()
-        except (BrokenPipeError, ValueError):  # nobody reads it any more, or it is closed
+        except (BrokenPipeError, ValueError):  # the reader is gone, or the stream is closed
             pass
         except OSError:
             written = stream is not sys.stdout
@@ -235,22 +238,22 @@ def _write_out() -> bool:
 
 
 def is_exit_others() -> bool:
-    """Say whether somebody has registered for this process's exit before us: what measures it from without, say.
+    """Return whether an exit handler was registered before volseg's, for example a profiler's.
 
-    What was registered first runs last, behind `end_at_exit`'s, and would not run at all.
+    Handlers run in reverse order. An earlier handler would run after `end_at_exit`'s, so not at all.
     """
-    return atexit._ncallbacks() > 1  # logging's, which `end_now` runs
+    return atexit._ncallbacks() > 1  # logging's handler, which `end_now` runs
 
 
 def end_at_exit() -> "Ending":
-    """Let this process end by `end_now` when Python has waited for its threads and run what was left for the exit.
+    """End this process by `end_now` after Python has joined its threads and run the other exit handlers.
 
-    To be called early, as what was registered first runs last.
+    Call it early, as handlers run in reverse order.
 
     Returns
     -------
     Ending
-        To be told the exit status; without one Python ends as ever.
+        Receives the exit status; without a status Python ends as usual.
     """
     ending = Ending()
     atexit.register(ending)
@@ -258,12 +261,12 @@ def end_at_exit() -> "Ending":
 
 
 class Ending:
-    """The exit status that is known before the exit."""
+    """Exit status of the process, set before the exit."""
 
     status: int | None = None
 
     def __call__(self) -> None:
-        """End the process if its status is known."""
+        """End the process if its status is set."""
         if self.status is not None:
             written = _write_out()
             end_now(self.status or (0 if written else UNWRITTEN))

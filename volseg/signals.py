@@ -1,12 +1,12 @@
-"""Handlers of SIGINT, SIGTERM and SIGHUP, from a command's first statement on.
+"""Handlers of SIGINT, SIGTERM and SIGHUP, installed by a command's first statement.
 
 - While modules are imported and no work has begun, a signal ends the process at once, with one line: `end_on_signals`.
-- While a verb works, a signal raises, so that half-written files and locks are removed: `unwinding_on_signals`. It
+- While a command works, a signal raises, so that half-written files and locks are removed: `unwinding_on_signals`. It
   never raises during an import: C code swallows exceptions there (numpy's does), modules stay half imported, and their
   locks stay held. The signal waits for the end of the import, a few seconds at most.
 - A training records signals and stops between two batches: `volseg.workflow.interrupts`.
 
-A handler imports nothing and takes no lock. This module is imported before anything that takes time.
+A handler imports nothing and takes no lock. This module is imported before any slow import.
 """
 
 import _thread
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-TYPE_CHECKING = False  # typing and threading would be slow: until this is imported, Ctrl-C shows a traceback
+TYPE_CHECKING = False  # typing and threading are slow imports: until this module is imported, Ctrl-C shows a traceback
 if TYPE_CHECKING:
     from typing import NoReturn
 
@@ -35,13 +35,13 @@ __all__ = [
 ]
 
 ENDING = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
-"""Sent by Ctrl-C, by a cluster that ends a job, and by a terminal that is closed."""
+"""Signals of Ctrl-C, of a cluster that ends a job, and of a closed terminal."""
 
 INTERRUPTED = tuple(128 + number for number in ENDING)
 """Exit statuses."""
 
 ONE_EVENT_SECONDS = 2.0
-"""A signal within this time repeats the last one: a launcher passes on what the system sends to its processes too."""
+"""Signals closer than this count as one: a launcher forwards signals that the system also sends to its processes."""
 
 SECONDS_BETWEEN_TRIES = 0.05
 """Pause before a signal that waits for the end of an import is sent again."""
@@ -55,11 +55,11 @@ LAUNCHING = ("volseg", "volseg.__main__", "volseg.cli", "volseg.experiment", "vo
 RESUME_HINTS = {
     "train": "a training that had begun is saved, go on with it by --resume",
     "cross-validate": "a training that had begun is saved, go on with it by --resume",
-    "quickstart": "begin anew with another --output; a training that had begun is saved, go on with it by the command "
+    "quickstart": "start again with another --output; a training that had begun is saved: continue it by the command "
     "in the first line",
-    "predict": "the label maps that are written are whole, go on with the others by --resume",
+    "predict": "every written label map is complete, continue with the others by --resume",
 }
-"""How to continue after an interruption, by verb; other verbs are run again."""
+"""Hint on how to continue after an interruption, by command; other commands are run again."""
 
 
 def end_on_signals() -> None:
@@ -91,7 +91,7 @@ def _end(number: int, frame: FrameType | None = None) -> "NoReturn":
         words = f"volseg: interrupted; {describe_resume()}"
         if "--json-logs" in sys.argv or "json" in os.environ.get("VOLSEG_LOGS", ""):
             words = f'{{"time": {time.time()}, "level": "ERROR", "logger": "volseg", "message": "{words}"}}'
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError):  # the reader is gone
             os.write(2, f"{words}\n".encode())  # sys.stderr may be in the middle of a line
     os._exit(128 + number)
 
@@ -124,16 +124,16 @@ def unwinding_on_signals(*numbers: signal.Signals) -> Iterator[None]:
         yield
     finally:
         for number, former in before.items():
-            if former is not None:  # else C installed it, and Python cannot put it back
+            if former is not None:  # otherwise C installed it, and Python cannot restore it
                 signal.signal(number, former)
 
 
 @contextmanager
 def deferring_signals() -> Iterator[None]:
-    """Let signals act behind this block: a launcher ends the other processes of a job as soon as one has failed."""
+    """Defer signals until the block ends: a launcher ends the other processes of a job when one has failed."""
     heard: list[int] = []
     handlers = ((number, signal.getsignal(number)) for number in _list_handled(ENDING))
-    before = {number: former for number, former in handlers if former is not None}  # else C installed it
+    before = {number: former for number, former in handlers if former is not None}  # otherwise C installed it
     for number in before:
         signal.signal(number, lambda number, _: heard.append(number))
     try:
@@ -146,13 +146,13 @@ def deferring_signals() -> Iterator[None]:
 
 
 class _Unwinding:
-    """A handler that raises outside of imports, ends the process before work begins, and else waits."""
+    """A handler that raises outside imports, ends the process before work begins, and otherwise waits."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         """Time of the signal that waits for the end of an import."""
         self._is_retry = False
-        """Whether the next call is for that signal again."""
+        """Whether the next call repeats that signal."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Raise, wait, or end the process."""
@@ -167,13 +167,13 @@ class _Unwinding:
             self._since = time.monotonic()
             _thread.start_new_thread(self._retry, (number, _thread.get_ident()))  # threading's would take locks
         elif time.monotonic() - self._since > (LONGEST_IMPORT_SECONDS if is_retry else ONE_EVENT_SECONDS):
-            _end(number)  # the import hangs, or somebody sends a second signal
+            _end(number)  # the import hangs, or a second signal arrived
 
     def _retry(self, number: int, main: int) -> None:
         while self._since is not None:
             time.sleep(SECONDS_BETWEEN_TRIES)
             self._is_retry = signal.getsignal(number) is self
-            if not self._is_retry:  # another handler by now: it gets the signal once
+            if not self._is_retry:  # the handler was replaced: the new one gets the signal once
                 self._since = None
             if hasattr(signal, "pthread_kill"):  # interrupts a system call in which the main thread waits
                 signal.pthread_kill(main, number)
@@ -184,8 +184,8 @@ class _Unwinding:
 def _inspect_stack(frame: FrameType | None) -> tuple[bool, bool]:
     """Return whether an exception raised here propagates, and whether work has begun that it would have to undo.
 
-    Imports and ``__del__`` swallow exceptions. Volseg's frames outside of an import are work; a verb that only imports
-    has begun none.
+    Imports and ``__del__`` swallow exceptions. Frames of volseg outside imports count as work; a command that is still
+    importing has begun none.
     """
     can_raise, has_begun = True, False
     while frame is not None:

@@ -1,4 +1,4 @@
-r"""The standard streams of a command: printable text only, and no end of the work if a stream breaks.
+r"""The standard streams of a command: printable text only, and no failure of the work if a stream breaks.
 
 Names of labels, cases and files come from outside. Control characters in them could move the cursor, hide lines or set
 the title of a terminal. They are printed as escapes such as ``\u001b``, which JSON reads as the same character.
@@ -51,10 +51,10 @@ def show(words: object, *, err: bool = False) -> None:
 
 
 def guard_streams() -> None:
-    """Let this process continue if nobody reads its output any more, or the disk under its log is full.
+    """Let this process continue if the reader of its output is gone, or the disk of its log is full.
 
-    The exit status then depends on the work only. A full disk under the standard output stays an error: it loses a
-    result that the command was run for.
+    The exit status then depends on the work only. A full disk under the standard output stays an error: the command was
+    run for that output.
     """
     for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)
@@ -84,7 +84,7 @@ class _Guarded(io.FileIO):
     Parameters
     ----------
     descriptor : int
-        Of the open file. It is not closed.
+        Open file; it is not closed.
     is_log : bool
         Drop the text after any error.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from volseg.device import fusions, gpus, triton_tiles
-from volseg.device.convolution import choice, forms, many_taps, rules, stacks
+from volseg.device.convolution import choice, depth_chunks, forms, many_taps, rules
 from volseg.device.convolution.choice import TABLES
 from volseg.device.convolution.forms import Direction, Groups, Turned, ZeroChannels
 from volseg.device.convolution.rules import ConvolutionCall
@@ -200,7 +200,7 @@ def test_limits_of_each_kernel(settings: Callable[..., Settings]) -> None:
         assert names(wide, (128, 128, 5, 5, 5), 2) == [None, "many taps"]
     assert names((1, 128, 16, 16, 15), (128, 128, 5, 5, 5), 2) == [None, "many taps"]
     # 2**31 elements: cuDNN's kernels, a stack of planes at a time.
-    assert stacks.LIMIT == 2**31 - 1
+    assert depth_chunks.LIMIT == 2**31 - 1
     assert names((1, 128, 256, 256, 256), (128, 128, 5, 5, 5), 2) == [None, None]
 
 

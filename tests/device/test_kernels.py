@@ -16,8 +16,17 @@ from kernels import DEVICE, INTERPRETED, fewer, with_kernels
 from torch import Tensor
 
 import volseg
-from volseg.device import attention, doubling, gating, layer_norm, layout, triton_tiles
-from volseg.device.convolution import depthwise, few_channels, few_in, few_out, few_taps, many_taps, one_voxel, turned
+from volseg.device import attention, broadcast_mul, layer_norm, layout, triton_tiles, upsample2x
+from volseg.device.convolution import (
+    depthwise,
+    few_channels,
+    few_in,
+    few_out,
+    few_taps,
+    flipped_weights,
+    many_taps,
+    one_voxel,
+)
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition, addition_passes, exchanged, gathered, passes, reference, statistics
 from volseg.device.norm.activation import Activation
@@ -415,7 +424,7 @@ def mailboxes(shards: int) -> tuple[Tensor, list[ValueMailbox | None]]:
     return memory, [None] if shards == 1 else [*boxes]
 
 
-@covers("device.doubling._double_kernel", "device.doubling._gather_kernel")
+@covers("device.upsample2x._double_kernel", "device.upsample2x._gather_kernel")
 def double_volume() -> None:
     """The whole volume, and a part of it with the planes next to it."""
     for dtype, last, linear, planes, outputs in (
@@ -423,20 +432,20 @@ def double_volume() -> None:
         (torch.bfloat16, False, True, (1, 3), (3, 5)),
         (torch.bfloat16, True, False, (1, 3), (3, 5)),
     ):
-        part, slab = doubling.DoubledPart(3, planes[0], outputs), volume(1, 3, 3, 2, 1, dtype=dtype, last=last)
+        part, slab = upsample2x.DoubledPart(3, planes[0], outputs), volume(1, 3, 3, 2, 1, dtype=dtype, last=last)
         slab = slab[:, :, slice(*planes)]
         exact = slab.double().requires_grad_()
-        wanted = doubling.double_plainly(exact, part, linear)
-        assert_near(doubling.double(slab, part, linear), wanted.detach(), ROUNDING[dtype])
+        wanted = upsample2x.double_plainly(exact, part, linear)
+        assert_near(upsample2x.double(slab, part, linear), wanted.detach(), ROUNDING[dtype])
         gradient = volume(*wanted.shape, dtype=dtype, last=last)
         (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
-        assert_near(doubling.gather_gradient(gradient, slab.shape, part, linear), of_slab, ROUNDING[dtype])
+        assert_near(upsample2x.gather_gradient(gradient, slab.shape, part, linear), of_slab, ROUNDING[dtype])
     exact = volume(1, 3, 2, 4, 2).double().requires_grad_()
     wanted = F.avg_pool3d(exact, 2)
     gradient = volume(*wanted.shape)
     (of_slab,) = torch.autograd.grad(wanted, exact, gradient.double())
-    assert_near(doubling.halve(exact.detach().float()), wanted.detach(), 1e-6)
-    assert_near(doubling.spread_gradient(gradient), of_slab, 1e-6)
+    assert_near(upsample2x.halve(exact.detach().float()), wanted.detach(), 1e-6)
+    assert_near(upsample2x.spread_gradient(gradient), of_slab, 1e-6)
 
 
 @covers(*(f"device.attention_kernels.attention{part}_kernel" for part in ("", "_query", "_key", "_term")))
@@ -473,7 +482,7 @@ def normalize_lines() -> None:
             assert_near(one, other, 2 * ROUNDING[dtype])
 
 
-@covers("device.gating._multiply_kernel", "device.gating._differentiate_kernel")
+@covers("device.broadcast_mul._multiply_kernel", "device.broadcast_mul._differentiate_kernel")
 def gate_volume() -> None:
     """In both layouts, and with more channels than a tile has."""
     for dtype, channels, last, gradient_last in (
@@ -490,11 +499,11 @@ def gate_volume() -> None:
 def compare_gated(dtype: torch.dtype, channels: int, last: bool, gradient_last: bool) -> None:
     x, gate = volume(2, channels, 2, 3, 2, dtype=dtype, last=last), volume(2, 1, 2, 3, 2, dtype=dtype)
     gradient = volume(2, channels, 2, 3, 2, dtype=dtype, last=gradient_last)
-    got = gating.multiply(x, gate)
+    got = broadcast_mul.multiply(x, gate)
     assert got.stride() == x.stride()
     assert_near(got, x.double() * gate.double(), ROUNDING[dtype])
-    wanted = gating.differentiate_plainly(*wide(gradient, x, gate))
-    for one, other in zip(gating.differentiate(gradient, x, gate), wanted, strict=True):
+    wanted = broadcast_mul.differentiate_plainly(*wide(gradient, x, gate))
+    for one, other in zip(broadcast_mul.differentiate(gradient, x, gate), wanted, strict=True):
         assert one.dtype == dtype
         assert_near(one, other, ROUNDING[dtype])
 
@@ -661,11 +670,11 @@ def convolve_many_taps() -> None:
         assert_near(got, weight_gradient, 2 * ROUNDING[dtype])
 
 
-@covers("device.convolution.turned._turn_kernel")
+@covers("device.convolution.flipped_weights._turn_kernel")
 def turn_weights_round() -> None:
     for dtype in WIDE_AND_HALF:
         weight = volume(70, 5, 2, 1, 3, dtype=dtype, last=True)  # more than a tile of channels
-        got = turned.turn_by_triton(weight)
+        got = flipped_weights.turn_by_triton(weight)
         assert got.is_contiguous(memory_format=torch.channels_last_3d)
         assert got.equal(weight.flip(2, 3, 4).transpose(0, 1))
 

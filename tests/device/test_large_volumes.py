@@ -16,7 +16,7 @@ from kernel_sanitizer import watching
 from kernels import INTERPRETED
 from torch import Tensor
 
-from volseg.device import attention, doubling, gating, gpus, layer_norm, layout, triton_tiles
+from volseg.device import attention, broadcast_mul, gpus, layer_norm, layout, triton_tiles, upsample2x
 from volseg.device.convolution import depthwise, few_channels, few_taps, one_voxel, rules
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
@@ -111,9 +111,9 @@ def a_copy(last: bool) -> None:
 
 def twice_the_size(last: bool) -> None:
     for linear in (True, False):
-        part = doubling.DoubledPart(256, 0, (0, 512))
-        large = doubling.double(promise((1, CHANNELS, 256, 256, 256), last=last), part, linear)
-        doubling.gather_gradient(large, (1, CHANNELS, 256, 256, 256), part, linear)
+        part = upsample2x.DoubledPart(256, 0, (0, 512))
+        large = upsample2x.double(promise((1, CHANNELS, 256, 256, 256), last=last), part, linear)
+        upsample2x.gather_gradient(large, (1, CHANNELS, 256, 256, 256), part, linear)
 
 
 def a_first_convolution(last: bool) -> None:
@@ -129,7 +129,7 @@ def a_last_convolution(last: bool) -> None:
 
 def a_gate(last: bool) -> None:
     x, gate = promise((1, CHANNELS, *SIDES), last=last), promise((1, 1, *SIDES))
-    gating.differentiate(gating.multiply(x, gate), x, gate)
+    broadcast_mul.differentiate(broadcast_mul.multiply(x, gate), x, gate)
 
 
 def a_head(last: bool) -> None:
@@ -194,11 +194,11 @@ def test_more_voxels_than_are_counted_are_for_torch(monkeypatch: pytest.MonkeyPa
     head, plain = torch.zeros(2, 1, 1, 1, 1, dtype=torch.float16), Settings(ONES, ZEROS, ONES, False, ZEROS, 1)
     for planes, taken in ((side, True), (side + 1, False)):
         assert rules.is_one_voxel(promise((1, 1, planes, side, side)), head, plain) is taken
-    part = doubling.DoubledPart(side, 0, (0, 2 * side))
+    part = upsample2x.DoubledPart(side, 0, (0, 2 * side))
     with pytest.raises(
         ParallelError, match=r"counts 1073741824 voxels of a channel at most, and the result of \(1, 1, "
     ):
-        doubling.double(promise((1, 1, side, side, side)), part, linear=True)
+        upsample2x.double(promise((1, 1, side, side, side)), part, linear=True)
 
 
 def test_a_place_that_is_counted_in_32_bits_is_found() -> None:

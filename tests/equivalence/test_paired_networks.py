@@ -12,7 +12,7 @@ from monai.networks.nets.highresnet import DEFAULT_LAYER_PARAMS_3D
 from narrow_vnet import NarrowVNet
 from torch import Tensor, nn
 
-from volseg.device.convolution import choice, padded, paired, turned
+from volseg.device.convolution import choice, flipped_weights, padded, space_to_channels
 from volseg.device.convolution.forms import Form, Groups, Turned, ZeroChannels
 from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
@@ -101,7 +101,7 @@ def test_a_network_trains_in_groups(
         return compute(*given, **group)
 
     for form in ("forward", "input_gradient", "weight_gradient"):
-        monkeypatch.setattr(paired, form, partial(note, form, getattr(paired, form)))
+        monkeypatch.setattr(space_to_channels, form, partial(note, form, getattr(space_to_channels, form)))
     monkeypatch.setattr(choice, "_find_form", lambda direction, call: Groups(voxels))
     check_training(build, shape, shards, options)
     assert set(taken) == {"forward", "input_gradient", "weight_gradient"}
@@ -130,7 +130,7 @@ def test_a_network_trains_with_weights_turned_round(
         return Turned(voxels) if plain and direction != "weight gradient" else None
 
     for form in ("forward", "input_gradient"):
-        monkeypatch.setattr(turned, form, partial(note, form, getattr(turned, form)))
+        monkeypatch.setattr(flipped_weights, form, partial(note, form, getattr(flipped_weights, form)))
     monkeypatch.setattr(choice, "_find_form", find_form)
     check_training(build, shape, shards, options)
     assert set(taken) == {"forward", "input_gradient"}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from volseg.device import doubling
+from volseg.device import upsample2x
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import FastKernels, ModelParallel
 from volseg.parallel.spatial.operators import resize
@@ -150,15 +150,15 @@ def doubled_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Plainly(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, slab: Tensor, part: doubling.DoubledPart, linear: bool) -> Tensor:
+        def forward(ctx: Any, slab: Tensor, part: upsample2x.DoubledPart, linear: bool) -> Tensor:
             ctx.slab, ctx.part, ctx.linear = slab.detach(), part, linear
-            return doubling.double_plainly(slab, part, linear)
+            return upsample2x.double_plainly(slab, part, linear)
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
             with torch.enable_grad():
                 slab = ctx.slab.requires_grad_()
-                doubled = doubling.double_plainly(slab, ctx.part, ctx.linear)
+                doubled = upsample2x.double_plainly(slab, ctx.part, ctx.linear)
             return torch.autograd.grad(doubled, slab, gradient)[0], None, None
 
     monkeypatch.setattr(resize, "_takes", lambda volume: True)

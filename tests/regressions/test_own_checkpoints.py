@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from volseg.device import doubling, gating
+from volseg.device import broadcast_mul, upsample2x
 from volseg.parallel import FastKernels, ModelParallel
 from volseg.parallel.spatial.convolution import plan
 from volseg.parallel.spatial.operators import pointwise, resize
@@ -74,14 +74,14 @@ def _kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather_gradient(gradient: Tensor, shape: Any, part: Any, linear: bool) -> Tensor:
         with torch.enable_grad():
             slab = torch.zeros(shape, dtype=gradient.dtype, requires_grad=True)
-            doubled = doubling.double_plainly(slab, part, linear)
+            doubled = upsample2x.double_plainly(slab, part, linear)
         return torch.autograd.grad(doubled, slab, gradient)[0]
 
-    monkeypatch.setattr(gating, "multiply", torch.mul)
-    monkeypatch.setattr(gating, "differentiate", gating.differentiate_plainly)
+    monkeypatch.setattr(broadcast_mul, "multiply", torch.mul)
+    monkeypatch.setattr(broadcast_mul, "differentiate", broadcast_mul.differentiate_plainly)
     monkeypatch.setattr(pointwise, "_has_kernel", lambda volume: True)
-    monkeypatch.setattr(doubling, "double", doubling.double_plainly)
-    monkeypatch.setattr(doubling, "gather_gradient", gather_gradient)
+    monkeypatch.setattr(upsample2x, "double", upsample2x.double_plainly)
+    monkeypatch.setattr(upsample2x, "gather_gradient", gather_gradient)
     monkeypatch.setattr(resize, "_takes", lambda volume: True)
     monkeypatch.setattr(plan, "TILE_ELEMENTS", 64)
 

@@ -1,6 +1,6 @@
-"""Several devices that behave as one: ``ModelParallel`` and what it is made of.
+"""Train and run networks on several devices that behave as one: ``ModelParallel`` and its parts.
 
-Of volseg it imports ``device`` and the errors, and it works in any PyTorch loop.
+The package imports only ``device`` and the errors of volseg, and works in any PyTorch loop.
 """
 
 from volseg.parallel.batches import from_slab, loads_batches, scatter_batch, slab_shape

@@ -1,7 +1,7 @@
-"""One process of a spatial group loads a batch; the others receive their slabs.
+"""Scatter a batch that one process of a spatial group loads: the others receive their slabs.
 
-The description of the batch travels as JSON over gloo (a host-side message: the GPUs need not wait for it), the
-voxels over the group's own backend, each slab to its owner only.
+The description of the batch travels as JSON over gloo (a host-side message: the GPUs need not wait for it). The voxels
+travel over the group's own backend, each slab only to its owner.
 """
 
 import json
@@ -23,7 +23,7 @@ __all__ = ["from_slab", "loads_batches", "scatter_batch", "slab_shape"]
 
 
 def loads_batches(model: ModelParallel) -> bool:
-    """Say whether this process is the one of its spatial group that loads."""
+    """Return whether this process loads batches for its spatial group."""
     return model.strategy.volumes.group_rank == 0
 
 
@@ -33,7 +33,7 @@ def scatter_batch(model: ModelParallel, batch: Mapping[str, Any] | None) -> dict
     Parameters
     ----------
     model
-        Says which processes share a volume, and how it is cut.
+        Defines which processes share a volume, and how volumes are cut.
     batch
         Fields by name on the process for which ``loads_batches(model)``; None on the others. Tensors ``(B, C, D, H,
         W)`` are cut, other tensors are sent whole, other values must be JSON.
@@ -41,8 +41,8 @@ def scatter_batch(model: ModelParallel, batch: Mapping[str, Any] | None) -> dict
     Returns
     -------
     dict
-        The batch, its volumes as sharded volumes on this process's devices. An empty mapping travels too, and can
-        mean the end.
+        The batch, its volumes as sharded volumes on this process's devices. An empty mapping is sent too, and can
+        mark the end.
 
     Raises
     ------
@@ -84,12 +84,12 @@ def slab_shape(model: ModelParallel, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def from_slab(model: ModelParallel, slab: Tensor, shape: Sequence[int]) -> ShardedVolume:
-    """Make a volume of ``shape`` from this process's own slab, for volumes that no process could hold whole.
+    """Build a volume of ``shape`` from this process's slab, for volumes that no process could hold whole.
 
     Raises
     ------
     ParallelError
-        If the slab has another shape than ``slab_shape`` says.
+        If the shape of the slab differs from ``slab_shape``.
     """
     expected = slab_shape(model, shape)
     if tuple(slab.shape) != expected:
@@ -157,16 +157,16 @@ def _receive(strategy: SpatialStrategy, field: dict[str, Any], value: Any) -> An
 def _send_slabs(
     strategy: SpatialStrategy, value: Tensor | None, dims: list[int], shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Send each slab of ``value``, or None where another process has it, to its owner; return one's own.
+    """Send each slab of ``value`` to its owner; return this process's slab. ``value`` is None on receivers.
 
     Parameters
     ----------
     strategy
-        Says who the processes are, and what they own.
+        Defines the processes and their slabs.
     value
         The whole tensor on the process that loads, None on the others.
     dims, shape, dtype
-        The dims that are cut, and what the whole tensor is.
+        The dims that are cut, and the shape and dtype of the whole tensor.
     """
     communicator, group = strategy.communicator, strategy.group
     assert group is not None
@@ -189,7 +189,7 @@ def _send_slabs(
         owned = [layout[p] for layout, p in zip(layouts, reversed(position), strict=True)]
         piece = narrow_to(value, dims, owned).contiguous()
         operations.append(dist.P2POp(dist.isend, piece, dist.get_global_rank(group, number), group))
-    # In one batch: NCCL warns of single ones, and would open a communicator for each pair.
+    # As one batched call: NCCL warns about single sends, and would open a communicator for each pair.
     for request in dist.batch_isend_irecv(operations):
         request.wait()
     return narrow_to(value, dims, own).clone()

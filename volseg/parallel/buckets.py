@@ -1,4 +1,4 @@
-"""Tensors that are sent together: parameters in buckets, gradients in one piece of memory."""
+"""Buckets of tensors that are sent together: parameters grouped, gradients in one block of memory."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,16 +16,16 @@ BUCKET_BYTES = 16 * 2**20
 """Gradients summed in one call: large enough for the links' full speed, small enough to start early."""
 
 FIRST_BUCKET_BYTES = 2**20
-"""Of the first parameters, whose gradients come last: nothing is left to hide their sum behind."""
+"""Size of the first bucket, whose gradients come last: no computation is left to hide their sum."""
 
 LARGE = 2**16
-"""Values of a gradient that is put to its place by itself; smaller ones are gathered by one kernel."""
+"""Size in values from which a gradient is copied to its place at once; one kernel gathers smaller ones."""
 
 
 def fill_buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
     """Put neighbouring parameters of one dtype into buckets of at most ``limit`` bytes, or of one parameter.
 
-    The first is smaller: see ``FIRST_BUCKET_BYTES``.
+    The first bucket is smaller: see ``FIRST_BUCKET_BYTES``.
     """
     result: list[list[Tensor]] = []
     filled = 0
@@ -41,18 +41,19 @@ def fill_buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> lis
 
 
 class GradientRoom:
-    """Memory in which the gradients of a bucket lie in one piece: they are sent together.
+    """Contiguous memory for the gradients of a bucket, which are sent together.
 
-    Large ones come first: they may be put there as they are computed, so that nobody gathers them. Small ones follow,
-    and further values. The places depend on the parameters alone, so that other processes have the same: a library may
-    lay out their gradients in another way.
+    Large gradients come first: they can be written there as they are computed, without a gather. Small ones follow,
+    then
+    further values. The places depend only on the parameters, so that all processes have the same: a library may lay out
+    their gradients differently.
 
     Parameters
     ----------
     parameters : sequence of Tensor
         Of one dtype, on one device.
     num_further : int
-        Values behind the gradients.
+        Number of values after the gradients.
     """
 
     def __init__(self, parameters: Sequence[Tensor], num_further: int = 0) -> None:
@@ -69,8 +70,9 @@ class GradientRoom:
     def put(self, number: int, gradient: Tensor) -> Tensor:
         """Write the gradient of a large parameter, in any dtype, to its place, and return it there.
 
-        What a second use of the parameter gives is returned beside it: autograd adds both, and `gather` takes the sum.
-        Each backward pass has memory of its own: one that runs in a hook of another takes nothing of what waits there.
+        The gradient of a second use of the parameter is returned as it is: autograd adds both, and `gather` takes the
+        sum. Each
+        backward pass has its own memory: a pass inside a hook of another one does not touch the other's gradients.
         """
         if self._flat is None or self._pass != find_backward_pass():
             self._flat, self._pass = self.parameters[0].new_empty(self._size), find_backward_pass()
@@ -81,14 +83,14 @@ class GradientRoom:
         return self._find(self._flat, number).copy_(gradient)
 
     def gather(self, gradients: Sequence[Tensor | None], further: Tensor | None = None) -> Tensor:
-        """Return the gradients in one piece, each in the layout of its parameter, None as zeros; begin anew behind it.
+        """Return the gradients as one tensor, each in its parameter's layout, None as zeros; then start over.
 
         Parameters
         ----------
         gradients : sequence of Tensor or None
-            In the order of the parameters; those that were put there, or others.
+            In the order of the parameters; from `put`, or others.
         further : Tensor, optional
-            Values behind them.
+            Values after the gradients.
         """
         if self._flat is None or self._pass != find_backward_pass():
             return torch.cat(self._lay_out(self._order, gradients, further))
@@ -108,7 +110,7 @@ class GradientRoom:
         return flat
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Return the gradients in what `gather` returned, each in the shape and layout of its parameter."""
+        """Return views of the gradients in the result of `gather`, each in the shape and layout of its parameter."""
         return [self._find(flat, number) for number in range(len(self.parameters))]
 
     def _find(self, flat: Tensor, number: int) -> Tensor:
@@ -121,7 +123,7 @@ class GradientRoom:
     ) -> list[Tensor]:
         pairs = [(gradients[number], self.parameters[number]) for number in numbers]
         missing = [parameter.numel() for gradient, parameter in pairs if gradient is None]
-        # Made once: what is missing is copied from there.
+        # Allocated once: missing gradients are copied from these zeros.
         zeros = self.parameters[0].new_zeros(max(missing, default=0))
         parts = [
             zeros.narrow(0, 0, parameter.numel()) if gradient is None else _lie_like(gradient, parameter)
@@ -131,19 +133,20 @@ class GradientRoom:
 
 
 def is_large(parameter: Tensor) -> bool:
-    """Say whether a gradient has a place of its own, where it is put as it is computed."""
+    """Return whether a gradient is written to its place as soon as it is computed."""
     return parameter.numel() >= LARGE
 
 
 def check_hooks(parameters: Sequence[ReferenceType[Tensor]], gradients: Sequence[Tensor | None]) -> None:
-    """Refuse what torch would do with parameters of a bucket that a backward pass did not reach, and others it did.
+    """Refuse hooks that torch would call for parameters that only other processes reached in a backward pass.
 
-    It calls their hooks all the same: one that runs behind the accumulation finds the gradient of another step.
+    torch calls the hooks of all parameters of a bucket: a hook after accumulation finds the gradient of an earlier
+    step.
 
     Raises
     ------
     UnsupportedOperatorError
-        Where there are such hooks, and such a gradient.
+        If there is such a hook, and such a gradient.
     """
     for reference, gradient in zip(parameters, gradients, strict=True):
         parameter = reference() if gradient is None else None
@@ -151,9 +154,9 @@ def check_hooks(parameters: Sequence[ReferenceType[Tensor]], gradients: Sequence
             continue
         if get_accumulation_hooks(parameter):
             raise UnsupportedOperatorError(
-                f"a parameter of shape {tuple(parameter.shape)} got no gradient in this backward pass, and its hook "
-                "(register_post_accumulate_grad_hook) would get that of another pass a second time: set the gradient "
-                "to None between the two, freeze the parameter, or take the hook away"
+                f"a parameter of shape {tuple(parameter.shape)} got no gradient in this backward pass, and its "
+                "hook (register_post_accumulate_grad_hook) would get the gradient of another pass a second time: "
+                "set the gradient to None between the two, freeze the parameter, or remove the hook"
             )
 
 
@@ -174,5 +177,5 @@ def _lie_like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def read_layout(parameter: Tensor) -> tuple[int, ...]:
-    """Return the strides of a gradient: its parameter's where that has no gaps in memory, as torch does it."""
+    """Return the strides of a gradient: its parameter's if those leave no gaps in memory, as in torch."""
     return parameter.stride() if parameter.is_contiguous() else torch.empty_like(parameter, device="meta").stride()

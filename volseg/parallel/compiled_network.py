@@ -1,12 +1,12 @@
-"""``CompiledNetwork``: the training pass of a network as torch.compile makes it, under the network's own names.
+"""Compile the training pass of a network by torch.compile, under the network's own parameter names.
 
-Kernels of ours win where they have a form for what a network does. Where they have none, or cannot win, the compiler
-may, and a step of compiled kernels is recorded as any other: inductor makes no CUDA graphs of its own here, and the
-steps that warm a recording up are those in which it compiles.
+volseg's kernels win where they support the functions of a network. Otherwise the compiler may win. A step of compiled
+kernels is recorded like any other: inductor makes no CUDA graphs of its own here, and compiles during the recording's
+warm-up steps.
 
-torch.compile runs the plain network where it cannot compile, and says little. Here that is an error: a fault of the
-compiler, too many variants, hooks that it would skip, modes under which it gives up. A network that is compiled in
-pieces, with Python between them, is told of once.
+torch.compile silently runs the plain network where it cannot compile. Here that is an error: a fault of the compiler,
+too many variants, hooks that it would skip, modes under which it gives up. A network that is compiled in pieces, with
+Python between them, is logged once.
 """
 
 import copy
@@ -57,19 +57,20 @@ __all__ = ["MOST_VARIANTS", "CompiledNetwork", "refusing"]
 logger = logging.getLogger(__name__)
 
 MOST_VARIANTS = 16
-"""Kinds of calls (shapes, layouts, modes) that a network is compiled for; one that comes to more changes each time."""
+"""Number of variants (shapes, layouts, modes) that a network is compiled for; a network with more changes on every
+call."""
 
 
 @dataclass
 class _Pieces:
-    """The graphs that a network came to; it holds neither them nor the network, as the compiler keeps it for ever."""
+    """Graphs of a compiled network; holds neither graphs nor network, as the compiler keeps this object forever."""
 
     count: int = 0
-    """Graphs."""
+    """Number of graphs."""
     breaks: int = 0
-    """Reasons for which graphs ended before their function did."""
+    """Number of graph breaks."""
     norms: set[str] = field(default_factory=set)
-    """Functions in them that look at all samples of a batch, or move running statistics."""
+    """Functions in the graphs that read all samples of a batch, or update running statistics."""
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """Compile a graph."""
@@ -87,7 +88,7 @@ class _Pieces:
 
 
 class _Compiled(nn.Module):
-    """The network's call, compiled; a module, as recordings look into what a module holds, but not into modules."""
+    """Compiled call of a network; a module, as recordings inspect a module's contents, but not modules inside."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -95,18 +96,18 @@ class _Compiled(nn.Module):
         self.call = torch.compile(_make_call(net), backend=self.pieces, dynamic=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
+        """Call the network."""
         return self.call(*args, **kwargs)
 
 
 class CompiledNetwork(nn.Module):
-    """Run a network's training pass as torch.compile makes it; in evaluation or without gradients as it is.
+    """Run a network's training pass by torch.compile; run evaluation, and passes without gradients, as they are.
 
-    Whole volumes of a validation differ in shape, and each shape would be compiled for a minute. Parameters, buffers
-    and children are the network's own under their own names, so its ``state_dict`` is the network's.
+    Whole volumes of a validation differ in shape, and each shape would take a minute to compile. Parameters, buffers
+    and children keep the network's names, so its ``state_dict`` is the network's.
 
-    Dropout draws other masks than the plain network's from the same seed. Results agree up to round-off otherwise, as
-    a chain of pointwise functions is not rounded to 16 bits on its way.
+    From the same seed dropout draws other masks than the plain network. Otherwise results agree up to round-off, as the
+    compiler does not round intermediate values of a chain of pointwise functions to 16 bits.
 
     Parameters
     ----------
@@ -140,16 +141,16 @@ class CompiledNetwork(nn.Module):
         self._compile()
 
     def _compile(self) -> None:
-        """Let the network be compiled, anew if it was, when it is called."""
+        """Have the network compiled, or recompiled, at its next call."""
         object.__setattr__(self, "_functions", self._list_functions())
         object.__setattr__(self, "_compiled", _Compiled(self.net))
 
     def _list_functions(self) -> list[Callable[..., Any]]:
-        """Return what the modules run, by their class or by themselves."""
+        """List the functions that the modules run, by their class or themselves."""
         return [getattr(module.forward, "__func__", module.forward) for module in self.net.modules()]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the network, which is what reads it; what every module has is the wrapper's own."""
+        """Set an attribute of the network, which reads it; attributes that every module has are the wrapper's own."""
         own = name in REGISTRIES or name == "training" or hasattr(nn.Module, name)
         (super().__setattr__ if own else partial(setattr, self.net))(name, value)
 
@@ -164,17 +165,17 @@ class CompiledNetwork(nn.Module):
             return self.net(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._require_ordinary(given)
-        if self._list_functions() != self._functions:  # torch.compile does not look whether a class has another one
+        if self._list_functions() != self._functions:  # torch.compile does not notice a changed class
             self._compile()
         if has_torch_function(given):
-            # Modes that look at functions of torch see one function. Were they there inside of it, torch.compile would
-            # take that for another situation than before, and compile anew.
+            # Modes over torch's functions see one function. If the modes were active inside it, torch.compile would
+            # treat that as a new situation and recompile.
             return handle_torch_function(self.run_compiled, given, *args, **kwargs)
         return self.run_compiled(*args, **kwargs)
 
     @opaque
     def run_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the training pass; compile it first, if no call was like this one.
+        """Run the training pass; compile it first for a new kind of call.
 
         Raises
         ------
@@ -192,7 +193,7 @@ class CompiledNetwork(nn.Module):
             result = self._compiled(*args, **kwargs)
         if not pieces.count:
             raise ParallelError(
-                f"torch.compile found nothing of {type(self.net).__name__} to compile, and ran it as it is (is "
+                f"torch.compile found nothing to compile in {type(self.net).__name__}, and ran it as it is (is "
                 "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE set?); run the plain network instead (in a config "
                 "training.kernels: torch)"
             )
@@ -201,32 +202,31 @@ class CompiledNetwork(nn.Module):
         return result
 
     def _tell(self, breaks: Counter[str]) -> None:
-        """Say that something was compiled, and where that is in pieces."""
+        """Log a compilation, and the first graph break."""
         name, pieces = type(self.net).__name__, self.pieces
-        logger.info("torch.compile has compiled %s, %d graph(s) by now", name, pieces.count)
+        logger.info("torch.compile has compiled %s, %d graph(s) so far", name, pieces.count)
         if breaks and not pieces.breaks:
             first = next(iter(breaks)).strip().partition("\n")[0]
             logger.warning(
-                "torch.compile breaks %s up, and Python runs between its kernels, for %d reason(s); the first: %s",
+                "torch.compile splits %s, and Python runs between its kernels, for %d reason(s); the first: %s",
                 *(name, len(breaks), first),
             )
         pieces.breaks += len(breaks)
 
     def explain_replicas(self) -> str | None:
-        """Return why replicas cannot share what was compiled, as the end of a sentence; None where they can.
+        """Return why replicas cannot share the compiled code, as the end of a sentence; None if they can.
 
-        A norm over the samples of all replicas is put in the place of torch's function when that is called, which a
-        graph does not do.
+        A norm over the samples of all replicas replaces torch's function at the call, and a graph makes no such call.
         """
         if self.pieces.norms:
-            return f"{', '.join(sorted(self.pieces.norms))} is compiled, and takes the samples of one replica alone"
+            return f"{', '.join(sorted(self.pieces.norms))} is compiled, and uses only the samples of one replica"
         if self.pieces.breaks:
-            return "it is compiled in pieces, and a norm between them would take the samples of one replica alone"
+            return "it is compiled in pieces, and a norm between them would use only the samples of one replica"
         return None
 
     @property
     def pieces(self) -> _Pieces:
-        """What it was compiled to so far."""
+        """Result of the compilation so far."""
         return self._compiled.pieces
 
     def train(self, mode: bool = True) -> "CompiledNetwork":
@@ -245,7 +245,7 @@ class CompiledNetwork(nn.Module):
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the network, which is compiled anew where it is loaded."""
+        """Pickle the network, which is compiled again after loading."""
         return CompiledNetwork, (self.net,)
 
     def extra_repr(self) -> str:
@@ -253,7 +253,7 @@ class CompiledNetwork(nn.Module):
         return type(self.net).__name__
 
     def _require_ordinary(self, given: Sequence[Tensor]) -> None:
-        """Raise where torch.compile would skip something, or run the plain network without a word."""
+        """Raise if torch.compile would skip a hook or mode, or silently run the plain network."""
         name = type(self.net).__name__
         instead = "run the plain network instead (in a config training.kernels: torch)"
         strange = [type(tensor).__name__ for tensor in given if type(tensor) not in (Tensor, nn.Parameter)]
@@ -266,19 +266,19 @@ class CompiledNetwork(nn.Module):
             )
         refuse_forward_mode(f"a compiled {name}")
         if find_transform() is not None:
-            raise ParallelError(f"a compiled {name} was called inside of a transform of torch.func; {instead}")
+            raise ParallelError(f"a compiled {name} was called inside a transform of torch.func; {instead}")
         of_all = any(HOOKS_OF_ALL_MODULES)
         hooked = next((path for path, module in self.net.named_modules() if _has_hooks(module)), None)
         if of_all or hooked is not None:
             where = "all modules" if of_all else repr(hooked) if hooked else "the network itself"
             raise ParallelError(
-                f"{where} of {name} has a hook, which torch.compile skips where it was registered late; remove it, or "
-                f"register it on what wraps the network, or {instead}"
+                f"{where} of {name} has a hook, which torch.compile skips if it was registered late; remove it, "
+                f"or register it on the module that wraps the network, or {instead}"
             )
 
 
 def _make_call(net: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls the network, with code of its own: variants are counted by code."""
+    """Return a function that calls the network, with its own code object: variants are counted per code object."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return net(*args, **kwargs)
@@ -287,7 +287,7 @@ def _make_call(net: nn.Module) -> Callable[..., Any]:
 
 
 class _HandedOn(torch.autograd.Function):
-    """Hands a graph's outputs on as they are, from one node."""
+    """Pass a graph's outputs on unchanged, from one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -300,12 +300,12 @@ class _HandedOn(torch.autograd.Function):
 
 
 def _require_all(result: Any) -> Any:
-    """Return what a graph returned; the backward pass must use all of it."""
+    """Return a graph's outputs; require the backward pass to use all of them."""
     leaves, structure = tree_flatten(result)
     found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
     if len(found) < 2:
         return result
-    if len({output.grad_fn for output in found.values()}) > 1:  # views of one another, which torch makes behind
+    if len({output.grad_fn for output in found.values()}) > 1:  # views of one another, which torch creates afterwards
         found = dict(zip(found, _HandedOn.apply(*found.values()), strict=True))
     outputs = list(found.values())
     node: Any = outputs[0].grad_fn
@@ -314,7 +314,7 @@ def _require_all(result: Any) -> Any:
 
 
 class _Required:
-    """Refuses a backward pass that some outputs of a node are no part of."""
+    """Refuse a backward pass that skips some outputs of a node."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = numbers
@@ -322,11 +322,11 @@ class _Required:
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
         if missing := [place for place, number in enumerate(self._numbers) if gradients[number] is None]:
             raise ParallelError(
-                f"backward() does not reach the outputs {missing} (from 0) of the {len(self._numbers)} of a compiled "
-                "network (of a piece of it where it is compiled in pieces, and with what it keeps as attributes): "
-                "parameters that only they need would get a gradient of zeros where they have none, and an optimizer "
-                "would let them decay; let the loss use every output in one backward(), or run the plain network (in a "
-                "config training.kernels: torch)"
+                f"backward() does not reach the outputs {missing} (from 0) of the {len(self._numbers)} of a "
+                "compiled network (or of a piece of it, including tensors that it keeps as attributes): "
+                "parameters that only these outputs need would get a gradient of zeros instead of none, and an "
+                "optimizer would let them decay; let the loss use every output in one backward(), or run the "
+                "plain network (in a config training.kernels: torch)"
             )
 
 
@@ -341,14 +341,14 @@ def _has_hooks(module: nn.Module) -> bool:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Say in a sentence what torch.compile runs into in here with a network of that name, forward or backward."""
+    """Raise torch.compile's errors in this block as a sentence with the network's name, forward or backward."""
     try:
         yield
     except compiler_internals.find_faults() as fault:
-        inner = getattr(fault, "inner_exception", fault)  # what a backend has raised
+        inner = getattr(fault, "inner_exception", fault)  # raised by a backend
         said = next((line.strip() for line in str(inner).splitlines() if line.strip()), type(inner).__name__)
         if "recompile_limit" in str(fault):
-            said = f"more than {MOST_VARIANTS} variants were needed, as something that it reads changes again and again"
+            said = f"more than {MOST_VARIANTS} variants were needed: a value that the network reads keeps changing"
         raise ParallelError(
             f"torch.compile cannot compile {name} ({type(fault).__name__}: {said}); run the plain "
             "network instead (in a config training.kernels: torch)"
@@ -361,6 +361,6 @@ def _is_recording(device: torch.device) -> bool:
 
 @contextmanager
 def _compiling_nothing() -> Iterator[None]:
-    """Raise in here where something would be compiled: a recording holds the kernels of compiled code, not of that."""
+    """Raise if something would be compiled in this block: a recording holds only kernels of code compiled before."""
     with torch.compiler.set_stance("fail_on_recompile"):
         yield

@@ -1,17 +1,16 @@
 """``DataParallel``: replicas of a network that share each batch, exact to one process that has the whole batch.
 
-Each replica computes its rows; the loss of its rows, a mean over them, is multiplied by their part of the batch, and
-the gradients are *summed*: shares of any size give the gradient of the mean over the whole batch. What else looks at
-several samples does so over all replicas: batch norm in training takes the statistics of the whole batch.
+Each replica computes its rows. The loss of a replica, a mean over its rows, is multiplied by its part of the batch, and
+the gradients are *summed*: shares of any size give the gradient of the mean over the whole batch. Other functions over
+several samples use all replicas: batch norm in training takes the statistics of the whole batch.
 
-Random numbers of a pass (dropout) are drawn from a seed that belongs to the pass and the logical replica. It comes from
-a generator that all processes hold alike (``CommonSeeds``), so nobody need care for the default generators, which a
-pass leaves as they are.
+Random numbers of a pass (dropout) are drawn from a seed for the pass and the logical replica. The seed comes from a
+generator that is equal in all processes (``CommonSeeds``); a pass leaves the default generators unchanged.
 
-Refused is what could not be exact: a gradient that comes past the sums, parameters that only some replicas use, a
-batch norm whose batch lies in parts that are computed one after the other, buffers that came to differ, or that each of
-several replicas of a process would change. What cannot be told is a function that mixes samples (``x.flip(0)``): it
-mixes those of a replica.
+DataParallel refuses what could not be exact: a gradient that bypasses the sums, parameters that only some replicas use,
+a batch norm whose batch is computed in parts one after the other, buffers that differ, or buffers that each of several
+replicas of a process would change. It cannot detect a function that mixes samples (``x.flip(0)``): the function mixes
+the samples of one replica.
 """
 
 import copy
@@ -41,7 +40,7 @@ from volseg.parallel.strategy import Strategy
 __all__ = ["DataParallel", "find_replicas"]
 
 NUM_CHECKED = 2
-"""Training passes before which the replicas are compared: before the first one, and behind the first step."""
+"""Training passes before which the replicas are compared: before the first one, and after the first step."""
 
 
 class DataParallel(ModelParallel):
@@ -53,7 +52,7 @@ class DataParallel(ModelParallel):
         A network on one device, `FastKernels`, or a `ModelParallel` whose volumes are cut over ``mesh.spatial_group``.
         It is used in place; parameters and buffers get the values of the first replica. Names are the network's own.
     replicas
-        How many there are, and which of them this process computes; see ``Mesh.replicas``.
+        Number of replicas, and those that this process computes; see ``Mesh.replicas``.
 
     Raises
     ------
@@ -62,8 +61,9 @@ class DataParallel(ModelParallel):
 
     Examples
     --------
-    One process computes both replicas here. Under ``torchrun`` with two, ``join_mesh(data=2).replicas()`` says that
-    each computes one of them, and the loop is the same.
+    One process computes both replicas here. Under ``torchrun`` with two processes, ``join_mesh(data=2).replicas()``
+    gives
+    one replica to each, and the loop is the same.
 
     >>> import torch
     >>> from volseg.parallel import RoundSums, join_mesh
@@ -95,7 +95,7 @@ class DataParallel(ModelParallel):
             strategy.seeds.agree()
 
     def _wrap(self, model: nn.Module, replicas: Replicas) -> None:
-        """Build the wrapper; nothing is sent."""
+        """Build the wrapper without sending anything."""
         nn.Module.__init__(self)
         if isinstance(model, DataParallel):
             raise ParallelError("the model is a DataParallel already; wrap its network once")
@@ -112,7 +112,7 @@ class DataParallel(ModelParallel):
         self.training = net.training
 
     def as_replica(self, replica: int) -> AbstractContextManager[None]:
-        """Compute one of this process's further replicas in here; outside, passes are those of the first one.
+        """Run the block as one of this process's further replicas; passes outside are those of the first one.
 
         Raises
         ------
@@ -122,12 +122,12 @@ class DataParallel(ModelParallel):
         return self.strategy.as_replica(replica)
 
     def check_alike(self, shards: bool = True) -> None:
-        """Compare the networks of all replicas; called by all processes together.
+        """Compare the networks of all replicas; all processes call this together.
 
         Parameters
         ----------
         shards
-            Whether those of processes that share a volume are compared too.
+            Whether to compare processes that share a volume too.
 
         Raises
         ------
@@ -143,7 +143,7 @@ class DataParallel(ModelParallel):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallel":
-        # One process may copy alone: nothing is sent, and the copy draws what the original would draw.
+        # A single process may copy: nothing is sent, and the copy draws what the original would draw.
         result = DataParallel.__new__(DataParallel)
         result._wrap(copy.deepcopy(self.model, memo), self.replicas)
         seeds, own = self.strategy.seeds, result.strategy.seeds
@@ -152,26 +152,26 @@ class DataParallel(ModelParallel):
         return self._hand_over(result, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the network and how many replicas there are."""
+        """Pickle the network and the number of replicas."""
         if self.replicas.group is not None:
             raise ParallelError(
-                "a DataParallel over processes cannot be pickled, as process groups belong to the running processes; "
-                "save model.state_dict(), or pickle model.module, and wrap that again"
+                "a DataParallel over processes cannot be pickled, as process groups belong to the running "
+                "processes; save model.state_dict(), or pickle model.module, and wrap the loaded network again"
             )
         return _rebuild, (self.model, self.replicas.count, self.replicas.fixed_order), self._list_own()
 
     def extra_repr(self) -> str:
-        """Say how many replicas there are."""
+        """Format the number of replicas."""
         return f"{self.replicas.count} replicas on {self.replicas.num_processes} processes"
 
 
 def find_replicas(network: nn.Module) -> Replicas | None:
-    """Return the replicas among which a network's batches are dealt; None where there are none."""
+    """Return the replicas that share a network's batches; None without replicas."""
     return network.replicas if isinstance(network, DataParallel) else None
 
 
 class _Replicated:
-    """The strategy of one replica, and what it does together with the others."""
+    """The strategy of one replica, and its exchanges with the others."""
 
     def __init__(self, model: nn.Module, net: nn.Module, replicas: Replicas) -> None:
         self.replicas, self._net, self._call = replicas, net, model
@@ -191,7 +191,7 @@ class _Replicated:
         if replicas.count > 1:
             self.seeds = CommonSeeds(self._groups, self.home)
             if isinstance(self.inner, SpatialStrategy):
-                self.inner.seeds = None  # a replica's passes are seeded here
+                self.inner.seeds = None  # the seeds of a replica's passes are set here
                 self.inner.context.share_batches(replicas, norms_over_replicas)
         elif isinstance(self.inner, SpatialStrategy):
             self.seeds = self.inner.seeds
@@ -210,7 +210,7 @@ class _Replicated:
 
     @contextmanager
     def _keeping_buffers(self) -> Iterator[None]:
-        """Refuse a pass that changes buffers where other replicas of this process would change them again."""
+        """Refuse a pass that changes buffers if other replicas of this process would change them again."""
         if len(self.replicas.own) == 1:
             yield
             return
@@ -228,7 +228,7 @@ class _Replicated:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self.inner, SpatialStrategy):
             return self.inner(*args, **kwargs)
-        # Each replica validates volumes of its own, as many as it has: a norm there asks nobody.
+        # Each replica validates its own number of volumes: a norm there exchanges nothing.
         is_alone = not (self._net.training or torch.is_grad_enabled())
         with self.inner.context.without_replicas() if is_alone else nullcontext():
             return self._call(*args, **kwargs)  # FastKernels does more than its strategy
@@ -246,7 +246,7 @@ class _Replicated:
             self._replica = before
 
     def check_alike(self, shards: bool = True) -> None:
-        """Refuse replicas that differ, and with ``shards`` also processes of one volume."""
+        """Refuse replicas that differ; with ``shards`` also processes of one volume that differ."""
         replicas = [] if self.replicas.group is None else [self.replicas.group]
         if groups := self._groups if shards else replicas:
             check_alike(self._net, groups, self.home)
@@ -265,7 +265,7 @@ class _Replicated:
             self._draws = self._draws or (begin is not None and begin.torch_moved())
 
     def _find_seed(self) -> int:
-        """Return the seed of this pass: all replicas have the same in the same pass over their rows."""
+        """Return the seed of this pass: equal for all replicas in the same pass over their rows."""
         assert self.seeds is not None
         training = self._net.training
         if not training or len(self.replicas.own) == 1:
@@ -276,13 +276,14 @@ class _Replicated:
         elif self._passes > len(self._pass_seeds):
             raise ParallelError(
                 f"replica {self._replica} made {self._passes} passes, and the first replica of this process "
-                f"{len(self._pass_seeds)}; run all replicas alike, each inside of as_replica(...), the first one first"
+                f"{len(self._pass_seeds)}; run all replicas alike, each inside as_replica(...), starting with the "
+                "first"
             )
         return self._pass_seeds[self._passes - 1]
 
     @property
     def partition(self) -> Any:
-        """Which device does what in this process."""
+        """Assignment of devices in this process."""
         return self.inner.partition
 
     @property
@@ -297,7 +298,7 @@ class _Replicated:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether it runs recordings of its own by now."""
+        """Whether it replays recordings of its own."""
         return self.inner.is_replaying
 
     @property
@@ -307,20 +308,20 @@ class _Replicated:
 
     @property
     def volumes(self) -> SpatialStrategy:
-        """How volumes are cut; raises a ParallelError where they are not."""
+        """How volumes are cut; raises a ParallelError for a strategy that does not cut them."""
         return self.inner.volumes
 
     def agree(self, yes: bool) -> bool:
-        """Ask all processes that run a step together."""
+        """Return whether all processes that run a step together agree."""
         return agree(yes, self._groups, self.home)
 
     def prepare_recording(self) -> list[torch.Generator]:
-        """Make ready for a CUDA graph of a step.
+        """Prepare a CUDA graph of a step.
 
         Raises
         ------
         ParallelError
-            If a recording could not draw what each of several replicas would.
+            If a recording could not draw the random numbers of each of several replicas.
         """
         if len(self.replicas.own) > 1 and self._draws:
             raise ParallelError(
@@ -331,7 +332,7 @@ class _Replicated:
 
     @contextmanager
     def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
-        """Replay in here: with a seed of its own for every step and replica."""
+        """Replay in this block, with a seed for every step and replica."""
         if self._sums is not None:
             self._sums.look()
         self._passes, self._pass_seeds = 0, []
@@ -350,13 +351,13 @@ def _find_strategy(model: nn.Module, replicas: Replicas) -> SpatialStrategy | On
 
 
 def _sum_gradients(strategy: SpatialStrategy | OneDevice | Piped, replicas: Replicas) -> GradientSums | None:
-    """Let the strategy sum its gradients over processes; None where there is one."""
+    """Have the strategy sum its gradients over processes; do nothing for a single process."""
     if replicas.group is None:
         return None
     if isinstance(strategy, SpatialStrategy):
         return strategy.sum_gradients(replicas.group, fixed_order=replicas.fixed_order)
     if isinstance(strategy, Piped):
-        return None  # it does so by itself
+        return None  # a pipeline sums by itself
     strategy.sums = GradientSums(replicas.group, strategy.step_devices[0], fixed_order=replicas.fixed_order)
     return strategy.sums
 
@@ -366,9 +367,10 @@ def _rebuild(model: nn.Module, count: int, fixed_order: bool) -> DataParallel:
 
 
 def _check_not_nested(net: nn.Module) -> None:
-    """Refuse wrappers inside of the network, whose gradients would be summed twice."""
+    """Refuse wrappers inside the network, whose gradients would be summed twice."""
     for name, module in net.named_modules():
         if isinstance(module, ModelParallel | nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ParallelError(
-                f"{name or 'the network'} is a {type(module).__name__}; wrap the whole network once, and nothing in it"
+                f"{name or 'the network'} is a {type(module).__name__}; wrap only the whole network, and no "
+                "module inside it"
             )

@@ -1,4 +1,4 @@
-"""Which devices there are, which of them is this process's, and which process of how many this is: asked here only.
+"""Devices of this process, its rank and the number of processes: the only module that queries them.
 
 A *launched* process was started by ``torchrun``, ``launch``, ``srun``, or another program that sets their variables; a
 *distributed* one has also joined a process group with others.
@@ -47,7 +47,9 @@ _own_device: torch.device | None = None
 
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
-    """Have this device in here and be started by nobody: what a launcher told this process is of another job."""
+    """Use this device in the block, without a launcher: the variables of this process's launcher belong to another
+    job.
+    """
     global _own_device
     before, _own_device = _own_device, device
     try:
@@ -61,12 +63,12 @@ def _find_start() -> Launch | None:
 
 
 def is_launched() -> bool:
-    """Tell whether a launcher started this process and gave it a device of its own; see ``volseg.launched``."""
+    """Return whether a launcher started this process and gave it a device; see ``volseg.launched``."""
     return _find_start() is not None
 
 
 def count_launched() -> int:
-    """Return how many processes were started for this job, whether they have joined a group yet or not."""
+    """Return how many processes were started for this job, before or after they have joined a group."""
     launch = _find_start()
     return 1 if launch is None else launch.world_size
 
@@ -75,22 +77,22 @@ _restarts = 0
 
 
 def note_restarts(count: int) -> None:
-    """Put down how many attempts there were before, as the processes agreed; a launcher may have counted fewer."""
+    """Set the number of earlier attempts, as the processes agreed; a launcher may have counted fewer."""
     global _restarts
     _restarts = count
 
 
 def count_restarts() -> int:
-    """Return how often the processes of this job were started again; 0 in the first attempt.
+    """Return how often the processes of this job were restarted; 0 in the first attempt.
 
-    Processes of a group agree on it; asked before they have met, each says what its launcher says.
+    Processes of a group agree on the number; before the rendezvous each returns its launcher's count.
     """
     launch = _find_start()
     return max(_restarts, 0 if launch is None else launch.restarts)
 
 
 def has_process_group() -> bool:
-    """Tell whether this process has joined a process group, be it alone there."""
+    """Return whether this process has joined a process group, even one of a single process."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -100,23 +102,23 @@ def count_processes() -> int:
 
 
 def is_distributed() -> bool:
-    """Tell whether this process works with others."""
+    """Return whether this process works with others."""
     return count_processes() > 1
 
 
 def find_local_rank() -> int:
-    """Return this process's number on its machine, which its launcher gave it; 0 where it was started alone."""
+    """Return the local rank that the launcher gave to this process; 0 without a launcher."""
     launch = _find_start()
     return 0 if launch is None else launch.local_rank
 
 
 def find_rank() -> int:
-    """Return this process's number in the process group; 0 without one."""
+    """Return this process's rank in the process group; 0 without one."""
     return dist.get_rank() if has_process_group() else 0
 
 
 def is_main_process() -> bool:
-    """Tell whether this process writes files and shows progress; asked before they have met, as its launcher says."""
+    """Return whether this process writes files and shows progress; before the rendezvous by its launcher's rank."""
     launch = None if has_process_group() else _find_start()
     return find_rank() == 0 if launch is None else launch.rank == 0
 
@@ -127,7 +129,7 @@ def list_gpus() -> list[torch.device]:
 
 
 def list_devices() -> list[torch.device]:
-    """Return the GPUs that this process sees, or the CPU where it sees none."""
+    """Return the GPUs that this process sees, or the CPU without GPUs."""
     return list_gpus() or [torch.device("cpu")]
 
 
@@ -135,7 +137,7 @@ _on_cpu = False
 
 
 def stay_on_cpu(wanted: bool) -> None:
-    """Put down whether the processes of this job compute on the CPU, be there GPUs or not."""
+    """Set whether the processes of this job compute on the CPU, even if there are GPUs."""
     global _on_cpu
     _on_cpu = wanted
 
@@ -151,12 +153,12 @@ def _device_of(local_rank: int) -> torch.device:
 
 
 def name_place(rank: int, world_size: int, local_rank: int) -> str:
-    """Return how a message names a process of this machine: its number, host and device."""
+    """Describe a process of this machine for messages: its rank, host and device."""
     return f"process {rank} of {world_size} ({socket.gethostname()}, {_device_of(local_rank)})"
 
 
 def name_own_place() -> str:
-    """Return how a message names this process."""
+    """Describe this process for messages."""
     launch = _find_start()
     if launch is None:
         return name_place(find_rank(), count_processes(), 0)
@@ -164,20 +166,20 @@ def name_own_place() -> str:
 
 
 def find_current_device() -> torch.device:
-    """Return the GPU that torch uses where none is named, or the CPU; a group that has started chose the own one."""
+    """Return torch's current GPU, or the CPU; a started group has set the process's own GPU as current."""
     return torch.device("cuda", torch.cuda.current_device()) if count_gpus() else torch.device("cpu")
 
 
 def name_devices(devices: Sequence[str | int | torch.device] | None) -> list[torch.device]:
-    """Return devices that were named in a call, numbers for GPUs among them; all that are visible by default.
+    """Return the devices named in a call, with numbers for GPUs; by default all visible ones.
 
-    Whether numbered ones are there is not asked: a placement may be planned on another machine.
+    The devices need not exist: a placement may be planned on another machine.
 
     Raises
     ------
     ParallelError
-        If that is no sequence, or an empty one, or one of what torch knows no device by, or ``cuda`` without a number
-        where no GPU is visible.
+        If ``devices`` is no sequence or is empty, or a name is no torch device, or ``cuda`` has no number and no GPU is
+        visible.
     """
     if devices is None:
         return list_devices()
@@ -200,26 +202,26 @@ def _name_device(device: str | int | torch.device) -> torch.device:
 
 
 def require_visible(devices: Sequence[torch.device]) -> None:
-    """Raise a `ParallelError` if one of these is a GPU that this process does not see."""
+    """Raise a `ParallelError` if a device is a GPU that this process does not see."""
     if absent := [device for device in devices if device.type == "cuda" and (device.index or 0) >= count_gpus()]:
         known = ", ".join(map(str, [torch.device("cpu"), *list_gpus()]))
         raise ParallelError(f"devices names {absent[0]}, which is not there; there are {known}")
 
 
 def require_devices(devices: int | Sequence[str], kind: str) -> list[str]:
-    """Return the names of devices that were asked for by a number or by names, all of which are there.
+    """Return the names of devices requested by number or by names; all must exist.
 
     Parameters
     ----------
     devices
         A number of GPUs, or names such as ``cuda:1``; ``cpu`` may be named several times.
     kind
-        ``"cuda"`` or ``"cpu"``, which a number counts. The CPU stands for as many as are asked for.
+        ``"cuda"`` or ``"cpu"``: the kind that a number counts. The CPU may be counted any number of times.
 
     Raises
     ------
     ParallelError
-        If one is not there; names those that are.
+        If a device is missing; lists the available ones.
     """
     gpus = [str(gpu) for gpu in list_gpus()]
     if not isinstance(devices, int):

@@ -1,4 +1,4 @@
-"""``FastKernels``: the kernels of the spatial strategy for a network on one device, where nothing is cut."""
+"""``FastKernels``: the kernels of the spatial strategy for a network on one device, without cutting volumes."""
 
 import copy
 from typing import Any
@@ -18,26 +18,27 @@ from volseg.parallel.state.random import own_random_numbers
 __all__ = ["FastKernels", "explain_absence"]
 
 CAPABILITY = (8, 0)
-"""Of the GPUs whose 16-bit matrix units the kernels are laid out for."""
+"""Least compute capability: the kernels are laid out for its 16-bit matrix units."""
 
 
 class FastKernels(ModelParallel):
     """Run a network on one GPU with fewer and faster kernels, equal to torch's up to round-off.
 
-    A norm and the activation behind it are one kernel, joins are never written out, and convolutions that cuDNN is slow
-    at have kernels of their own: those of ``ModelParallel(net, strategy="spatial")``, on one whole volume. Arguments
-    and results are ordinary tensors, so any loss and any loop serve; parameters have the network's own names.
+    A norm and the following activation are one kernel, concatenations are never written, and convolutions for which
+    cuDNN
+    is slow have their own kernels: those of ``ModelParallel(net, strategy="spatial")``, on one whole volume. Arguments
+    and results are ordinary tensors, so any loss and any loop work; parameters keep the network's names.
 
-    The kernels pay where the step is recorded: launched one by one from Python, those of small volumes take longer than
-    torch's. `volseg.Training` records by itself; in a loop of your own `volseg.parallel.RecordedStep` does.
+    The kernels pay off in a recorded step: launched one by one from Python, those of small volumes take longer than
+    torch's. `volseg.Training` records by itself; in your own loop `volseg.parallel.RecordedStep` does.
 
     Parameters
     ----------
     net
-        Any module. It is moved to the device, laid out with channels last there, and used in place.
+        Any module. It is moved to the device, converted to channels last there, and used in place.
     device
-        By default where the network is, if that is a GPU, else the current GPU. On a CPU the same functions run as
-        plain torch, which is for trying things out.
+        By default the network's, if that is a GPU, otherwise the current GPU. On a CPU the same functions run as plain
+        torch, for experiments.
 
     Examples
     --------
@@ -62,7 +63,7 @@ class FastKernels(ModelParallel):
         Raises
         ------
         UnsupportedOperatorError
-            If the network calls a function that has no form among these kernels.
+            If the network calls a function that these kernels do not support.
         """
         try:
             return self._run(*args, **kwargs)
@@ -75,12 +76,12 @@ class FastKernels(ModelParallel):
         return tree_map(_take_whole, super().forward(*args, **kwargs))
 
     def rehearse(self, *args: Any, **kwargs: Any) -> None:
-        """Run the network once in training and once in evaluation on an example, and leave no trace of it.
+        """Run the network once in training and once in evaluation on an example, and undo all side effects.
 
         Raises
         ------
         UnsupportedOperatorError
-            If it calls a function that has no form among these kernels.
+            If the network calls a function that these kernels do not support.
         """
         before = remember(self.module)
         try:
@@ -108,11 +109,11 @@ class FastKernels(ModelParallel):
 
 
 def explain_absence(device: torch.device) -> str | None:
-    """Return why a device has no fast kernels, as the end of a sentence; None where it has."""
+    """Return why a device has no fast kernels, as the end of a sentence; None if it has."""
     if device.type != "cuda":
         return "they are for GPUs, and no GPU is used"
     if not triton_tiles.available():
-        return "Triton, in which they are written, is not installed"
+        return "Triton, which compiles them, is not installed"
     if (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
         needed, has = (".".join(map(str, version)) for version in (CAPABILITY, capability))
         return f"they need a GPU of compute capability {needed} or more, and {device} has {has}"
@@ -120,5 +121,5 @@ def explain_absence(device: torch.device) -> str | None:
 
 
 def _take_whole(value: Any) -> Any:
-    """Return a volume's one slab, which is the volume, as an ordinary tensor."""
+    """Return the only slab of a volume, which is the volume, as an ordinary tensor."""
     return value.to_local() if isinstance(value, ShardedVolume) else value

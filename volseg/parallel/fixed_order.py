@@ -1,8 +1,9 @@
-"""Sums whose order is the same on any number of processes.
+"""Sums in an order that does not depend on the number of processes.
 
-``T(n)``, the tree over ``n`` numbered values, adds the tree over the first half to the tree over the second. Where
-``n`` is ``P`` times a power of two, ``T(n)`` is a tree over rounds of ``P`` neighbours each, which ``P`` processes
-compute at a time: so a sum over processes and then over rounds has the order of a sum over all.
+``T(n)``, the tree over ``n`` numbered values, adds the tree over the first half to the tree over the second. If ``n``
+is
+``P`` times a power of two, ``T(n)`` is a tree over rounds of ``P`` neighbours each, which ``P`` processes compute at
+the same time: a sum over processes and then over rounds has the order of a sum over all values.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ Value = TypeVar("Value")
 
 
 def fold(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Value:
-    """Add values by the tree over all of them.
+    """Add values in the order of the tree.
 
     Examples
     --------
@@ -35,9 +36,9 @@ def fold(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Value
 
 
 def sum_in_order(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over a group's processes by the tree, the same bits on each of them.
+    """Return the sum over a group's processes in the tree's order, with equal bits on each of them.
 
-    Each process adds a part of the values for all: as much is sent as for an ``all_reduce`` in a ring.
+    Each process adds a part of the values for all: the traffic equals that of a ring ``all_reduce``.
     """
     count = dist.get_world_size(group)
     size = -(-values.numel() // count)
@@ -51,7 +52,7 @@ def sum_in_order(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def add_up(values: Tensor, group: dist.ProcessGroup, fixed_order: bool) -> Tensor:
-    """Return the sum over a group's processes, which may overwrite the values: by the tree, or as is fastest."""
+    """Return the sum over a group's processes, in the tree's order or the fastest; may overwrite the values."""
     if fixed_order:
         return sum_in_order(values, group)
     dist.all_reduce(values, group=group)
@@ -59,14 +60,14 @@ def add_up(values: Tensor, group: dist.ProcessGroup, fixed_order: bool) -> Tenso
 
 
 class RoundSums:
-    """Gradients of several rounds of one process, added by the tree over the rounds.
+    """Gradients of several rounds of one process, added in the order of the tree over the rounds.
 
     Parameters
     ----------
     parameters
-        Whose gradients are added.
+        Parameters whose gradients are added.
     rounds
-        How many will be pushed.
+        Number of rounds that will be pushed.
 
     Examples
     --------
@@ -81,7 +82,7 @@ class RoundSums:
     """
 
     def __init__(self, parameters: Iterable[Tensor], rounds: int) -> None:
-        # Each once: some optimizers and networks list one under two names.
+        # Each parameter once: some optimizers and networks list one under two names.
         self._parameters = list({id(parameter): parameter for parameter in parameters}.values())
         self._rounds = rounds
         self._before = self._take()
@@ -90,12 +91,12 @@ class RoundSums:
         self._ends = list(_list_ends(rounds))
 
     def push(self) -> None:
-        """Take the gradients of a round off the parameters.
+        """Take a round's gradients away from the parameters.
 
         Raises
         ------
         ParallelError
-            If all rounds were pushed already.
+            If all rounds are pushed.
         """
         self._require(self._pushed < self._rounds, "one more was pushed")
         self._waiting.append((self._pushed, self._take()))
@@ -106,7 +107,7 @@ class RoundSums:
         self._pushed += 1
 
     def put_back(self) -> None:
-        """Give the parameters the sum, added to the gradients that they had before.
+        """Set the parameters' gradients to the sum, added to the gradients from before the first round.
 
         Raises
         ------
@@ -121,7 +122,7 @@ class RoundSums:
     def _require(self, holds: bool, found: str) -> None:
         if not holds:
             raise ParallelError(
-                f"a sum over {self._rounds} rounds was begun, and {found}; push once behind each backward pass"
+                f"a sum over {self._rounds} rounds was started, and {found}; push once after each backward pass"
             )
 
     def _take(self) -> list[Tensor | None]:
@@ -132,7 +133,7 @@ class RoundSums:
 
 
 def _list_ends(count: int) -> list[list[int]]:
-    """Return, for each value of a tree, where the branches begin that are whole once it has come."""
+    """Return, for each value of a tree, the starts of the branches that the value completes."""
     ends: list[list[int]] = [[] for _ in range(count)]
 
     def visit(start: int, stop: int) -> None:

@@ -1,8 +1,8 @@
-"""What ``DistributedDataParallel`` asks of GPUs, on tensors without values: it is C++ that reads real ones.
+"""``DistributedDataParallel`` on fake tensors: torch's own is C++ that reads real memory.
 
-Read off torch's sources (``csrc/distributed/c10d/reducer.cpp``): buckets of flat gradients beside the gradients
-themselves, a copy of each into its bucket and back, a sum over each bucket, and a copy of what the network returns, by
-which it finds parameters that were not used.
+Its steps follow torch's sources (``csrc/distributed/c10d/reducer.cpp``): buckets of flat gradients beside the gradients
+themselves, a copy of each into its bucket and back, a sum over each bucket, and a copy of the network's outputs, from
+which torch finds unused parameters.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,30 +17,32 @@ from volseg.device.torch_internals import find_backward_pass, tree_map
 __all__ = ["FollowedReplicas"]
 
 LIMITS = (2**20, 25 * 2**20)
-"""Bytes from which on a bucket is full: of the first one of a device, and of the others."""
+"""Bytes at which a bucket is full: of the first one of a device, and of the others."""
 
 
 class FollowedReplicas(nn.Module):
-    """Stands for `DistributedDataParallel` where a step is followed.
+    """Stand-in for `DistributedDataParallel` in a step on fake tensors.
 
     Parameters
     ----------
     model : callable
-        Of one replica.
+        Network of one replica.
     parameters : iterable of Tensor
-        Those that are trained, on the devices where they stay, in the order of the network.
+        Trained parameters, on their devices, in the order of the network.
     processes : int
-        That sum gradients.
+        Number of processes that sum gradients.
     """
 
     _model: Callable[..., Any]
 
     def __init__(self, model: Callable[..., Any], parameters: Iterable[Tensor], processes: int) -> None:
         super().__init__()
-        object.__setattr__(self, "_model", model)  # whose parameters are not this module's
+        object.__setattr__(self, "_model", model)  # its parameters are not this module's
         self._processes = processes
         trained = list(parameters)
-        for device in dict.fromkeys(parameter.device for parameter in trained):  # the first replica's weights come
+        for device in dict.fromkeys(
+            parameter.device for parameter in trained
+        ):  # the broadcast of the first replica's weights
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in trained if parameter.device == device])
             observer().on_sent(device, "broadcast", flat.nbytes, processes)
             del flat
@@ -48,12 +50,12 @@ class FollowedReplicas(nn.Module):
             _Bucket(bucket, processes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the network, and copy what it returns."""
+        """Run the network, and copy its outputs."""
         return tree_map(_copy_if_trained, self._model(*args, **kwargs))
 
 
 class _Bucket:
-    """Gradients that are summed in one message; their hooks hold it."""
+    """Gradients that are summed in one message; their hooks hold the bucket."""
 
     def __init__(self, parameters: list[Tensor], processes: int) -> None:
         first = parameters[0]
@@ -66,9 +68,9 @@ class _Bucket:
             begin += parameter.numel()
 
     def take(self, gradient: Tensor, place: slice) -> None:
-        """Copy a gradient in and, as it will be when the sum is there, back.
+        """Copy a gradient in and, as after the sum, back.
 
-        A parameter that the step does not use gets none: the sum of such a bucket is told of in the next pass.
+        A parameter that the step does not use gets no gradient: the next pass reports the sum of such a bucket.
         """
         begun, self._pass = self._pass, find_backward_pass()
         if self._arrived and begun != self._pass:
@@ -83,7 +85,7 @@ class _Bucket:
 
 
 class _Arriving:
-    """Takes a parameter's gradient, multiplied as `Piped` does for its mean to be a sum."""
+    """Receive a parameter's gradient, multiplied as in `Piped`, so that its mean is a sum."""
 
     def __init__(self, bucket: _Bucket, place: slice) -> None:
         self._bucket, self._place = bucket, place
@@ -95,7 +97,7 @@ class _Arriving:
 
 
 def _fill_buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Give parameters of one device and dtype together, until they are as many bytes as a bucket takes."""
+    """Group parameters of one device and dtype until a bucket is full."""
     kinds = dict.fromkeys((parameter.device, parameter.dtype) for parameter in parameters)
     for kind in kinds:
         limit, size, bucket = LIMITS[0], 0, list[Tensor]()

@@ -1,7 +1,7 @@
-"""Work in forked copies of this process, which have its network and all its imports; they send plain results.
+"""Workers forked from this process, which share its network and imports; they send plain results.
 
-Copies are made only of a process that has not begun to use CUDA and is not one of several: CUDA does not survive a
-fork, and threads of collectives would be copied in the middle of what they do. Such a process does the work itself.
+Only a process that has not initialised CUDA and is not one of several forks: CUDA does not survive a fork, and the
+threads of collectives would be copied mid-call. Any other process does the work itself.
 """
 
 import multiprocessing
@@ -28,21 +28,21 @@ Asked = ParamSpec("Asked")
 Answer = TypeVar("Answer")
 
 _shared: Any = None
-"""The object that the copies work on; a network is in it, which they get by being copies and not by pickling."""
+"""Object on which the workers work; it contains a network, which forks inherit without pickling."""
 
 _CANNOT = "this copy has a broken CUDA"
-"""The answer of a copy instead of a result, where this process had begun to use CUDA without torch's knowing."""
+"""Answer of a worker instead of a result if its parent had initialised CUDA without torch's knowledge."""
 
 
 class ForkedWorkers(Generic[Shared]):
-    """A process per core, each of which calls functions of ``shared`` and some arguments.
+    """One process per core; each calls functions of ``shared`` and further arguments.
 
     Parameters
     ----------
     shared
         First argument of every function.
     forks
-        Whether there are any, where they can be made: else this process calls the function when it is asked.
+        Whether to fork if possible: otherwise this process calls the function when the result is requested.
     """
 
     def __init__(self, shared: Shared, *, forks: bool) -> None:
@@ -62,13 +62,13 @@ class ForkedWorkers(Generic[Shared]):
         _shared = None
         if self._pool is not None:
             for copy in set(multiprocessing.active_children()) - self._others:
-                copy.kill()  # it holds nothing, and may be in the middle of a step
+                copy.kill()  # it holds no resources, and may be in the middle of a step
             self._pool.shutdown(cancel_futures=True)
 
     def begin(
         self, function: Callable[Concatenate[Shared, Asked], Answer], *args: Asked.args, **kwargs: Asked.kwargs
     ) -> None:
-        """Let a copy begin with it as soon as one is free; results that are never asked for are given up."""
+        """Start a call as soon as a worker is free; a result that is never requested is dropped."""
         key = function, repr(args)
         if self._pool is not None and key not in self._begun:
             self._begun[key] = _submit(self._pool, _run, function, args, kwargs)
@@ -76,12 +76,12 @@ class ForkedWorkers(Generic[Shared]):
     def ask(
         self, function: Callable[Concatenate[Shared, Asked], Answer], *args: Asked.args, **kwargs: Asked.kwargs
     ) -> Answer:
-        """Return what it returns.
+        """Return the result of a call.
 
         Raises
         ------
         ParallelError
-            If the copy was killed.
+            If the worker was killed.
         """
         self.begin(function, *args, **kwargs)
         future = self._begun.get((function, repr(args)))
@@ -91,16 +91,17 @@ class ForkedWorkers(Generic[Shared]):
             found: Answer = future.result()
         except BrokenProcessPool as fault:
             raise ParallelError(
-                f"a worker process died during {args[0]}: it was killed, perhaps for want of main memory, or the "
+                f"a worker process died during {args[0]}: it was killed, perhaps by the OOM killer, or the "
                 "network ends its process; plan for one GPU to see which"
             ) from fault
         return function(self._shared, *args, **kwargs) if found == _CANNOT else found
 
 
 def ask_copy(function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
-    """Return what a function returns that asks CUDA, without this process beginning to use CUDA.
+    """Return the result of a function that queries CUDA, without initialising CUDA in this process.
 
-    Afterwards it can still be copied, and holds no memory of a GPU. Where it cannot be copied it is asked itself.
+    Afterwards this process can still fork, and holds no GPU memory. A process that cannot fork calls the function
+    itself.
     """
     if not _can_copy():
         return function(*args, **kwargs)
@@ -110,7 +111,7 @@ def ask_copy(function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Ask
 
 
 def _can_copy() -> bool:
-    """Tell whether a copy of this process would work."""
+    """Return whether a fork of this process would work."""
     is_alone = not (uses_gpus() or has_process_group() or is_launched())
     return is_alone and "fork" in multiprocessing.get_all_start_methods()
 
@@ -118,9 +119,9 @@ def _can_copy() -> bool:
 def _submit(
     pool: ProcessPoolExecutor, function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs
 ) -> Future[Answer]:
-    # Python calls its own functions around a fork and ignores what they raise: Ctrl-C was lost there.
+    # Python calls its own functions around a fork and ignores their exceptions: Ctrl-C was lost there.
     with deferring_signals(), warnings.catch_warnings():
-        # Python warns of threads, which copies lack; those are torch's, and a copy that uses one thread needs none.
+        # Python warns about threads, which forks lack; these are torch's, and a fork that uses one thread needs none.
         warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
         return pool.submit(function, *args, **kwargs)
 
@@ -131,10 +132,10 @@ def _make_pool(cores: int, *, hides_gpus: bool) -> ProcessPoolExecutor:
 
 
 def _begin_copy(parent: int, hides_gpus: bool) -> None:
-    # A copy has no threads but its own; torch's workers of data loaders do the same.
+    # A fork has only its own thread; torch's data loader workers do the same.
     torch.set_num_threads(1)
     bind_copy(parent)
-    if hides_gpus:  # autograd would begin a thread for each that is visible
+    if hides_gpus:  # autograd would start a thread for each visible GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

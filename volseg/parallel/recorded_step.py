@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from volseg.device.defragment import move_together
 from volseg.device.gpus import is_gpu
 from volseg.device.graph import RecordedFunction
-from volseg.device.moving import move_together
 from volseg.device.record_policy import Recorder
 from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.errors import ParallelError

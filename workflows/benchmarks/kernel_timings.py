@@ -29,7 +29,7 @@ from torch import Tensor
 
 from volseg.device import attention, fusions
 from volseg.device.attention import Addend
-from volseg.device.convolution import choice, padded, paired, rules, stacks
+from volseg.device.convolution import choice, depth_chunks, padded, rules, space_to_channels
 from volseg.device.convolution.forms import Direction, Groups, Turned, ZeroChannels
 from volseg.device.convolution.settings import Settings
 from volseg.device.norm import addition_passes, passes, statistics
@@ -220,7 +220,7 @@ def list_forms(direction: Direction, call: rules.ConvolutionCall) -> Iterator[tu
         yield "turned round", partial(choice.compute_in_form, Turned(), direction, given)
     for name, voxels in (("pairs", 2), ("fours", 4)):
         fits = voxels * max(weight.shape[:2]) <= MOST_CHANNELS and taps.numel() > 1
-        if fits and all(paired.can_group(volume, weight, settings, voxels) for volume in (slab, gradient)):
+        if fits and all(space_to_channels.can_group(volume, weight, settings, voxels) for volume in (slab, gradient)):
             yield name, partial(choice.compute_in_form, Groups(voxels), direction, given)
             if turns:
                 yield f"{name}, turned round", partial(choice.compute_in_form, Turned(voxels), direction, given)
@@ -240,9 +240,9 @@ def compute(call: rules.ConvolutionCall, place: int) -> Tensor:
     slab, weight, _, settings, gradient = call
     assert gradient is not None
     if place == 0:
-        return stacks.convolve(slab, weight, None, settings.arguments)
+        return depth_chunks.convolve(slab, weight, None, settings.arguments)
     mask = [place == 1, place == 2, False]
-    found = stacks.differentiate(gradient, slab, weight, None, settings.arguments, mask)[place - 1]
+    found = depth_chunks.differentiate(gradient, slab, weight, None, settings.arguments, mask)[place - 1]
     assert found is not None
     return found
 

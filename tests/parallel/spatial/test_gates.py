@@ -9,7 +9,7 @@ import torch
 from monai.networks.nets.attentionunet import AttentionBlock
 from torch import Tensor, nn
 
-from volseg.device import fusions, gating
+from volseg.device import broadcast_mul, fusions
 from volseg.parallel import ModelParallel
 from volseg.parallel.spatial.operators import pointwise
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -88,8 +88,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    for name, plain in (("multiply", torch.mul), ("differentiate", gating.differentiate_plainly)):
-        monkeypatch.setattr(gating, name, noted(name, plain))
+    for name, plain in (("multiply", torch.mul), ("differentiate", broadcast_mul.differentiate_plainly)):
+        monkeypatch.setattr(broadcast_mul, name, noted(name, plain))
     monkeypatch.setattr(pointwise, "_has_kernel", lambda volume: fusions.is_on("gates"))
     return found
 

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from volseg.device import fusions, gpus
 from volseg.device.convolution import (
+    depth_chunks,
     depthwise,
     few_channels,
     few_in,
     few_out,
     few_taps,
+    flipped_weights,
     many_taps,
     one_voxel,
     padded,
-    paired,
     rules,
-    stacks,
-    turned,
+    space_to_channels,
 )
 from volseg.device.convolution.forms import Direction, Form, Groups, Turned, ZeroChannels, find_form
 from volseg.device.convolution.rules import ConvolutionCall
@@ -76,12 +76,12 @@ def _can_take(form: Form, direction: Direction, call: ConvolutionCall) -> bool:
     if isinstance(form, Turned):
         volumes = [call.slab if direction == "forward" else call.given]
         # Forward is a transposed convolution, which is not cut into stacks.
-        is_large = rules.count_voxels(volumes[0]) * max(call.weight.shape[:2]) > stacks.LIMIT
+        is_large = rules.count_voxels(volumes[0]) * max(call.weight.shape[:2]) > depth_chunks.LIMIT
         if (direction == "forward" and is_large) or not rules.pads_less_than_kernel(call.weight, call.settings):
             return False
     else:
         volumes = [call.slab] if direction == "forward" else [call.slab, call.given]
-    grouped = partial(paired.can_group, weight=call.weight, settings=call.settings, voxels=form.voxels)
+    grouped = partial(space_to_channels.can_group, weight=call.weight, settings=call.settings, voxels=form.voxels)
     return form.voxels == 1 or all(map(grouped, volumes))
 
 
@@ -95,10 +95,10 @@ def compute_in_form(form: Form, direction: Direction, call: ConvolutionCall) -> 
     arguments = form._asdict()
     if isinstance(form, Turned):
         if direction == "forward":
-            return turned.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
+            return flipped_weights.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
         assert direction == "input gradient", direction
-        return turned.input_gradient(call.given, call.weight, call.settings, **arguments)
-    module = paired if isinstance(form, Groups) else padded
+        return flipped_weights.input_gradient(call.given, call.weight, call.settings, **arguments)
+    module = space_to_channels if isinstance(form, Groups) else padded
     if direction == "forward":
         return module.forward(call.slab, call.weight, call.bias, call.settings, **arguments)
     compute = module.input_gradient if direction == "input gradient" else module.weight_gradient
@@ -142,7 +142,7 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
         Kernel(
             "many taps",
             rules.turns_many_taps,
-            lambda call: turned.forward(call.slab, call.weight, call.bias, call.settings),
+            lambda call: flipped_weights.forward(call.slab, call.weight, call.bias, call.settings),
         ),
     ),
     # But for ``one_voxel``, which computes both gradients in one pass: see ``differentiate``.
@@ -237,12 +237,12 @@ def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settin
         Whether volumes lie, and results shall lie, with channels last.
     """
     if not channels_last:
-        return stacks.convolve(slab, weight, bias, settings.arguments)
+        return depth_chunks.convolve(slab, weight, bias, settings.arguments)
     call = ConvolutionCall(slab, weight, bias, settings)
     chosen = choose("forward", call)
     if chosen is not None:
         return chosen.compute()
-    result = stacks.convolve(slab, weight, bias, settings.arguments)
+    result = depth_chunks.convolve(slab, weight, bias, settings.arguments)
     # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
     return in_layout(result, channels_last=True)
 
@@ -294,5 +294,5 @@ def differentiate(
         found[2] = gradient.sum([dim for dim in range(gradient.ndim) if dim != 1])
     if not any(rest) or found[2] is not None:
         return found
-    others = stacks.differentiate(gradient, slab, weight, bias_sizes, settings.arguments, rest)
+    others = depth_chunks.differentiate(gradient, slab, weight, bias_sizes, settings.arguments, rest)
     return [other if value is None else value for value, other in zip(found, others, strict=True)]

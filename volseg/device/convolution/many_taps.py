@@ -7,7 +7,7 @@ in Triton. cuDNN chooses badly for some sizes of 128 channels or more, where try
 better one: on an H200 21 TFLOP/s for 256 channels of any size. Ours does 440 to 520 on an H100.
 
 Of 32 and 64 channels a tile of 128 rows is filled by the voxels of a group along W, with their channels one behind the
-other in memory, as in ``paired``. A tap of a group is a run of voxels, whose channels follow one another as well::
+other in memory, as in ``space_to_channels``. A tap of a group is a run of voxels, whose channels follow one another as well::
 
     4 voxels of a group, 32 channels           128 rows           g0 g1 g2 g3
     runs of voxels under taps 0 to 4    2 x 128 columns        x0 x1 x2 x3 | x4 x5 x6 x7
@@ -36,7 +36,7 @@ FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
 """Below, cuDNN is the faster one; but for ``GROUPS``."""
 
 FEWEST_VOXELS = 4096
-"""Of the forward convolution of these, turned round (``turned``): below, cuDNN's own is as fast."""
+"""Of the forward convolution of these, turned round (``flipped_weights``): below, cuDNN's own is as fast."""
 
 ALWAYS_TURNED = 256
 """Channels from which on cuDNN's own takes twice as long for few voxels, too."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.device.convolution import stacks
+from volseg.device.convolution import depth_chunks
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 
@@ -62,7 +62,7 @@ def forward(
     """
     wide = _widen_weight(weight, inputs, outputs)
     filled = None if bias is None else F.pad(bias, (0, wide.shape[0] - weight.shape[0]))
-    found = stacks.convolve(_widen(slab, inputs), wide, filled, settings.arguments)
+    found = depth_chunks.convolve(_widen(slab, inputs), wide, filled, settings.arguments)
     return _take(found, weight.shape[0])
 
 
@@ -94,7 +94,7 @@ def _differentiate(
     wide = _widen_weight(weight, inputs, outputs)
     # Of the volume whose gradient is asked for only the shape is read.
     given = _widen(slab, inputs) if place == 1 else _shape_like(slab, wide.shape[1])
-    found = stacks.differentiate(_widen(gradient, outputs), given, wide, None, settings.arguments, mask)[place]
+    found = depth_chunks.differentiate(_widen(gradient, outputs), given, wide, None, settings.arguments, mask)[place]
     assert found is not None
     return found
 

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions, gpus, triton_tiles
-from volseg.device.convolution import depthwise, few_channels, few_in, few_out, few_taps, many_taps, one_voxel, stacks
+from volseg.device.convolution import (
+    depth_chunks,
+    depthwise,
+    few_channels,
+    few_in,
+    few_out,
+    few_taps,
+    many_taps,
+    one_voxel,
+)
 from volseg.device.convolution.settings import Settings
 
 __all__ = [
@@ -166,11 +175,11 @@ def _is_many_taps(call: ConvolutionCall) -> bool:
     fits = prod(weight.shape[2:]) >= many_taps.FEWEST_TAPS and pads_less_than_kernel(weight, call.settings)
     if not (fits and _is_undilated(slab, weight, call.settings)):
         return False
-    return slab.stride(1) == 1 and count_voxels(slab) * max(weight.shape[:2]) <= stacks.LIMIT
+    return slab.stride(1) == 1 and count_voxels(slab) * max(weight.shape[:2]) <= depth_chunks.LIMIT
 
 
 def turns_many_taps(call: ConvolutionCall) -> bool:
-    """Say whether this convolution of many channels is computed forward by its weight ``turned`` round."""
+    """Say whether this convolution of many channels is computed forward with flipped weights (``flipped_weights``)."""
     if not fusions.is_on("turned weights"):
         return False
     fewest, voxels = min(call.weight.shape[:2]), count_voxels(call.slab)

@@ -1,4 +1,4 @@
-"""The first error of a job: reported once, by the process that it belongs to; the others end after it."""
+"""First error of a job: the process that failed reports it once; the others end after it."""
 
 import json
 import os
@@ -41,30 +41,31 @@ __all__ = [
 ]
 
 SECONDS_FOR_THE_CAUSE = 6.0
-"""For whoever failed first to say so, when all that is known here is that somebody is gone."""
+"""Seconds for the failing process to report its error, when this process knows only that another one is gone."""
 
 LASTING = (BatchFieldError, ConfigError, DataError, GridError, NonFiniteLossError, UnsupportedOperatorError)
-"""What another attempt meets again: it starts from the same files. A refusal must not become a consent by it either:
-attempts after the first go on with what they find in the run folder."""
+"""Errors that another attempt would meet again: it starts from the same files. A restart must also not turn a refusal
+into
+a consent: attempts after the first continue with the content of the run folder."""
 
 SECONDS_FOR_REPORTS = 2.0
-"""For a status to be written before this process ends."""
+"""Seconds for a status to be written before this process ends."""
 
 _reports: list[Callable[[str], object]] = []
 
 SECONDS_FOR_STACKS = 3.0
-"""For every process to show where it is: the first that ends is the end of the others."""
+"""Seconds for every process to print its stack: the first one that ends stops the others."""
 
 
 def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn:
-    """End this launched process after an error that nobody caught; the first of the job is told, the others named.
+    """End this launched process after an uncaught error; report the job's first error and name the others.
 
     Parameters
     ----------
     fault
-        What was raised.
+        The error.
     supervision
-        Of this process, which tells the others; None before the processes have met.
+        Supervision of this process, which informs the others; None before the rendezvous.
     """
     fault = await_first_error(fault, supervision)
     said, is_ours = describe(fault), isinstance(fault, VolsegError)
@@ -88,10 +89,10 @@ def end_after(fault: BaseException, supervision: Supervision | None) -> NoReturn
 
 
 def await_first_error(fault: BaseException, supervision: Supervision | None) -> BaseException:
-    """Return the error that a job ends by, where ``fault`` may say only that another process is gone.
+    """Return the error that ends the job; ``fault`` may say only that another process is gone.
 
-    Then another process failed first. Supervision ends this process as soon as it knows which, so that this function
-    returns only if that takes long.
+    In that case another process failed first. Supervision ends this process as soon as it knows that process, so this
+    function returns only after a long wait.
     """
     if supervision is None or not is_peer_gone(fault):
         return fault
@@ -100,15 +101,15 @@ def await_first_error(fault: BaseException, supervision: Supervision | None) -> 
     if not gone:
         return fault
     return ParallelError(
-        f"{gone} sends no heartbeat any more and its connections broke; {ENDED_SILENTLY} ({_shorten(str(fault))})"
+        f"{gone} sends no heartbeat and its connections broke; {ENDED_SILENTLY} ({_shorten(str(fault))})"
     )
 
 
 @contextmanager
 def reporting_first_error(report: Callable[[str], object]) -> Iterator[None]:
-    """Have ``report`` called with the error that the job ends by, if that ends this process within the block.
+    """Call ``report`` with the error that ends the job, if the job ends within the block.
 
-    It is called by another thread than the main one, and waited for a moment only: the main thread may hang anywhere.
+    A thread calls ``report``, and is waited for only briefly: the main thread may hang anywhere.
     """
     _reports.append(report)
     try:
@@ -118,18 +119,18 @@ def reporting_first_error(report: Callable[[str], object]) -> Iterator[None]:
 
 
 def begin_all_anew(message: str, supervision: Supervision, variables: Mapping[str, str]) -> NoReturn:
-    """Begin anew after a failure that the job survives in another way, with all other processes.
+    """Restart all processes in place after a failure that the job survives in another way.
 
-    If another process failed before, for good or not, that counts.
+    If another process failed before, for good or not, its failure counts.
 
     Parameters
     ----------
     message
         What failed.
     supervision
-        Of this process, which tells the others: they may be waiting for it in a collective.
+        Supervision of this process, which informs the others: they may be waiting for it in a collective.
     variables
-        Of the environment, in which this process tells itself what happened.
+        Environment variables that pass the failure to the restarted process.
     """
     cause = supervision.fail(f"{name_own_place()}: {message}", again=True)
     if not cause.again:
@@ -139,24 +140,24 @@ def begin_all_anew(message: str, supervision: Supervision, variables: Mapping[st
 
 
 def _count_attempt() -> str:
-    """Return how often these processes have been started, this time included, where launchers count on."""
+    """Return how often these processes have been started, this time included, where launchers keep counting."""
     return str(int(os.environ.get(OWN_ATTEMPTS, "0")) + 1)
 
 
 def end_by(cause: Cause, stack: str = "", also: str = "") -> NoReturn:
-    """End this process for what another one found or suffered, or begin it anew where that is said.
+    """End or restart this process for a failure of another one.
 
     Parameters
     ----------
     cause
-        Why the job ends.
+        Cause of the job's end.
     stack
-        Where the main thread of this process is, if that matters.
+        Stack of this process's main thread, if it matters.
     also
-        What this process met itself, which is a consequence as a rule.
+        This process's own error, which is usually a consequence.
     """
     if cause.again:
-        say_last(f"volseg: {name_own_place()} begins anew with the others, after {_shorten(cause.message)}")
+        say_last(f"volseg: {name_own_place()} restarts with the others, after {_shorten(cause.message)}")
         begin_anew({OWN_ATTEMPTS: _count_attempt()})
     for report in _reports:
         reporting = threading.Thread(target=report, args=(cause.message,), name="volseg first error", daemon=True)
@@ -168,8 +169,8 @@ def end_by(cause: Cause, stack: str = "", also: str = "") -> NoReturn:
         met = f"; here: {_shorten(also)}" if also and also not in cause.message else ""
         say_last(f"volseg: {name_own_place()} ends with the others, after {_shorten(cause.message)}{met}")
     if stack:
-        say_last(f"{name_own_place()} is here:\n{stack}")
-    # The launcher takes the file of whichever process ended first: all say the same.
+        say_last(f"stack of {name_own_place()}:\n{stack}")
+    # The launcher reads the error file of the process that ended first: all processes write the same error.
     write_cause(cause.message, lasts=cause.lasts)
     if stack:
         time.sleep(SECONDS_FOR_STACKS)
@@ -177,24 +178,24 @@ def end_by(cause: Cause, stack: str = "", also: str = "") -> NoReturn:
 
 
 def is_peer_gone(fault: BaseException) -> bool:
-    """Tell whether an error says no more than that another process is gone: a connection that broke."""
+    """Return whether an error only says that another process is gone: a broken connection."""
     if isinstance(fault, ParallelError) and isinstance(fault.__cause__, RuntimeError):
         return is_peer_gone(fault.__cause__)
     if isinstance(fault, dist.DistNetworkError):
         return True
     if isinstance(fault, dist.DistBackendError):
         return "remote process exited" in str(fault) or "Connection" in str(fault)
-    # gloo's errors are plain ones and begin with the file that they come from.
+    # gloo raises plain errors, whose messages begin with the source file.
     return type(fault) is RuntimeError and "gloo/transport/" in str(fault)
 
 
 def describe(fault: BaseException) -> str:
-    """Return the message of an error on purpose; others are named by their type too."""
+    """Return the message of a volseg error; prefix other errors with their type."""
     return str(fault) if isinstance(fault, VolsegError) else f"{type(fault).__name__}: {fault}"
 
 
 def write_cause(message: str, callstack: str = "", *, lasts: bool = False) -> None:
-    """Write the elastic launcher's error file, in the form of torch's ``ErrorHandler``, if one is wanted."""
+    """Write the elastic launcher's error file, in the format of torch's ``ErrorHandler``, if one is requested."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
@@ -204,30 +205,30 @@ def write_cause(message: str, callstack: str = "", *, lasts: bool = False) -> No
 
 
 def read_cause(failure: ProcessFailure, place: str) -> str:
-    """Return what a process of the elastic launcher ended by.
+    """Return the cause of death of a process of the elastic launcher.
 
     Parameters
     ----------
     failure
-        As the launcher has it.
+        The launcher's record.
     place
-        Of that process, for one that could say nothing.
+        Description of that process, in case it wrote no error.
     """
     told: Any = failure.error_file_data.get("message")
     if isinstance(told, dict):
         return str(told["message"])
     words = f"{place} {describe_exit(failure.exitcode)}"
-    return words if failure.exitcode == -signal.SIGKILL else f"{words}; its own output above says more"
+    return words if failure.exitcode == -signal.SIGKILL else f"{words}; its own output above has the details"
 
 
 def is_lasting(failure: ProcessFailure) -> bool:
-    """Tell whether a process of the elastic launcher ended by what another attempt would end by too."""
+    """Return whether a process of the elastic launcher failed for a cause that another attempt would meet too."""
     told: Any = failure.error_file_data.get("message")
     return isinstance(told, dict) and bool(told.get("extraInfo", {}).get("lasts"))
 
 
 def _is_told_by_launcher() -> bool:
-    """Whether our own launcher prints the message."""
+    """Whether volseg's own launcher prints the message."""
     return OWN_LAUNCHER in os.environ and find_launch() is not None
 
 

@@ -1,4 +1,4 @@
-"""Start the process group of this job, watch over it, and end it."""
+"""Start, supervise and leave the process group of a job."""
 
 import gc
 import os
@@ -51,10 +51,10 @@ TIMEOUT = 600.0
 """Seconds without progress of any process after which the job is ended, unless a config says otherwise."""
 
 FOREVER = timedelta(days=30)
-"""For the backends: processes wait with reason for one that reads cases; what hangs is found by `Supervision`."""
+"""Timeout of the backends: processes may wait for one that reads cases; `Supervision` finds hangs."""
 
 SECONDS_OF_STORE = 30.0
-"""For one answer of the store, whose machine may be gone."""
+"""Seconds for one answer of the store, whose machine may be gone."""
 
 
 class _Joined:
@@ -70,33 +70,34 @@ class _Joined:
 _joined = _Joined()
 
 _message_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""A gloo group of the same processes for each group that is another."""
+"""For each group that is not on gloo, a gloo group of the same processes."""
 
 
 def start_group(timeout: float = TIMEOUT, *, on_cpu: bool = False) -> None:
-    """Join the other processes of this job in torch's default process group, unless that was done.
+    """Join torch's default process group with the other processes of this job, unless it is joined.
 
-    NCCL where there are GPUs, else gloo. A job of several processes is watched from then on: see ``supervision``.
+    The backend is NCCL with GPUs, otherwise gloo. From then on a job of several processes is watched: see
+    ``supervision``.
 
     Parameters
     ----------
     timeout
-        Seconds for all processes to come, and later without progress of any of them, after which the job is ended.
+        Seconds for all processes to arrive, and later without progress of any of them, after which the job is ended.
     on_cpu
-        Whether the processes compute on the CPU, and so exchange by gloo, where there are GPUs too.
+        Whether the processes compute on the CPU, and so use gloo, even on a machine with GPUs.
 
     Raises
     ------
     ParallelError
-        If no launcher said which processes there are, or they do not come.
+        If no launcher set the processes of the job, or they do not arrive.
     """
     if dist.is_initialized():
         return
     launch = find_launch()
     if launch is None:
         raise ParallelError(
-            "no launcher started this process: run it by torchrun, by volseg.parallel.launch, or with srun in a step "
-            "of several tasks"
+            "no launcher started this process: start it by torchrun, by volseg.parallel.launch, or with srun in "
+            "a step of several tasks"
         )
     end_with_launcher()
     stay_on_cpu(on_cpu)
@@ -127,27 +128,27 @@ def start_group(timeout: float = TIMEOUT, *, on_cpu: bool = False) -> None:
 def make_group(
     ranks: Sequence[int] | None = None, backend: str | None = None, *, local: bool = False
 ) -> dist.ProcessGroup:
-    """Return a group of some of the processes, which waits as long as the one of all; see ``dist.new_group``.
+    """Return a group of some of the processes, with the timeout of the default group; see ``dist.new_group``.
 
     Parameters
     ----------
     ranks
-        Of all processes by default.
+        Members; all processes by default.
     backend
-        That of the group of all by default.
+        That of the default group by default.
     local
-        Whether only its members call this, in place of every process.
+        Whether only the members call this function, instead of every process.
     """
     return dist.new_group(ranks, timeout=FOREVER, backend=backend, use_local_synchronization=local)
 
 
 def make_groups(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Make a group of every row of processes, as torch wants of each of them; return the one that this process is in.
+    """Make a group of every row of processes, as torch requires from each of them; return the group of this process.
 
     Raises
     ------
     ParallelError
-        If it is in none.
+        If this process is in no row.
     """
     own = None
     for row in rows:
@@ -160,9 +161,9 @@ def make_groups(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 
 
 def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same processes that sends tensors of the host: itself, or one made by all the first time.
+    """Return a gloo group of the same processes for host tensors: the group itself, or one that the first call makes.
 
-    One for all models: torch never lets a group go before the last.
+    All models share one: torch never frees a group before the last.
     """
     if "cpu" in dist.Backend.backend_capability.get(dist.get_backend(group), ()):
         return group
@@ -172,7 +173,7 @@ def find_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def agree(yes: bool, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
-    """Tell whether all processes of a group say yes, then all of the next one: all of a mesh, by its dims in turn."""
+    """Return whether all processes of a group agree, then all of the next group: a whole mesh, dim by dim."""
     with host_values():
         vote = torch.tensor([int(yes)], device=find_readable(device))
         for group in groups:
@@ -181,7 +182,7 @@ def agree(yes: bool, groups: Sequence[dist.ProcessGroup], device: torch.device) 
 
 
 def largest_over_processes(value: int, device: torch.device) -> int:
-    """Return the largest of the processes' values, to all of them; waits for the slowest."""
+    """Return the largest value over the processes to all of them; waits for the slowest."""
     if not is_distributed():
         return value
     values = torch.tensor([value], device=device)
@@ -190,29 +191,29 @@ def largest_over_processes(value: int, device: torch.device) -> int:
 
 
 def gather_over_processes(names: Sequence[str]) -> list[str]:
-    """Return the names that the processes pass, to all of them; each name once, in the order of the processes."""
+    """Return the distinct names that the processes pass to all of them, in the order of the processes."""
     group = dist.group.WORLD if is_distributed() else None
     told = exchange(names, None if group is None else find_message_group(group))
     return list(dict.fromkeys(name for one in told for name in one))
 
 
 def leave_processes() -> None:
-    """End this process's part of the job, when all have done theirs; without a group, do nothing.
+    """Leave the process group after all processes have finished; without a group, do nothing.
 
-    Not after a failure: the others may never come to the end, for which this waits. Models, batches and recordings of
-    this process should have gone before: gloo's threads end with the last reference to a group.
+    Do not call this after a failure: it waits for the others, which may never arrive. Delete the models, batches and
+    recordings of this process before: gloo's threads end with the last reference to a group.
     """
     if not has_process_group():
         return
     rendezvous = _joined.rendezvous
-    if rendezvous is not None:  # watched over until here: those that are late may hang
+    if rendezvous is not None:  # supervised until here: late processes may hang
         report_progress("leave")
         rendezvous.store.set(f"arrived/{find_rank()}", "")
         _wait_for_all(rendezvous, "arrived")
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     _message_groups.clear()
-    gc.collect()  # a model is full of circles, and holds its groups
+    gc.collect()  # a model holds reference cycles, and its groups
     rank = find_rank()
     dist.destroy_process_group()
     gc.collect()
@@ -226,7 +227,7 @@ def leave_processes() -> None:
 
 
 def stop_watching() -> None:
-    """Let this process end without being missed: it has done its work, or a signal ends it."""
+    """Stop supervising this process: it has finished, or a signal ends it."""
     if _joined.supervision is not None:
         _joined.supervision.leave()
         _joined.supervision.stop()
@@ -234,16 +235,17 @@ def stop_watching() -> None:
 
 
 def find_supervision() -> Supervision | None:
-    """Return what watches over this process, if anything does."""
+    """Return the supervision of this process; None without one."""
     return _joined.supervision
 
 
 @contextmanager
 def _limit_rendezvous(launch: Launch, seconds: float) -> Iterator[None]:
-    """End this process if the block takes longer: calls of a store that is cut off have no timeout."""
+    """End this process if the block exceeds the time limit: calls of an unreachable store have no timeout."""
     message = (
-        f"process {launch.rank} of {launch.world_size} has no answer from {launch.address}:{launch.port}, where the "
-        f"processes of the job meet, for {seconds:g} s; the network to that machine is gone, or that machine hangs"
+        f"process {launch.rank} of {launch.world_size} has had no answer from the job's store at "
+        f"{launch.address}:{launch.port} for {seconds:g} s; the network to that machine is down, or that machine "
+        "hangs"
     )
     clock = threading.Timer(seconds, end_by, (Cause(message=message, is_own=True),))
     clock.daemon = True
@@ -263,9 +265,9 @@ def _watch(launch: Launch, rendezvous: Rendezvous, timeout: float) -> None:
 
 
 def _tell_of_errors() -> None:
-    """End a script that runs into an error by `end_after`, instead of in the teardown, waiting for what is under way.
+    """End a script by `end_after` at an uncaught error, instead of in the teardown, which waits for pending work.
 
-    After torch has started a group: its hook catches what the one before writes, and would lose it.
+    Call this after torch has started a group: torch's hook captures what an earlier hook writes, and would lose it.
     """
     told = sys.excepthook
 
@@ -279,7 +281,7 @@ def _tell_of_errors() -> None:
 
 
 def _wait_for_all(rendezvous: Rendezvous, what: str, seconds: float | None = None) -> None:
-    """Wait until all processes have put down that they did something, or for so many seconds."""
+    """Wait until every process has set its key, up to the given number of seconds."""
     keys = [f"{what}/{rank}" for rank in range(len(rendezvous.members))]
     end = None if seconds is None else time.monotonic() + seconds
     while not rendezvous.store.check(keys) and (end is None or time.monotonic() < end):

@@ -1,6 +1,6 @@
-"""Start one process per device on this machine, with torch's own elastic launcher.
+"""Start one process per device on this machine, with torch's elastic launcher.
 
-``torchrun`` on the command line does the same; this is for programs that count devices first.
+``torchrun`` on the command line does the same; this module is for programs that count devices first.
 """
 
 import logging
@@ -26,30 +26,32 @@ logger = logging.getLogger(__name__)
 
 
 def is_worker() -> bool:
-    """Say whether a launcher started this process (``torchrun``, or ``launch``)."""
+    """Return whether a launcher started this process (``torchrun``, or ``launch``)."""
     return is_launched()
 
 
 def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> None:
     """Run ``python <command>`` in ``processes`` local processes, and wait for them.
 
-    Each gets torchrun's variables (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...). If one fails, the
-    others are ended, and all are started again as often as that is allowed; not after what another attempt would meet
-    again, such as a config that cannot be run.
+    Each process gets torchrun's variables (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...). If one
+    fails, the
+    others are ended and all are restarted, up to ``max_restarts`` times. There is no restart after an error that
+    another
+    attempt would meet again, such as a config that cannot be run.
 
     Parameters
     ----------
     command
         Arguments for the Python interpreter, such as ``["-m", "volseg", "train", "config.yaml"]``.
     processes
-        Number of processes; the local rank of each chooses its device.
+        Number of processes; the local rank of each selects its device.
     max_restarts
-        How often they are started again after one has failed.
+        Number of restarts after failures.
 
     Raises
     ------
     ParallelError
-        If a process fails: what it ended by, and which one it was; or if this process is itself a launched one.
+        If a process fails: with the cause and the process; or if this process was itself launched.
     """
     if processes < 1:
         raise ParallelError(f"processes must be at least 1, got {processes}")
@@ -73,11 +75,11 @@ def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> 
         cause = read_cause(first, name_place(rank, processes, first.local_rank))
         if attempt == max_restarts or is_lasting(first):
             raise ParallelError(cause + (f"; it was started {attempt + 1} times" if attempt else ""))
-        logger.warning("%s; all processes are started again, %d of %d times", cause, attempt + 1, max_restarts)
+        logger.warning("%s; restarting all processes, %d of %d times", cause, attempt + 1, max_restarts)
 
 
 def _attempt(command: Sequence[str], processes: int) -> ChildFailedError | None:
-    """Run all processes once; torch's launcher would start them again whatever they ended by."""
+    """Run all processes once; torch's launcher would restart them after any error."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -98,7 +100,7 @@ def _attempt(command: Sequence[str], processes: int) -> ChildFailedError | None:
 
 @contextmanager
 def _setting(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment, which the processes inherit, and put back what was there."""
+    """Set environment variables, which the processes inherit, and restore the old values."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -113,7 +115,7 @@ def _setting(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _put_handlers_back() -> Iterator[None]:
-    """Undo that the elastic launcher leaves its own signal handlers, which end this process at the next Ctrl-C."""
+    """Restore signal handlers: the elastic launcher leaves its own, which end this process at the next Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -128,7 +130,7 @@ def _put_handlers_back() -> Iterator[None]:
 
 @contextmanager
 def _telling_it_once() -> Iterator[None]:
-    """Keep torch's launcher from logging that a process failed: the error says so, and more."""
+    """Silence the failure log of torch's launcher: volseg's error contains it."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Where this process is in its work; what supervises it looks here."""
+"""Position of this process in its work, which its supervision reads."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ __all__ = ["Milestone", "find_milestone", "report_progress"]
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """What a process did last."""
+    """Last reported step of a process."""
 
     count: int
-    """Reports until then. Threads may report at once and one go uncounted: what matters is that it changes."""
+    """Number of reports. Concurrent reports of threads may be counted once: only a change of the number matters."""
     phase: str
     epoch: int | None
     """Counted from 1."""
@@ -27,23 +27,23 @@ _last = Milestone(0, "start", None, None)
 
 
 def report_progress(phase: str, epoch: int | None = None, item: int | str | None = None) -> None:
-    """Say that the work goes on: what is being done, and how far it is.
+    """Report progress: the current phase, and the position in it.
 
-    To be called wherever a loop of a job comes round: a batch, a case that was read or predicted, a recording. It
-    costs less than a microsecond. A process that reports nothing for ``parallel.timeout`` is taken to hang if no other
-    one reports either.
+    Call it in every loop of a job: for a batch, a case that was read or predicted, a recording. It costs less than a
+    microsecond. A process that reports nothing for ``parallel.timeout`` counts as hanging if no other process reports
+    either.
 
     Parameters
     ----------
     phase
         A word or two, such as ``"train"`` or ``"read"``.
     epoch, item
-        Where in it: an epoch and a batch, both counted from 1, or the name of a case.
+        Position in the phase: an epoch and a batch, both counted from 1, or the name of a case.
     """
     global _last
     _last = Milestone(_last.count + 1, phase, epoch, item)
 
 
 def find_milestone() -> Milestone:
-    """Return what was reported last."""
+    """Return the last report."""
     return _last

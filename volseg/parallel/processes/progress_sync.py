@@ -1,9 +1,9 @@
-"""Long work that every process of a group does by itself, with word of the others' while it lasts.
+"""Run long work in every process of a group while exchanging progress with the other ranks.
 
-A collective in which a process waits for hours for the others would run into the group's timeout, and would hear of a
-failure elsewhere only at the end. Here a thread beside the work takes part in short rounds of messages: who still
-works, and how far. So nobody waits longer than a round, whatever the work takes; the first process that fails or stops
-is known to all within about a second; and a process that dies breaks the round. Messages are JSON and integers.
+A collective in which a process waits for hours would run into the group's timeout, and would report a failure elsewhere
+only at the end. Here a thread beside the work exchanges short rounds of messages: which processes still work, and their
+progress. So no process waits longer than a round; all processes learn of the first failure or stop within about a
+second; and a process that dies breaks the round. Messages are JSON and integers.
 """
 
 import json
@@ -24,18 +24,18 @@ Heard = Callable[[list[list[int]]], object]
 
 _WORKING, _DONE, _STOPPED, _FAILED = range(4)
 _LONGEST_SECONDS = 1.0
-"""Between two rounds; work of a few seconds has them more often, at a tenth of what it has taken so far."""
+"""Longest interval between two rounds; during the first seconds the interval is a tenth of the elapsed time."""
 
 
 def exchange(message: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return every process's message, by its number in the group.
+    """Return every process's message, by its rank in the group.
 
     Parameters
     ----------
     message : Any
-        What JSON can say; tuples come back as lists, and keys as text. Numbers keep every bit, NaN too.
+        A JSON value; tuples come back as lists, and keys as text. Numbers keep every bit, NaN too.
     group : ProcessGroup or None
-        On gloo, all processes of which call this; None: this process alone.
+        A gloo group, all processes of which call this; None: this process only.
     """
     text = json.dumps(message)
     if group is None:
@@ -50,14 +50,14 @@ def exchange(message: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 class Rounds:
-    """What a process's work may say and ask of the others while it lasts.
+    """Progress of this process's work, and of the others', during the work.
 
     Attributes
     ----------
     messages : list
         Every process's result, once all are done.
     failure : Exception or None
-        Why another process failed or stopped.
+        Error or stop of another process.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Rounds:
             self._thread.start()
 
     def count(self, which: int = 0) -> None:
-        """Say that one more of something is done; from any thread."""
+        """Count one more item of a kind as done; any thread may call this."""
         with self._lock:
             self._counts[which] += 1
             counts = [list(self._counts)]
@@ -93,12 +93,12 @@ class Rounds:
             self._tell(counts)
 
     def check(self) -> None:
-        """Leave the work, between two parts of it, if a process failed or stopped.
+        """Raise, between two parts of the work, if a process failed or stopped.
 
         Raises
         ------
         Exception
-            That process's error where it is one of volseg's or a stop, else a ParallelError that names it.
+            That process's error if it is volseg's or a stop, otherwise a ParallelError that names the process.
         """
         if self._poll is not None:
             self._poll()
@@ -107,7 +107,7 @@ class Rounds:
                 raise fault
 
     def end(self, state: int, message: Any) -> None:
-        """Tell the others how the work has ended; returns when they need this process no more."""
+        """Report the end of the work to the others; return when they no longer need this process."""
         with self._lock:
             self._state, self._message = state, message
         self._ended.set()
@@ -117,11 +117,11 @@ class Rounds:
         while self._thread.is_alive():
             self._thread.join(0.05)
             if state == _DONE and self._is_stopped():
-                with self._lock:  # the others still work; if they have just ended too, this comes too late, and may
+                with self._lock:  # the others still work; if they have just ended too, this is late but harmless
                     self._state, self._message = _STOPPED, None
 
     def _is_stopped(self) -> bool:
-        """Say whether this process was asked to stop while it waits for the others."""
+        """Return whether this process was asked to stop while it waits for the others."""
         if self._poll is None or self._stops is None:
             return False
         try:
@@ -133,7 +133,7 @@ class Rounds:
     def _take_part(self) -> None:
         try:
             self._run_rounds()
-        except Exception as fault:  # whatever a broken connection or a listener raises must end the work
+        except Exception as fault:  # any error of a broken connection or a listener must end the work
             self.failure = fault if isinstance(fault, VolsegError) else _explain_broken(fault)
 
     def _run_rounds(self) -> None:
@@ -155,7 +155,7 @@ class Rounds:
             self.failure = self._explain(states[first], messages[first], first)
 
     def _tell(self, counts: list[list[int]]) -> None:
-        """Pass the counts on; a listener that fails must not keep the others from their round."""
+        """Pass the counts to the listener; an error in the listener must not keep the others from their round."""
         if self._heard is None or self._deaf is not None:
             return
         try:
@@ -164,7 +164,7 @@ class Rounds:
             self._deaf = fault
 
     def _explain(self, state: int, message: Any, number: int) -> Exception:
-        """Return the error of another process as it is raised here."""
+        """Return another process's error in the form in which this process raises it."""
         assert self._group is not None
         where = f"process {dist.get_global_rank(self._group, number)}"
         if state == _STOPPED:
@@ -182,34 +182,34 @@ def run_together(
     stops: type[Exception] | None = None,
     poll: Callable[[], object] | None = None,
 ) -> list[Any]:
-    """Do this process's part of some work, and return what the parts of all processes came to.
+    """Run this process's part of some work, and return the results of all processes.
 
     Parameters
     ----------
     group : ProcessGroup or None
-        On gloo, and used by nothing else meanwhile; all its processes call this. None: this process alone.
+        A gloo group that nothing else uses meanwhile; all its processes call this. None: this process only.
     work : callable
-        Takes the `Rounds`, calls their ``check`` between two of its parts, and returns what JSON can say.
+        Takes the `Rounds`, calls their ``check`` between two parts of the work, and returns a JSON value.
     num_counts : int
-        How many things the work counts.
+        Number of kinds of items that the work counts.
     heard : callable, optional
-        Called with the counts of every process, by its number, again and again: a heartbeat. By a thread.
+        Called by a thread with the counts of every process, by its rank, once per round: a heartbeat.
     stops : type of exception, optional
-        With which work may end early without having failed; it is raised in every process.
+        Raised by work that ends early without a failure; it is raised in every process.
     poll : callable, optional
         Raises ``stops`` if this process is asked to stop; called by ``check``, and while the process waits for others.
 
     Raises
     ------
     Exception
-        What the work raised, in the process where it did. In the others the same where the error is one of volseg's,
-        else a ParallelError that names the process and what it raised.
+        The work's error, in the process that raised it. The others raise the same error if it is volseg's, otherwise a
+        ParallelError that names the process and its error.
     """
     rounds = Rounds(group, num_counts, heard, stops, poll)
     try:
         result = work(rounds)
         rounds.check()
-        json.dumps(result)  # what is no message fails here, as the work's own error
+        json.dumps(result)  # a result that is not JSON fails here, as an error of the work
     except BaseException as fault:
         has_stopped = stops is not None and isinstance(fault, stops)
         rounds.end(_STOPPED if has_stopped else _FAILED, describe_error(fault))
@@ -222,25 +222,25 @@ def run_together(
 
 
 def describe_error(fault: BaseException) -> list[str]:
-    """Return an error as a message: its type and its text."""
+    """Format an error as a message: its type and its text."""
     return [type(fault).__name__, str(fault)]
 
 
 def told_error(message: Sequence[str], where: str) -> Exception:
-    """Return the error that ``describe_error`` described in another process."""
+    """Rebuild the error that ``describe_error`` described in another process."""
     name, text = message
     if name in errors.__all__:
         error: Exception = getattr(errors, name)(text)
-        error.add_note(f"({where} met it first)")
+        error.add_note(f"(first in {where})")
         return error
-    return ParallelError(f"{where} failed, so this one stops too: {name}: {text}")
+    return ParallelError(f"{where} failed, so this process stops too: {name}: {text}")
 
 
 def _explain_broken(fault: Exception) -> ParallelError:
     broken = ParallelError(
-        f"the processes of a group lost each other, so this one stops too; one of them may have been ended: {fault}"
+        f"a process of the group disconnected, so this process stops too; another process may have been killed: {fault}"
     )
-    broken.__cause__ = fault  # by which `is_peer_gone` knows it
+    broken.__cause__ = fault  # `is_peer_gone` recognises it by this type
     return broken
 
 

@@ -1,13 +1,12 @@
-"""The processes of a job find each other in a store that may hold what an earlier attempt left there.
+"""Rendezvous of a job's processes in a store that may contain keys of an earlier attempt.
 
-A launcher that starts its processes again keeps its store, and with it the addresses under which the dead ones could be
-reached. Its count of attempts does not tell one from the other: a launcher on another machine, which joins again
-because this one did, does not count. So the first process chooses a name that was never used, and all keys of the
-attempt are under it.
+A launcher that restarts its processes keeps its store, and with it the addresses of the dead processes. The launcher's
+restart count does not separate attempts: a launcher on another machine that rejoins because of this one does not count.
+So rank 0 chooses an unused name, and all keys of the attempt lie under that name.
 
-The first process must not take a dead one for a member. Each of the others leaves a *sign*, chosen at random; the first
-one writes the signs that it sees, with the name, and every process whose own sign is among them says so. When all have,
-the name holds; as long as one has not, its sign may have been a dead one's, and the first process looks again.
+Rank 0 must not mistake a dead process for a member. Each other process writes a random *sign*. Rank 0 writes a plan:
+the name, with the signs that it sees. Every process whose sign is in the plan confirms the plan. When all signs are
+confirmed, the name is final; an unconfirmed sign may belong to a dead process, so rank 0 collects signs again.
 """
 
 import json
@@ -32,39 +31,39 @@ MOST_SECONDS_BETWEEN_LOOKS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """What the processes agreed on."""
+    """Result of a rendezvous."""
 
     store: Store
-    """For this attempt alone."""
+    """Store for this attempt only."""
     name: str
     restarts: int
-    """How many attempts there were before."""
+    """Number of earlier attempts."""
     members: tuple[Mapping[str, Any], ...]
-    """What each process said of itself."""
+    """Description of each process, as passed by that process."""
 
 
 def join_rendezvous(
     store: Store, launch: Launch, about: Mapping[str, Any], timeout: float, *, first: bool = True
 ) -> Rendezvous:
-    """Wait until every process of this attempt has come.
+    """Wait until every process of this attempt has arrived.
 
     Parameters
     ----------
     store
-        Which the processes share.
+        Shared by the processes.
     launch
-        The place of this one.
+        Rank and address of this process.
     about
-        What the others should know of it: plain values.
+        Plain values that the other processes receive.
     timeout
         Seconds to wait.
     first
-        Whether this process meets for the first time; to meet again is no new attempt.
+        Whether this is the process's first rendezvous; a later one is not a new attempt.
 
     Raises
     ------
     ParallelError
-        Names those that have not come.
+        Names the missing processes.
     """
     store = PrefixStore(f"volseg/{launch.run}", store)
     wait = _Patience(launch, timeout)
@@ -81,7 +80,7 @@ def join_rendezvous(
 
 
 def _lead(store: Store, launch: Launch, wait: "_Patience", attempts: int) -> dict[str, Any]:
-    """Write plans until one has the signs of all that live."""
+    """Write plans until every sign in the plan is confirmed."""
     keys = [f"member/{rank}" for rank in range(launch.world_size)]
     earlier = store.add("attempts", attempts) - 1
     _require_hope(store)
@@ -106,7 +105,7 @@ def _lead(store: Store, launch: Launch, wait: "_Patience", attempts: int) -> dic
 
 
 def _follow(store: Store, launch: Launch, sign: str, wait: "_Patience") -> dict[str, Any]:
-    """Wait for a plan that has the own sign, and holds."""
+    """Wait for a plan that contains this process's sign and is final."""
     while True:
         if store.check(["plan"]):
             plan = json.loads(store.get("plan"))
@@ -121,16 +120,16 @@ def _follow(store: Store, launch: Launch, sign: str, wait: "_Patience") -> dict[
 
 
 def _require_hope(store: Store) -> None:
-    """Raise if the attempt before this one ended by what this one would meet again: launchers do not ask."""
+    """Raise if the previous attempt failed for a cause that persists: launchers restart regardless."""
     if not store.check(["plan"]):
         return
     cause = f"{json.loads(store.get('plan'))['name']}/cause"
     if store.check([cause]) and (said := json.loads(store.get(cause)))["lasts"]:
-        raise ParallelError(f"another attempt would end as the one before: {said['message']}")
+        raise ParallelError(f"a new attempt would fail for the same reason as the previous one: {said['message']}")
 
 
 class _Patience:
-    """Look less and less often, and not for ever."""
+    """Poll with growing intervals up to a timeout."""
 
     def __init__(self, launch: Launch, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.launch, self.timeout, self.clock = launch, timeout, clock
@@ -138,7 +137,7 @@ class _Patience:
         self.pause = SECONDS_BETWEEN_LOOKS
 
     def for_(self, late: list[int]) -> None:
-        """Sleep a moment, or raise."""
+        """Sleep for one interval; raise after the timeout."""
         if self.clock() > self.end:
             launch = self.launch
             whom = f"processes {late}" if launch.rank == 0 else "the others"
@@ -152,17 +151,17 @@ class _Patience:
 
 
 def open_store(launch: Launch, timeout: float, *, serve: bool = False) -> TCPStore:
-    """Return a connection to the store of the job, made by this process if it is the one that serves.
+    """Connect to the job's store; rank 0 creates the store if the launcher keeps none.
 
     Raises
     ------
     ParallelError
-        If it cannot be reached.
+        If the store cannot be reached.
     """
     if launch.address is None or launch.port is None:
         raise ParallelError(
-            "nothing says where the processes of this job meet; torchrun sets MASTER_ADDR and MASTER_PORT, and so must "
-            "whoever starts them otherwise"
+            "no rendezvous address is set; torchrun sets MASTER_ADDR and MASTER_PORT, and any other launcher "
+            "must set both"
         )
     try:
         return TCPStore(
@@ -174,7 +173,7 @@ def open_store(launch: Launch, timeout: float, *, serve: bool = False) -> TCPSto
         )
     except RuntimeError as fault:
         raise ParallelError(
-            f"process {launch.rank} of {launch.world_size} cannot reach {launch.address}:{launch.port}, where the "
-            f"processes of the job meet, within {timeout:g} s: {str(fault).splitlines()[0]}. Start the first machine "
-            "too, and let machines of one job reach each other's ports"
+            f"process {launch.rank} of {launch.world_size} cannot reach the job's store at "
+            f"{launch.address}:{launch.port} within {timeout:g} s: {str(fault).splitlines()[0]}. Start the first "
+            "machine too, and open the ports between the machines of the job"
         ) from fault

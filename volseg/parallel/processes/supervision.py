@@ -1,27 +1,28 @@
-"""Every process of a job watches all of them, so that none waits for ever for one that hangs or is gone.
+"""Supervision: every process of a job watches all others, so that none waits forever for one that hangs or died.
 
-A thread in each process writes once a second to the job's store how far its main thread has come, and reads the same of
-the others. So what hangs may be anything: a collective of NCCL or gloo, one of our own kernels that waits for another
-GPU, a file system. What is watched is progress, and not how long somebody waits: processes wait for hours for one that
-reads cases, as long as that one goes on. It ends this process, by itself and whatever the main thread does, when
+Once a second, a thread in each process writes the progress of its main thread to the job's store, and reads the
+progress of the others. The hang may therefore be in any call: a collective of NCCL or gloo, a kernel that waits for
+another GPU, a file system. The watched quantity is progress, not waiting time: processes may wait hours for a process
+that reads cases, as long as that process advances. The thread ends its process, whatever the main thread does, when
 
-- another process has failed (it says so in the store before it ends): at once;
-- another process has gone without a word, or sends no heartbeat for a fifth of the timeout, at least
-  ``LEAST_SECONDS`` (its machine is gone, or something holds it): its name is told;
-- nobody has made any progress for the timeout: where everybody is is told;
-- the store is gone, and ``SECONDS_TO_LEAVE`` later this process is still there;
+- another process has failed (it writes the failure to the store before it ends): at once;
+- another process has died silently, or sends no heartbeat for a fifth of the timeout, at least ``LEAST_SECONDS``
+  (its machine is gone, or something stops it): the error names the process;
+- no process has made progress for the timeout: the error lists the position of every rank;
+- the store is gone, and this process still runs ``SECONDS_TO_LEAVE`` later;
 - the store does not answer for as long as a process may send no heartbeat. A cut network closes no connection, and
-  calls of the store have no timeout: another thread makes them.
+  calls of the store have no timeout: a separate thread makes them.
 
-A failure after which the job goes on in another way (``again``) ends nobody for good: each process begins anew, once it
-has heard of it.
+After a failure that the job survives in another way (``again``), no process ends for good: each process restarts once
+it has read the failure.
 
-Time counts only while this thread runs: a job that was held as a whole (SIGSTOP, a suspended machine) goes on as if
-nothing had been. Holding one of several processes, in a debugger too, is what the others take for a hang; who does so
-sets a longer timeout.
+Time counts only while this thread runs: a job that is stopped as a whole (SIGSTOP, a suspended machine) continues
+afterwards. If only one of several processes is stopped, for example in a debugger, the others report a hang; set a
+longer timeout for that.
 
-Why not the backends' own timeouts: they count from the begin of each call, so that a long one never tells of a hang and
-a short one kills processes that wait with reason; kernels of our own have none; and none says who is where.
+Why not the backends' own timeouts: they count from the start of each call, so a long timeout never reports a hang and
+a short one kills processes that wait for a reason; our own kernels have none; and none reports the position of each
+rank.
 """
 
 import json
@@ -44,19 +45,19 @@ from volseg.parallel.processes.rendezvous import Store
 __all__ = ["Cause", "Supervision"]
 
 LEAST_SECONDS = 20.0
-"""Without a heartbeat after which a process is taken for gone; a machine under load may be that slow."""
+"""Seconds without a heartbeat after which a process counts as dead; a machine under load may be that slow."""
 
 SECONDS_TO_HEAR = 15.0
-"""For all processes to hear that they begin anew, before the one that keeps the store does."""
+"""Seconds in which all processes read that they restart, before the process that keeps the store restarts."""
 
 SECONDS_TO_LEAVE = 30.0
-"""For a checkpoint after a signal, which may come when the launcher, and with it the store, has gone."""
+"""Seconds for a checkpoint after a signal; the launcher, and with it the store, may already be gone."""
 
 NUM_FRAMES = 12
-"""Of the main thread that are shown of a process that hangs."""
+"""Stack frames of the main thread that a report of a hang shows."""
 
 PROCESSES_PER_SECOND = 64
-"""Above as many, each looks less often: all read what all write."""
+"""Above this number of processes, each polls less often: every process reads what every process writes."""
 
 
 Answer = TypeVar("Answer")
@@ -68,36 +69,36 @@ class _NoAnswer(RuntimeError):  # noqa: N818  (caught like an error of the store
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Why a job ends: what its first process that failed said, or what was found about one that says nothing."""
+    """Cause of a job's end: the message of the first failed process, or the diagnosis of a silent one."""
 
     message: str
     is_own: bool
-    """Whether this process was the first to say so."""
+    """Whether this process reported the cause first."""
     lasts: bool = False
-    """Whether another attempt would end by it too."""
+    """Whether the cause would also end another attempt."""
     again: bool = False
-    """Whether all processes begin anew by themselves."""
+    """Whether all processes restart by themselves."""
 
 
 class Supervision:
-    """What this process knows of the others, and tells them.
+    """Watch the other processes of a job, and report this process to them.
 
     Parameters
     ----------
     store : Store
-        Of this attempt; nobody else uses this connection.
+        Of this attempt; nothing else uses this connection.
     rank : int
         Of this process.
     members : sequence of mapping
-        ``where`` each process is, and its ``host`` and ``pid``.
+        Per process: ``where`` (its description), ``host`` and ``pid``.
     timeout : float
-        Seconds without progress of anybody.
+        Seconds without progress of any process.
     end : callable
-        Ends this process, with the cause and where its main thread is, if that matters.
+        Ends this process; receives the cause, and the stack of the main thread if it matters.
     look : callable
-        Returns what this process did last.
+        Returns the last step of this process.
     keeps_store : bool
-        Whether the store goes with this process.
+        Whether the store dies with this process.
     """
 
     def __init__(
@@ -127,23 +128,25 @@ class Supervision:
         self._main = threading.main_thread()
         self._watched = 0.0  # seconds in which this thread ran
         self._states: dict[int, dict[str, Any]] = {}
-        self._seen: dict[int, tuple[float, float]] = {}  # when each was last alive, and last got on
+        self._seen: dict[
+            int, tuple[float, float]
+        ] = {}  # per process: time of the last heartbeat, and of the last progress
         self._lost: float | None = None
-        self._lock = threading.Lock()  # one at a time talks to the store
+        self._lock = threading.Lock()  # one thread at a time calls the store
         self._publish()
         self._thread = threading.Thread(target=self._run, name="volseg supervision", daemon=True)
         self._thread.start()
 
-    # What the main thread calls.
+    # Called by the main thread.
 
     def fail(self, message: str, *, lasts: bool = False, again: bool = False) -> Cause:
-        """Tell the others that this process ends by an error; return what the job ends by, which may be another's."""
-        self._ending.set()  # the thread must not end what the main thread is about to say
+        """Report that this process ends by an error; return the cause of the job's end, possibly another one's."""
+        self._ending.set()  # the thread must not end the process while the main thread reports
         return self._decide(message, lasts=lasts, again=again)
 
     def part(self) -> None:
-        """Say that this process has heard that all begin anew; who keeps the store waits until all others have."""
-        with suppress(RuntimeError):  # no store: the others have gone, or will miss it
+        """Confirm that this process restarts; the process that keeps the store waits for all confirmations."""
+        with suppress(RuntimeError):  # no store: the other processes are gone, or will notice
             self._ask(lambda: self.store.set(f"heard/{self.rank}", ""))
             keys = [f"heard/{rank}" for rank in range(len(self.members))]
             end = time.monotonic() + SECONDS_TO_HEAR
@@ -151,28 +154,28 @@ class Supervision:
                 time.sleep(0.02)
 
     def list_silent(self, seconds: float) -> list[str]:
-        """Return where the processes are of which nothing was heard for so long."""
+        """Return the descriptions of processes without a recent heartbeat."""
         heard = {rank: alive for rank, (alive, _) in self._seen.copy().items() if rank != self.rank}
         return [self.members[rank]["where"] for rank, alive in heard.items() if self._watched - alive > seconds]
 
     def leave(self) -> None:
-        """Tell the others that this process ends well, and need not be missed."""
+        """Report that this process ends without an error."""
         self._is_leaving = True
-        with suppress(RuntimeError):  # no store: nobody misses this process
+        with suppress(RuntimeError):  # no store: no process waits for this one
             self._ask(self._publish)
 
     def stop(self, seconds: float = 10.0) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._ending.set()
         self._thread.join(seconds)
 
-    # What the thread does.
+    # Called by the thread.
 
     def _run(self) -> None:
         before = time.monotonic()
         while not self._ending.wait(self.period):
             now = time.monotonic()
-            # Of a long gap, in which this process was held, only what a pause takes counts.
+            # Of a long gap, in which this process was stopped, count only the usual pause.
             self._watched += min(now - before, 2 * self.period)
             before = now
             try:
@@ -205,7 +208,7 @@ class Supervision:
                 answer.set_exception(fault)
 
         threading.Thread(target=ask, name="volseg store", daemon=True).start()
-        # In periods: one in which this process was held counts like any other.
+        # Counted in periods: one in which this process was stopped counts like any other.
         for _ in range(math.ceil(self.longest_silence / self.period)):
             with suppress(TimeoutError):
                 return answer.result(self.period)
@@ -235,7 +238,7 @@ class Supervision:
             self._states[rank], self._seen[rank] = state, (alive, moved)
 
     def _judge(self) -> tuple[Cause | None, bool]:
-        """Return why this process must end, if it must, and whether to show where it is."""
+        """Return the cause for which this process must end, if any, and whether to show its stack."""
         if (told := self._ask(lambda: self._get("cause"))) is not None:
             said = json.loads(told)
             cause = Cause(message=said["message"], is_own=False, lasts=said["lasts"], again=said["again"])
@@ -247,38 +250,38 @@ class Supervision:
             silent = self._watched - self._seen.get(rank, (0.0, 0.0))[0]
             if self._is_dead(member) and not self._has_left(rank):
                 return self._decide(
-                    f"{member['where']} is gone without a word, last seen at {self._step_of(rank)}; {ENDED_SILENTLY}"
+                    f"{member['where']} died silently, last seen at {self._step_of(rank)}; {ENDED_SILENTLY}"
                 ), False
             if silent > self.longest_silence:
                 return self._decide(
-                    f"{member['where']} sends no heartbeat for {silent:.0f} s, last seen at {self._step_of(rank)}; "
-                    "its machine or the network to it is gone, or something holds it"
+                    f"{member['where']} sends no heartbeat for {silent:.0f} s, last seen at "
+                    f"{self._step_of(rank)}; its machine or network is down, or something stops the process"
                 ), False
         stuck = self._watched - max(self._seen[rank][1] for rank in staying if rank in self._seen)
         if stuck <= self.timeout:
             return None, False
         everybody = "\n".join(f"  {member['where']}: {self._step_of(r)}" for r, member in staying.items())
         message = (
-            f"nobody has made progress for {stuck:.0f} s (parallel.timeout is {self.timeout:g}):\n{everybody}\n"
-            "The one that is behind the others, or elsewhere, holds them up; if a step really takes that long, set "
-            "parallel.timeout to more"
+            f"no process has made progress for {stuck:.0f} s (parallel.timeout is "
+            f"{self.timeout:g}):\n{everybody}\nThe process that is behind the others, or elsewhere, blocks them; "
+            "if a step really takes that long, raise parallel.timeout"
         )
         return self._decide(message, hung=True), True
 
     def _decide(self, message: str, *, hung: bool = False, lasts: bool = False, again: bool = False) -> Cause:
-        """Put down the cause if nobody has; return the one that holds."""
+        """Write the cause if none is written; return the one that holds."""
         if self.cause is None:
             mine = json.dumps({"message": message, "hung": hung, "lasts": lasts, "again": again, "by": self.rank})
             try:
                 holds = json.loads(self._ask(lambda: self.store.compare_set("cause", "", mine)))
-            except RuntimeError:  # no store: nobody to agree with
+            except RuntimeError:  # no store to agree through
                 holds = json.loads(mine)
             is_own = holds["by"] == self.rank
             self.cause = Cause(message=holds["message"], is_own=is_own, lasts=holds["lasts"], again=holds["again"])
         return self.cause
 
     def _miss_store(self, fault: RuntimeError) -> None:
-        """Give the main thread time to leave by itself, and end it if it does not."""
+        """Give the main thread time to end by itself after the store is lost, then end the process."""
         if self._lost is None:
             self._lost = self._watched
         if self._is_leaving or self._ending.is_set():
@@ -286,20 +289,20 @@ class Supervision:
         own = self.members[self.rank]["where"]
         if isinstance(fault, _NoAnswer):
             message = (
-                f"{own} is cut off: the store of this job gives no answer for {self.longest_silence:.0f} s; the "
-                "network to its launcher or first machine is gone, or that machine hangs"
+                f"{own} is cut off: the store of this job has not answered for {self.longest_silence:.0f} s; the "
+                "network to its launcher or first machine is down, or that machine hangs"
             )
             self.end(Cause(message=message, is_own=True), "")
         elif self._watched - self._lost > SECONDS_TO_LEAVE:
-            message = f"the store of this job is gone, and with it its launcher or first machine ({_first_line(fault)})"
+            message = f"the store of this job is gone, and so is its launcher or first machine ({_first_line(fault)})"
             self.end(Cause(message=message, is_own=True), "")
 
     def _is_dead(self, member: Mapping[str, Any]) -> bool:
-        """Tell whether a process of this machine is gone; of others that is not known."""
+        """Return whether a process of this machine is dead; for other machines the answer is unknown."""
         return member["machine"] == self.members[self.rank]["machine"] and not is_running(member["pid"])
 
     def _has_left(self, rank: int) -> bool:
-        """Tell whether a process that is gone has left: it may have said so since its state was last read."""
+        """Return whether a dead process ended normally: it may have reported that after the last poll."""
         told = self._ask(lambda: self._get(f"life/{rank}"))
         return told is not None and bool(json.loads(told)["leaving"])
 
@@ -310,17 +313,17 @@ class Supervision:
         return self._states[rank]["at"] if rank in self._states else "its start"
 
     def _format_stack(self) -> str:
-        """Return where the main thread of this process is."""
+        """Format the stack of this process's main thread."""
         frame = sys._current_frames().get(self._main.ident or 0)
         return "".join(traceback.format_stack(frame, limit=None)[-NUM_FRAMES:]) if frame else ""
 
 
 def name_machine() -> str:
-    """Return a name that two processes have in common if, and only if, each can see the other by its id."""
+    """Return a name that is equal for two processes if, and only if, each sees the other's process id."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # another system than Linux: every process is on a machine of its own
+    except OSError:  # not Linux: treat every process as a machine of its own
         return f"process {os.getpid()}"
 
 

@@ -1,8 +1,8 @@
-"""Worker processes: each runs a verb of volseg by itself, sees one GPU, and ends with the process that started it.
+"""Worker processes: each runs one volseg command, sees one GPU, and ends with the process that started it.
 
-Workers differ from the processes of a launcher, which are one job and end when one of them fails: a worker that fails
-leaves the others running. The processes exchange JSON, a message per line, over the standard streams of the worker; its
-log holds what it prints besides::
+A launcher's processes form one job and end when one of them fails; a failing worker leaves the other workers running.
+The processes exchange JSON, one message per line, over the standard streams of the worker. The worker's other output
+goes to its log::
 
     pool.start("process 0", command, log, talks=True).send(order)
     for worker, message in pool.hear(): ...              # a message of None: the worker has ended
@@ -36,7 +36,7 @@ __all__ = ["Channel", "Worker", "WorkerPool", "open_channel", "run_queue"]
 logger = logging.getLogger(__name__)
 
 NUM_LAST_LINES = 15
-"""Of a log that an error quotes."""
+"""Lines of a log that an error quotes."""
 
 SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -51,14 +51,14 @@ class Channel:
         self._source, self._target = source, target
 
     def send(self, message: Message) -> None:
-        """Write a message; one to a process that has ended is lost."""
+        """Write a message; a message to a process that has ended is lost."""
         line = json.dumps(message) + "\n"
-        with suppress(BrokenPipeError, ValueError):  # a file that is closed
+        with suppress(BrokenPipeError, ValueError):  # the file is closed
             self._target.write(line)
             self._target.flush()
 
     def receive(self) -> Message:
-        """Return the next message; None after the last, or where the other process was killed in the middle of one."""
+        """Return the next message; None after the last one, or if the sender died in the middle of one."""
         try:
             return json.loads(self._source.readline() or "null")
         except json.JSONDecodeError:
@@ -67,12 +67,12 @@ class Channel:
     def close(self) -> None:
         """Close both files."""
         for file in (self._source, self._target):
-            with suppress(OSError):  # what was on its way to a process that has ended
+            with suppress(OSError):  # unsent bytes for a process that has ended
                 file.close()
 
 
 def open_channel() -> Channel:
-    """Return the channel of a worker to the process that started it; what a library prints goes to the log instead."""
+    """Return the channel of a worker to its parent; other output, such as a library's, goes to the log."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return Channel(sys.stdin, answers)
@@ -83,46 +83,46 @@ class Worker:
     """A worker process."""
 
     name: str
-    """For messages."""
+    """Used in messages."""
     gpu: str | None
-    """Its value of CUDA_VISIBLE_DEVICES; None where it computes on the CPU."""
+    """Value of CUDA_VISIBLE_DEVICES; None for a worker on the CPU."""
     process: "subprocess.Popen[str]"
     log: Path
     log_begin: int
-    """Bytes that the log had before."""
+    """Size of the log in bytes before this worker started."""
     started: float
     channel: Channel | None
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """Seconds since the start."""
         return time.perf_counter() - self.started
 
     def send(self, message: Message) -> None:
-        """Send a message to a worker that talks."""
+        """Send a message to a worker that has a channel."""
         assert self.channel is not None, f"{self.name} was started without a channel"
         self.channel.send(message)
 
     def describe_end(self, where: str = "its log") -> str:
-        """Return how it ended, and its last lines; ``where`` names the log."""
+        """Describe how the worker ended, with the last lines of its log; ``where`` names the log."""
         status = self.process.poll()
         how = "still runs" if status is None else describe_exit(status)
         written = self.log.read_bytes()[self.log_begin :].decode("utf-8", errors="replace")
-        # A progress bar rewrites its line: what counts is what stands after the last carriage return.
+        # A progress bar rewrites its line: keep the text after the last carriage return.
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in written.split("\n")]
         last = [f"\n  | {line}" for line in lines if line.strip()][-NUM_LAST_LINES:]
         return f"{self.name} {how}" + (f"; the last lines of {where}:{''.join(last)}" if last else "")
 
 
 class WorkerPool:
-    """The workers of this process; those that run at the end of the block are stopped.
+    """The workers of this process; the end of the block stops those that still run.
 
-    To be used by a thread that lives as long as the workers: Linux ends a worker with the thread that started it.
+    Use the pool from a thread that lives as long as the workers: Linux ends a worker with the thread that started it.
 
     Parameters
     ----------
     count : int
-        Of workers at a time, which share the cores.
+        Number of concurrent workers, which share the cores.
     """
 
     def __init__(self, count: int = 1) -> None:
@@ -153,25 +153,25 @@ class WorkerPool:
         Parameters
         ----------
         name : str
-            For messages.
+            Used in messages.
         command : sequence of str
-            Of `volseg.commands.run_module`.
+            From `volseg.commands.run_module`.
         log : Path
-            To which it appends what it prints.
+            File to which the worker's output is appended.
         gpu : str, optional
             Value of CUDA_VISIBLE_DEVICES; empty for none, by default that of this process.
         talks : bool
-            Whether it opens a channel.
+            Whether the worker opens a channel.
         variables : mapping, optional
-            More of its environment.
+            Additional environment variables.
 
         Raises
         ------
         OSError
-            If the system starts no more processes.
+            If the system cannot start another process.
         """
-        # By this process's number the worker ends with it, even if it is killed: see volseg.lifetime. A worker of a
-        # launched process is none of the job's.
+        # The worker ends with the process of this number, even after SIGKILL: see volseg.lifetime. A worker of a
+        # launched process is not a rank of the job.
         environment = {name: value for name, value in os.environ.items() if name not in OF_JOB}
         environment |= {"PYTHONUNBUFFERED": "1", OWN_LAUNCHER: str(os.getpid()), **(variables or {})}
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._count)))
@@ -186,7 +186,8 @@ class WorkerPool:
                 stderr=file,
                 env=environment,
                 encoding="utf-8",
-                # Else the terminal's Ctrl-C reaches it beside the one that is passed on, which would be the second.
+                # Otherwise the terminal's Ctrl-C reaches the worker as well as the forwarded one, and counts as a
+                # second.
                 start_new_session=True,
             )
         channel = None
@@ -211,7 +212,7 @@ class WorkerPool:
         return worker
 
     def _read(self, worker: Worker) -> None:
-        """Pass on what a worker says, and that it has ended."""
+        """Forward the messages of a worker, and its end."""
         assert worker.channel is not None
         while (message := worker.channel.receive()) is not None:
             self._heard.put((worker, message))
@@ -219,12 +220,12 @@ class WorkerPool:
         self._heard.put((worker, None))
 
     def hear(self, seconds: float | None = None) -> tuple[Worker, Message] | None:
-        """Return what a worker that talks says next, with a message of None once it has ended.
+        """Return the next message of a worker with a channel; the message None means that the worker has ended.
 
         Parameters
         ----------
         seconds : float, optional
-            To wait at most; then None is returned.
+            Longest wait; None is returned afterwards.
         """
         try:
             worker, message = self._heard.get(timeout=seconds)
@@ -232,26 +233,26 @@ class WorkerPool:
             return None
         if message is None:
             self.running.remove(worker)
-            assert worker.channel is not None, "workers without a channel say nothing"
+            assert worker.channel is not None, "workers without a channel send no messages"
             worker.channel.close()
         return worker, message
 
     def take_ended(self) -> list[Worker]:
-        """Return the workers that have ended since this was asked last; for those that do not talk."""
+        """Return the workers that ended since the last call; for workers without a channel."""
         ended = [worker for worker in self.running if worker.process.poll() is not None]
         self.running = [worker for worker in self.running if worker not in ended]
         return ended
 
     def send_signal(self, number: int) -> None:
-        """Pass a signal on to all workers."""
+        """Forward a signal to all workers."""
         for worker in self.running:
             worker.process.send_signal(number)
 
     def stop_workers(self, *, at_once: bool = False) -> None:
-        """End all workers, and wait for them; ``at_once``: with all that they have started, whatever these do."""
+        """End all workers and wait for them; with ``at_once`` kill them and all processes that they started."""
         for worker in self.running:
             if at_once:
-                if worker.process.returncode is None:  # else its number may be that of another process by now
+                if worker.process.returncode is None:  # otherwise its number may belong to another process by now
                     with suppress(ProcessLookupError, PermissionError):  # all have ended
                         os.killpg(worker.process.pid, signal.SIGKILL)
                 worker.process.kill()
@@ -273,18 +274,18 @@ def run_queue(
     start: Callable[[WorkerPool, Item, str | None], Worker],
     find_signal: Callable[[], int | None],
 ) -> Generator[tuple[Item, Worker], None, None]:
-    """Run each item by a worker of its own, as many at a time as there are GPUs; yield the items as they end.
+    """Run each item in a worker of its own, one per GPU at a time; yield the items as they end.
 
     Parameters
     ----------
     items
-        In the order in which they are begun.
+        In starting order.
     gpus
         Values of CUDA_VISIBLE_DEVICES.
     start
-        Starts the worker of an item on one of them.
+        Starts the worker of an item on one of the GPUs.
     find_signal
-        Returns the signal that this process was sent; it is passed on once, and no item is begun after it.
+        Returns the signal that this process received; it is forwarded once, and no item starts afterwards.
     """
     waiting, free = deque(items), list(gpus)
     begun: dict[Worker, tuple[Item, str | None]] = {}
@@ -297,7 +298,7 @@ def run_queue(
             number = find_signal()
             if number and not is_passed_on:
                 is_passed_on = True
-                logger.info("passing %s on to %d process(es)", signal.Signals(number).name, len(pool.running))
+                logger.info("forwarding %s to %d process(es)", signal.Signals(number).name, len(pool.running))
                 pool.send_signal(number)
             for worker in pool.take_ended():
                 item, gpu = begun.pop(worker)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device.convolution.depth_chunks import LIMIT
 from volseg.device.convolution.settings import Settings
-from volseg.device.convolution.stacks import LIMIT
 from volseg.device.layout import DIM
 from volseg.parallel.spatial.contract import rehearsed
 from volseg.parallel.spatial.convolution.plan import (

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device import fusions, gating
+from volseg.device import broadcast_mul, fusions
 from volseg.device.first_order import first_order
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.gathered import run_gathered
@@ -259,19 +259,19 @@ def _is_gated(volume: Any, gate: Any) -> bool:
 
 
 def _has_kernel(volume: ShardedVolume) -> bool:
-    return fusions.is_on("gates") and gating.takes(volume)
+    return fusions.is_on("gates") and broadcast_mul.takes(volume)
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slab: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(slab, gate)
-        return gating.multiply(slab, gate)
+        return broadcast_mul.multiply(slab, gate)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gating.differentiate(gradient, *ctx.saved_tensors)
+        return broadcast_mul.differentiate(gradient, *ctx.saved_tensors)
 
 
 def _add_later(first: Any, second: Any) -> ShardedVolume | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device import doubling, fusions
+from volseg.device import fusions, upsample2x
 from volseg.device.first_order import first_order
 from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
@@ -111,20 +111,20 @@ def average_pool(
 def _fits_halves(slab: Tensor) -> bool:
     """Say whether our kernel computes means of 2 x 2 x 2 voxels: of even sizes, on a GPU."""
     even = slab.ndim == 5 and all(size % 2 == 0 for size in slab.shape[2:])
-    return even and slab.numel() > 0 and fusions.is_on("doubling") and doubling.takes(slab)
+    return even and slab.numel() > 0 and fusions.is_on("doubling") and upsample2x.takes(slab)
 
 
 class _Halve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slab: Tensor) -> Tensor:
         del ctx
-        return doubling.halve(slab)
+        return upsample2x.halve(slab)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         del ctx
-        return doubling.spread_gradient(gradient)
+        return upsample2x.spread_gradient(gradient)
 
 
 def _counted(kernel: int, stride: int, padding: int, size: int, window: LocalWindow, include: bool) -> list[int]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.device import doubling, fusions
+from volseg.device import fusions, upsample2x
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM
 from volseg.parallel.spatial.moment import Moment
@@ -111,7 +111,7 @@ def _is_widened(volume: ShardedVolume) -> bool:
 
 
 def _takes(volume: ShardedVolume) -> bool:
-    return fusions.is_on("doubling") and doubling.takes(volume)
+    return fusions.is_on("doubling") and upsample2x.takes(volume)
 
 
 def _double_in_own_type(volume: ShardedVolume, mode: str) -> Any:
@@ -137,24 +137,24 @@ def _double(volume: ShardedVolume, mode: str) -> Any:
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         (window,) = windows
-        return _Double.apply(slab, doubling.DoubledPart(planes, window.span[0], window.output), linear)
+        return _Double.apply(slab, upsample2x.DoubledPart(planes, window.span[0], window.output), linear)
 
     def whole(tensor: Tensor) -> Tensor:
-        return _Double.apply(tensor, doubling.DoubledPart(planes, 0, (0, 2 * planes)), linear)
+        return _Double.apply(tensor, upsample2x.DoubledPart(planes, 0, (0, 2 * planes)), linear)
 
     return sharded_windows(volume, [AxisPlan(along, 2 * planes)], local, whole)
 
 
 class _Double(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, slab: Tensor, part: doubling.DoubledPart, linear: bool) -> Tensor:
+    def forward(ctx: Any, slab: Tensor, part: upsample2x.DoubledPart, linear: bool) -> Tensor:
         ctx.shape, ctx.part, ctx.linear = slab.shape, part, linear
-        return doubling.double(slab, part, linear)
+        return upsample2x.double(slab, part, linear)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return doubling.gather_gradient(gradient, ctx.shape, ctx.part, ctx.linear), None, None
+        return upsample2x.gather_gradient(gradient, ctx.shape, ctx.part, ctx.linear), None, None
 
 
 def _within(slab: Tensor, sizes: list[int], scales: list[float | None], cut: set[int], given: dict) -> Tensor:

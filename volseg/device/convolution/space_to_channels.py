@@ -29,7 +29,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import stacks
+from volseg.device.convolution import depth_chunks
 from volseg.device.convolution.settings import Settings
 from volseg.device.gpus import keeping
 from volseg.device.layout import in_layout
@@ -202,7 +202,7 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
     """
     wide = None if bias is None else bias.repeat(voxels)
     arguments = _settle(weight, settings, voxels).arguments
-    found = stacks.convolve(view_groups(slab, voxels), expand(weight, settings, voxels), wide, arguments)
+    found = depth_chunks.convolve(view_groups(slab, voxels), expand(weight, settings, voxels), wide, arguments)
     return _view_voxels(in_layout(found, channels_last=True), voxels)
 
 
@@ -227,6 +227,6 @@ def _differentiate(
     mask = [place == 0, place == 1, False]
     volumes = view_groups(gradient, voxels), view_groups(slab, voxels)
     arguments = _settle(weight, settings, voxels).arguments
-    found = stacks.differentiate(*volumes, wide, None, arguments, mask)[place]
+    found = depth_chunks.differentiate(*volumes, wide, None, arguments, mask)[place]
     assert found is not None
     return found

@@ -7,7 +7,7 @@ import torch
 from monai.networks.nets.attentionunet import AttentionBlock
 from torch import Tensor, nn
 
-from volseg.device import gating
+from volseg.device import broadcast_mul
 
 
 class Gate(nn.Module):
@@ -31,9 +31,11 @@ def test_gates_equal_float64(channels: int, layouts: tuple[bool, bool]) -> None:
         return x.contiguous(memory_format=torch.channels_last_3d) if last else x
 
     x, gate, gradient = half(layouts[0]), half(True, 1), half(layouts[1])
-    assert gating.multiply(x, gate).equal(x * gate)
+    assert broadcast_mul.multiply(x, gate).equal(x * gate)
     exact = [value.double() for value in (gradient, x, gate)]
-    for got, wanted in zip(gating.differentiate(gradient, x, gate), gating.differentiate_plainly(*exact), strict=True):
+    for got, wanted in zip(
+        broadcast_mul.differentiate(gradient, x, gate), broadcast_mul.differentiate_plainly(*exact), strict=True
+    ):
         torch.testing.assert_close(got.double(), wanted, rtol=2**-8, atol=1e-4)  # rounded once
 
 

@@ -10,7 +10,7 @@ mirrored along D, H and W and its channels in and out change places::
     input gradient(w) = forward(turned w)
 
 which one kernel of ours does in a pass over the weight. Where that is worth it stands in ``forms`` and ``many_taps``.
-Both may be computed over groups of voxels besides: see ``paired``.
+Both may be computed over groups of voxels besides: see ``space_to_channels``.
 
 Refused: strides and groups, transposed convolutions, and more padding than the kernel reaches.
 """
@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import paired, stacks
+from volseg.device.convolution import depth_chunks, space_to_channels
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
 from volseg.device.triton_kernels import kernel, tl, triton
@@ -91,5 +91,5 @@ def _turn_settings(weight: Tensor, settings: Settings) -> Settings:
 
 def _convolve(volume: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, voxels: int) -> Tensor:
     if voxels > 1:
-        return paired.forward(volume, weight, bias, settings, voxels)
-    return in_layout(stacks.convolve(volume, weight, bias, settings.arguments), channels_last=True)
+        return space_to_channels.forward(volume, weight, bias, settings, voxels)
+    return in_layout(depth_chunks.convolve(volume, weight, bias, settings.arguments), channels_last=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from volseg.device.convolution.stacks import convolve, differentiate
+from volseg.device.convolution.depth_chunks import convolve, differentiate
 
 
 @pytest.mark.parametrize("batch", [1, 2])

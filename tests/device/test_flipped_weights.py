@@ -8,7 +8,7 @@ import torch
 from kernels import half
 from torch import Tensor, nn
 
-from volseg.device.convolution import choice, rules, turned
+from volseg.device.convolution import choice, flipped_weights, rules
 from volseg.device.convolution.forms import Turned
 from volseg.device.convolution.settings import Settings
 
@@ -42,8 +42,8 @@ def test_both_directions_equal_torchs(name: str, voxels: int, laid: torch.memory
     expected = torch.ops.aten.convolution(slab, weight, bias, *settings.arguments)
     gradient, mask = draw(*expected.shape), [True, False, False]
     of_input, *_ = torch.ops.aten.convolution_backward(gradient, slab, weight, None, *settings.arguments, mask)
-    got = turned.forward(slab, weight, bias, settings, voxels)
-    derived = turned.input_gradient(gradient, weight, settings, voxels)
+    got = flipped_weights.forward(slab, weight, bias, settings, voxels)
+    derived = flipped_weights.input_gradient(gradient, weight, settings, voxels)
     for one, other in ((got, expected), (derived, of_input)):
         assert one.is_contiguous(memory_format=LAST)
         torch.testing.assert_close(one, other)
@@ -51,10 +51,10 @@ def test_both_directions_equal_torchs(name: str, voxels: int, laid: torch.memory
 
 def test_turned_round_twice_a_weight_is_as_it_was() -> None:
     weight = torch.randn(4, 6, 5, 2, 3)
-    once = turned.turn_round(weight)
+    once = flipped_weights.turn_round(weight)
     assert once.shape == (6, 4, 5, 2, 3)
     assert once[5, 3, 0, 1, 2].equal(weight[3, 5, 4, 0, 0])
-    assert turned.turn_round(once).equal(weight)
+    assert flipped_weights.turn_round(once).equal(weight)
 
 
 def test_no_weights_gradient_is_computed_so() -> None:
@@ -69,7 +69,7 @@ def test_no_weights_gradient_is_computed_so() -> None:
 def test_the_kernel_moves_every_value(dtype: torch.dtype, laid: torch.memory_format) -> None:
     for outputs, inputs, *kernel in ((64, 64, 5, 5, 5), (130, 70, 3, 1, 2), (1, 3, 5, 5, 5), (320, 256, 3, 3, 3)):
         weight = half(outputs, inputs, *kernel, dtype=dtype).contiguous(memory_format=laid)
-        got = turned.turn_round(weight)
+        got = flipped_weights.turn_round(weight)
         assert got.is_contiguous(memory_format=LAST)
         assert got.equal(weight.flip(2, 3, 4).transpose(0, 1))
 
@@ -86,8 +86,8 @@ def test_halves_are_as_near_to_float64_as_torchs(dtype: torch.dtype, voxels: int
     expected = torch.ops.aten.convolution(*exact, *settings.arguments)
     gradient = half(*expected.shape, dtype=dtype)
     (wanted,) = torch.autograd.grad(expected, exact[0], gradient.double())
-    got = turned.forward(x, weight, bias, settings, voxels)
-    derived = turned.input_gradient(gradient, weight, settings, voxels)
+    got = flipped_weights.forward(x, weight, bias, settings, voxels)
+    derived = flipped_weights.input_gradient(gradient, weight, settings, voxels)
     rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]  # once, of sums in float32, and of the bias's sum
     for value, other in ((got, expected.detach()), (derived, wanted)):
         assert float((value.double() - other).abs().max() / other.abs().max()) < 2 * rounding

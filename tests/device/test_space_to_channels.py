@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from volseg.device.convolution import choice, paired, rules, stacks
+from volseg.device.convolution import choice, depth_chunks, rules, space_to_channels
 from volseg.device.convolution.forms import Groups
 from volseg.device.convolution.settings import Settings
 from volseg.device.gpus import find_device
@@ -57,14 +57,16 @@ def test_every_direction_equals_torchs(name: str, voxels: int) -> None:
         gradient, slab, weight, None, *settings.arguments, mask
     )
     for laid in (weight.contiguous(memory_format=LAST), weight.contiguous()):
-        assert paired.can_group(slab, laid, settings, voxels)
-        assert paired.can_group(gradient, laid, settings, voxels)
-        found = paired.forward(slab, laid, bias, settings, voxels)
+        assert space_to_channels.can_group(slab, laid, settings, voxels)
+        assert space_to_channels.can_group(gradient, laid, settings, voxels)
+        found = space_to_channels.forward(slab, laid, bias, settings, voxels)
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(paired.forward(slab, laid, None, settings, voxels) + bias.view(-1, 1, 1, 1), found)
-        other = paired.input_gradient(gradient, slab, laid, settings, voxels)
+        torch.testing.assert_close(
+            space_to_channels.forward(slab, laid, None, settings, voxels) + bias.view(-1, 1, 1, 1), found
+        )
+        other = space_to_channels.input_gradient(gradient, slab, laid, settings, voxels)
         torch.testing.assert_close(other, of_input)
-        derived = paired.weight_gradient(gradient, slab, laid, settings, voxels)
+        derived = space_to_channels.weight_gradient(gradient, slab, laid, settings, voxels)
         torch.testing.assert_close(derived, of_weight)
         for value in (found, other, derived):
             assert value.is_contiguous(memory_format=LAST)
@@ -78,15 +80,15 @@ def test_slabs_are_taken_where_they_lie() -> None:
     whole, settings = draw(2, 3, 12, 14, 8), replace(SETTINGS, padding=(1, 1, 1))
     slab, weight = whole[:, :, 3:10, 2:9], draw(4, 3, 3, 3, 3)
     assert not slab.is_contiguous(memory_format=LAST)
-    assert paired.can_group(slab, weight, settings, 2)
-    groups = paired.view_groups(slab, 2)
+    assert space_to_channels.can_group(slab, weight, settings, 2)
+    groups = space_to_channels.view_groups(slab, 2)
     assert groups.data_ptr() == slab.data_ptr()
     for voxel in range(2):
         assert groups[:, 3 * voxel : 3 * voxel + 3].equal(slab[..., voxel::2])
     expected = torch.ops.aten.convolution(slab, weight, None, *settings.arguments)
-    torch.testing.assert_close(paired.forward(slab, weight, None, settings, 2), expected)
+    torch.testing.assert_close(space_to_channels.forward(slab, weight, None, settings, 2), expected)
     gradient = draw(*expected.shape)
-    for place, form in enumerate((paired.input_gradient, paired.weight_gradient)):
+    for place, form in enumerate((space_to_channels.input_gradient, space_to_channels.weight_gradient)):
         mask = [place == 0, place == 1, False]
         found = torch.ops.aten.convolution_backward(gradient, slab, weight, None, *settings.arguments, mask)
         torch.testing.assert_close(form(gradient, slab, weight, settings, 2), found[place])
@@ -96,7 +98,7 @@ def test_what_is_refused() -> None:
     weight, padded = draw(4, 3, 3, 3, 3), replace(SETTINGS, padding=(1, 1, 1))
 
     def fits(slab: Tensor, own: Tensor = weight, settings: Settings = padded, voxels: int = 2) -> bool:
-        return paired.can_group(slab, own, settings, voxels)
+        return space_to_channels.can_group(slab, own, settings, voxels)
 
     slab = draw(1, 3, 4, 4, 8)
     assert fits(slab)
@@ -124,16 +126,19 @@ def test_what_is_refused() -> None:
 
 def test_large_volumes_go_in_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    cut = stacks._cut_stacks
+    cut = depth_chunks._cut_stacks
 
     def note(slab: Tensor, weight: Tensor, arguments: Any, limit: int) -> Any:
         asked.append(len(found := cut(slab, weight, arguments, 2000)))
         return found
 
-    monkeypatch.setattr(stacks, "_cut_stacks", note)
+    monkeypatch.setattr(depth_chunks, "_cut_stacks", note)
     slab, weight, bias, gradient, settings = set_up("3", samples=1)
-    found = paired.forward(slab, weight, bias, settings, 2)
-    parts = [form(gradient, slab, weight, settings, 2) for form in (paired.input_gradient, paired.weight_gradient)]
+    found = space_to_channels.forward(slab, weight, bias, settings, 2)
+    parts = [
+        form(gradient, slab, weight, settings, 2)
+        for form in (space_to_channels.input_gradient, space_to_channels.weight_gradient)
+    ]
     assert min(asked) > 1
     torch.testing.assert_close(found, torch.ops.aten.convolution(slab, weight, bias, *settings.arguments))
     wanted = torch.ops.aten.convolution_backward(gradient, slab, weight, None, *settings.arguments, [True, True, False])
@@ -146,13 +151,13 @@ class _InGroups(torch.autograd.Function):
     def forward(ctx: Any, slab: Tensor, weight: Tensor, settings: Settings) -> Tensor:
         ctx.save_for_backward(slab, weight)
         ctx.settings = settings
-        return paired.forward(slab, weight, None, settings, 2)
+        return space_to_channels.forward(slab, weight, None, settings, 2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         laid = gradient.contiguous(memory_format=LAST)
-        of_input = paired.input_gradient(laid, *ctx.saved_tensors, ctx.settings, 2)
-        return of_input, paired.weight_gradient(laid, *ctx.saved_tensors, ctx.settings, 2), None
+        of_input = space_to_channels.input_gradient(laid, *ctx.saved_tensors, ctx.settings, 2)
+        return of_input, space_to_channels.weight_gradient(laid, *ctx.saved_tensors, ctx.settings, 2), None
 
 
 def test_gradients_are_those_of_the_output() -> None:
@@ -190,14 +195,14 @@ def test_half_precision_is_as_near_to_float64_as_torchs(name: str, voxels: int) 
         return torch.ops.aten.convolution_backward(gradient, slab, weight, None, *settings.arguments, mask)
 
     wanted, plain = derive(exact[3], *exact[:2]), derive(gradient, slab, weight)
-    ours = paired.weight_gradient(gradient, slab, weight, settings, voxels)
+    ours = space_to_channels.weight_gradient(gradient, slab, weight, settings, voxels)
     # Parts are rounded before they are added, and the sum again: twice the variance where the parts are independent.
     assert apart(ours, wanted[1]) < 2 * apart(plain[1], wanted[1])
-    of_input = paired.input_gradient(gradient, slab, weight, settings, voxels)
+    of_input = space_to_channels.input_gradient(gradient, slab, weight, settings, voxels)
     assert apart(of_input, wanted[0]) < 1.1 * apart(plain[0], wanted[0])
     out = torch.ops.aten.convolution(*exact[:3], *settings.arguments)
     bare = torch.ops.aten.convolution(slab, weight, bias, *settings.arguments)
-    assert apart(paired.forward(slab, weight, bias, settings, voxels), out) < 1.1 * apart(bare, out)
+    assert apart(space_to_channels.forward(slab, weight, bias, settings, voxels), out) < 1.1 * apart(bare, out)
 
 
 def test_folding_adds_up_in_float32() -> None:
@@ -206,7 +211,7 @@ def test_folding_adds_up_in_float32() -> None:
     wide = torch.zeros(4, 4, 1, 1, 3, dtype=torch.bfloat16)
     for voxel, value in enumerate((1.0, 2**-8, 2**-8, 2**-8)):
         wide[voxel, voxel, 0, 0, 1] = value
-    found = paired._fold(wide, weight, settings, 4)
+    found = space_to_channels._fold(wide, weight, settings, 4)
     assert found[0, 0, 0, 0].tolist() == [0, 1 + 2 * 2**-7, 0]  # 1 + 3/256 lies between; the even one is taken
 
 
@@ -217,7 +222,7 @@ def test_what_is_not_finite_reaches_further_along_w_and_is_never_hidden(value: f
     slab[0, 1, 2, 2, 6] = value
     plain = torch.ops.aten.convolution(slab, weight, None, *settings.arguments)
     for voxels, reached in ((2, range(4, 10)), (4, range(12))):
-        found = paired.forward(slab, weight, None, settings, voxels)
+        found = space_to_channels.forward(slab, weight, None, settings, voxels)
         wrong = ~found.isfinite()
         assert wrong[~plain.isfinite()].all(), "all that torch shows"
         assert wrong[0, :, 1:4, 1:4].all((0, 1, 2)).nonzero().flatten().tolist() == list(reached)
@@ -236,7 +241,7 @@ def test_weight_gradients_are_finite_where_torchs_are() -> None:
         gradient, slab, weight, None, *settings.arguments, [False, True, False]
     )[1]
     for voxels in (2, 4):
-        found = paired.weight_gradient(gradient, slab, weight, settings, voxels)
+        found = space_to_channels.weight_gradient(gradient, slab, weight, settings, voxels)
         assert found.isfinite().equal(wanted.isfinite())
         assert found.isinf().equal(wanted.isinf())
     assert wanted.isfinite().any()
@@ -288,9 +293,9 @@ def test_half_precision_equals_float64_on_a_gpu(name: str, voxels: int) -> None:
     wanted += torch.ops.aten.convolution_backward(exact[3], *exact[:2], None, *settings.arguments, mask)[:2]
     slab, weight, bias, gradient = given
     found = [
-        paired.forward(slab, weight, bias, settings, voxels),
-        paired.input_gradient(gradient, slab, weight, settings, voxels),
-        paired.weight_gradient(gradient, slab, weight, settings, voxels),
+        space_to_channels.forward(slab, weight, bias, settings, voxels),
+        space_to_channels.input_gradient(gradient, slab, weight, settings, voxels),
+        space_to_channels.weight_gradient(gradient, slab, weight, settings, voxels),
     ]
     for value, other in zip(found, wanted, strict=True):
         assert value.is_contiguous(memory_format=LAST)
