@@ -111,17 +111,17 @@ class CaseCache:
             }
         except (OSError, ReaderError):  # what is wrong is told by the check
             return None
-        return sha256(_say([self._common, _without_files(case), files]).encode()).hexdigest()
+        return sha256(_format_json([self._common, _without_files(case), files]).encode()).hexdigest()
 
     @contextmanager
     def making(self, key: str) -> Iterator[StoredCase | None]:
         """Yield the stored case; None to the one process or thread that shall make it, while the others wait."""
-        stored = self._find(key)
+        stored = self._open_stored(key)
         if stored is not None:
             yield stored
             return
         with self._only_maker(key):
-            yield self._find(key)
+            yield self._open_stored(key)
 
     def store(self, key: str, case: Case, prepared: Case, found: Mapping[str, Any]) -> StoredCase | None:
         """Keep a prepared case; return it as it is stored, or None where it cannot be kept.
@@ -172,7 +172,7 @@ class CaseCache:
             "(volseg data cache says more; data.cache none does without)"
         )
 
-    def _find(self, key: str) -> StoredCase | None:
+    def _open_stored(self, key: str) -> StoredCase | None:
         path = self._path(key)
         try:
             stored = StoredCase.open(path)
@@ -302,17 +302,17 @@ def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str
         del about[name]
     about["labels"] = sorted(task.labels.items())  # JSON's keys are texts
     # Which number stands for hidden background goes by what all cases were looked through for.
-    about["cases"] = sorted({_say(_without_files(case)) for case in task.training})
+    about["cases"] = sorted({_format_json(_without_files(case)) for case in task.training})
     return {
         "task": about,
         "preprocessing": preprocessing.components,
         "code": _digest_code(task, preprocessing),
-        "libraries": {name: _find_version(name) for name in LIBRARIES},
+        "libraries": {name: _read_version(name) for name in LIBRARIES},
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
 
 
-def _find_version(library: str) -> str | None:
+def _read_version(library: str) -> str | None:
     try:
         return version(library)
     except PackageNotFoundError:
@@ -338,12 +338,12 @@ def _digest_code(task: Task, preprocessing: Preprocessing) -> str:
     return digest.hexdigest()
 
 
-def _say(content: Any) -> str:
+def _format_json(content: Any) -> str:
     """Return JSON that is the same for the same content; what it cannot say is an error, not its address."""
-    return json.dumps(content, sort_keys=True, default=_say_mapping)
+    return json.dumps(content, sort_keys=True, default=_encode_mapping)
 
 
-def _say_mapping(value: Any) -> Any:
+def _encode_mapping(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, os.PathLike):

@@ -46,7 +46,7 @@ def read_dicom_series(path: Path) -> MetaTensor:
     headers = [_require_header(file) for file in list_slices(path)]
     frames, affine = stack_frames([frame for header in headers for frame in list_frames(header)])
     voxels = _read_voxels(headers, frames)
-    return as_volume(voxels.transpose(2, 1, 0)[None], affine, path, stored=_find_dtype(frames))
+    return as_volume(voxels.transpose(2, 1, 0)[None], affine, path, stored=_choose_dtype(frames))
 
 
 def list_slices(path: Path) -> list[Path]:
@@ -108,7 +108,7 @@ def _require_header(file: Path) -> Header:
     return header
 
 
-def _find_dtype(frames: Sequence[Frame]) -> np.dtype:
+def _choose_dtype(frames: Sequence[Frame]) -> np.dtype:
     """Return the smallest type for all values: what is stored, where nothing is rescaled, else float32."""
     if any((frame.slope, frame.intercept) != (1, 0) for frame in frames):
         return np.dtype(np.float32)
@@ -178,12 +178,12 @@ def stack_frames(frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray]:
     ordered = [frames[index] for index in order]
     affine = np.eye(4)
     affine[:3, 0], affine[:3, 1] = right * between_columns, down * between_rows
-    affine[:3, 2] = _measure_step(ordered, along[order]) if len(frames) > 1 else normal * _find_thickness(frames[0])
+    affine[:3, 2] = _measure_step(ordered, along[order]) if len(frames) > 1 else normal * _require_thickness(frames[0])
     affine[:3, 3] = ordered[0].position
     return ordered, lps_to_ras(affine)
 
 
-def _find_thickness(frame: Frame) -> float:
+def _require_thickness(frame: Frame) -> float:
     if frame.thickness is None:
         raise ReaderError(
             f"{frame.file} is a single slice without SpacingBetweenSlices and SliceThickness; a volume of one slice "
@@ -214,7 +214,7 @@ def _require_alike(frames: Sequence[Frame]) -> None:
             "of each into a folder of their own, or resample them",
         ),
     ):
-        if (unlike := _find_unlike(np.array(values, dtype=float), tolerance)) is not None:
+        if (unlike := _compare_values(np.array(values, dtype=float), tolerance)) is not None:
             odd, usual, counts = unlike
             found, names = map(list, (values[odd], values[usual])), {"odd": frames[odd], "usual": frames[usual]}
             raise ReaderError(f"{frames[odd].file.parent}: {words.format(*found, **names, counts=counts)}")
@@ -231,7 +231,7 @@ def _require_alike(frames: Sequence[Frame]) -> None:
             )
 
 
-def _find_unlike(values: np.ndarray, tolerance: float) -> tuple[int, int, str] | None:
+def _compare_values(values: np.ndarray, tolerance: float) -> tuple[int, int, str] | None:
     """Return the index of a row in the smallest group of like rows, of one in the largest, and the groups' sizes."""
     groups: list[np.ndarray] = []
     left = np.arange(len(values))

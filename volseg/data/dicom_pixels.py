@@ -79,7 +79,7 @@ def describe_stored(header: Header) -> Stored:
         allocated=_read_count(header, "BitsAllocated"),
         bits=_read_count(header, "BitsStored"),
         is_signed=bool(representation),
-        overlays=_find_overlays(header),
+        overlays=_read_overlays(header),
         pixels=header.pixels,
     )
     high_bit = _read_count(header, "HighBit", default=stored.bits - 1)
@@ -256,7 +256,7 @@ def _read_count(header: Header, keyword: str, default: int | None = None) -> int
     return int.from_bytes(value, header.top.order)
 
 
-def _find_overlays(header: Header) -> int:
+def _read_overlays(header: Header) -> int:
     values = (header.top.value(tag) for tag in OVERLAY_BITS)
     positions = {int.from_bytes(value, header.top.order) for value in values if len(value) == 2}
     return sum(1 << position for position in positions if position)

@@ -203,11 +203,11 @@ def _describe(uid: str, headers: Mapping[Path, Header]) -> Series:
         number=number,
         description=texts["SeriesDescription"],
         modality=modality,
-        left_out=_tell_other(list(headers.values()), modality, texts["SeriesDescription"]),
+        left_out=_classify(list(headers.values()), modality, texts["SeriesDescription"]),
     )
 
 
-def _tell_other(headers: Sequence[Header], modality: str, description: str) -> str:
+def _classify(headers: Sequence[Header], modality: str, description: str) -> str:
     """Return what a series is if it is no image to segment."""
     if modality in DERIVED:
         return DERIVED[modality]

@@ -277,7 +277,7 @@ class _Download:
             self._start_again()
         self._num_parts = self._num_parts + 1 if start else 1
         self._part.truncate(start)
-        self._begun = replace(self._begun, total=total, validator=_find_validator(response.headers))
+        self._begun = replace(self._begun, total=total, validator=_read_validator(response.headers))
         if total is not None:
             require_room(self._path.parent, total - start + int(self._spare * total), "fetch and unpack")
         self._begun.write(self._described)
@@ -384,7 +384,7 @@ def _read_range(text: str) -> tuple[int, int | None]:
     return (-1, None) if match is None or start is None else (start, _as_number(match[2]))
 
 
-def _find_validator(headers: Mapping[str, str]) -> str | None:
+def _read_validator(headers: Mapping[str, str]) -> str | None:
     """Return the condition of a later request; a weak ETag does not promise the same bytes."""
     etag = headers.get("ETag")
     return etag if etag and not etag.startswith("W/") else headers.get("Last-Modified")

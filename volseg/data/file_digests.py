@@ -91,13 +91,13 @@ class FileDigests:
         path = Path(os.path.abspath(path))
         known = self.folder / f"{sha256(os.fsencode(path)).hexdigest()}.json"
         with path.open("rb") as file:
-            seen = _look_at(file)  # of the open file: a network file system asks its server when one is opened
+            seen = _read_state(file)  # of the open file: a network file system asks its server when one is opened
             remembered = _recall(known)
             if isinstance(remembered, dict) and remembered.get("seen") == seen:
                 return str(remembered["digest"])
             begun = time.time_ns()
             digest = file_digest(file, "sha256").hexdigest()
-            is_settled = _look_at(file) == seen and begun - max(seen[2:4]) > YOUNG_NS
+            is_settled = _read_state(file) == seen and begun - max(seen[2:4]) > YOUNG_NS
         if is_settled and os.name != "nt":  # where ctime is the time of creation
             with (
                 suppress(OSError),
@@ -108,7 +108,7 @@ class FileDigests:
         return digest
 
 
-def _look_at(file: BinaryIO) -> list[int]:
+def _read_state(file: BinaryIO) -> list[int]:
     found = os.fstat(file.fileno())
     return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
@@ -139,11 +139,11 @@ def digest_modules(modules: Collection[str], libraries: Collection[str]) -> str:
         known.add(name)
         for told, content in _list_sources(name):
             digest.update(told.encode() + b"\0" + sha256(content).digest())
-            for other in sorted(_find_imports(content) - known):
+            for other in sorted(_list_imports(content) - known):
                 known.add(other)
-                if (installed := _find_version(other)) is not None:
+                if (installed := _read_version(other)) is not None:
                     digest.update(f"{other}=={installed}".encode())
-                elif _find_spec(other) is not None:
+                elif _load_spec(other) is not None:
                     waiting.append(other)
                 else:
                     digest.update(f"no {other}".encode())
@@ -158,7 +158,7 @@ def _list_sources(name: str) -> Iterator[tuple[str, bytes]]:
         yield name, executed
         return
     top = name.partition(".")[0]
-    spec = None if name == "__main__" else _find_spec(top)
+    spec = None if name == "__main__" else _load_spec(top)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or () if spec else ())]
     origin = getattr(module, "__file__", None) or (spec.origin if spec else None)
     if not folders and (origin is None or not Path(origin).is_file()):
@@ -171,7 +171,7 @@ def _list_sources(name: str) -> Iterator[tuple[str, bytes]]:
         yield file.name, file.read_bytes()
 
 
-def _find_imports(content: bytes) -> set[str]:
+def _list_imports(content: bytes) -> set[str]:
     """Return the top-level packages that a source imports."""
     try:
         nodes = list(ast.walk(ast.parse(content)))
@@ -182,9 +182,9 @@ def _find_imports(content: bytes) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def _find_version(package: str) -> str | None:
+def _read_version(package: str) -> str | None:
     """Return the version of the distribution that a package is installed from, if it is."""
-    spec = _find_spec(package)
+    spec = _load_spec(package)
     places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     if not any(INSTALLED & set(Path(place).parts) for place in places if place is not None):
         return None
@@ -192,7 +192,7 @@ def _find_version(package: str) -> str | None:
     return ", ".join(f"{one} {version(one)}" for one in sorted(set(found))) if found else None
 
 
-def _find_spec(package: str) -> ModuleSpec | None:
+def _load_spec(package: str) -> ModuleSpec | None:
     try:
         return find_spec(package)
     except ValueError:  # it was put into sys.modules by hand

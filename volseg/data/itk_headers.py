@@ -137,7 +137,7 @@ def _read_nrrd(path: Path) -> _Claim:
     return _Claim(
         voxels=math.prod(shape),
         bytes_each=NRRD_TEXTS.get(encoding, NRRD_BYTES[kind]),
-        file=path if data is None else _find_data(path, data),
+        file=path if data is None else _locate_data(path, data),
         begins=ends if data is None else 0,
         packing=NRRD_PACKINGS.get(encoding, "plain"),
         skips=skips,
@@ -166,7 +166,7 @@ def _read_meta(path: Path) -> _Claim:
     claim = _Claim(
         voxels=math.prod(shape) * channels,
         bytes_each=META_BYTES[kind],
-        file=path if is_local else _find_data(path, data),
+        file=path if is_local else _locate_data(path, data),
         begins=ends if is_local else max(0, header_size),
         packing="zlib" if _is_true(fields, "CompressedData", path) else "plain",
         packed_bytes=packed_bytes or None,
@@ -243,7 +243,7 @@ def _is_true(fields: Mapping[str, str], key: str, path: Path, *, default: bool =
     return value in ("true", "1", "t")
 
 
-def _find_data(path: Path, name: str) -> Path:
+def _locate_data(path: Path, name: str) -> Path:
     """Return the one data file of a detached header; ITK puts patterns of several through C's printf."""
     if not name or name.upper().split()[0] == "LIST" or "%" in name:
         raise ReaderError(f"{path} spreads its voxels over several files ({name[:40]!r}); convert it into one")

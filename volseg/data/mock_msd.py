@@ -65,7 +65,7 @@ def make_mock_task(
         There is no such task, the scale is out of range, or ``root`` holds something else.
     """
     manifest = find_public_task(like).manifest
-    shape = _find_shape(manifest)
+    shape = _read_shape(manifest)
     scale = min(1.0, LONGEST_SIDE / max(shape)) if scale is None else scale
     if not 0 < scale <= 1:
         raise DataError(f"the scale of a mock must lie above 0 and be at most 1, got {scale}")
@@ -80,7 +80,7 @@ def make_mock_task(
     return write_task(root, described, draw, num_cases=num_cases, num_test=num_test, seed=seed)
 
 
-def _find_shape(manifest: Mapping[str, Any]) -> list[int]:
+def _read_shape(manifest: Mapping[str, Any]) -> list[int]:
     """Return the median shape of the stored files; where nobody says, of the box in them that is not 0."""
     return manifest["stored"]["shape"][1] if "stored" in manifest else manifest["nnunet"]["fingerprint"]["median_shape"]
 
@@ -112,7 +112,7 @@ def _draw_grid(manifest: Mapping[str, Any], sides: np.ndarray, rng: np.random.Ge
         low, high = spacing * (1 - VARIATION), spacing * (1 + VARIATION)
     planes, slices = rng.uniform(1 - VARIATION, 1 + VARIATION, 2)  # pixels are square
     spacing = np.clip(spacing * (planes, planes, slices), low, high)
-    least = np.minimum(_find_shape(manifest), SHORTEST_SIDE)
+    least = np.minimum(_read_shape(manifest), SHORTEST_SIDE)
     shape = np.maximum(np.round(np.maximum(sides, least) * median / spacing), least).astype(int)
     is_known = manifest["name"] == "Task04_Hippocampus"
     signs = np.array([*(STORED[0] if is_known else STORED[rng.integers(len(STORED))]), 1])

@@ -51,10 +51,10 @@ class ForegroundVoxels:
         Foreground classes are 1 to ``num_classes`` - 1, or to the largest number in a label map; larger numbers are of
         voxels whose class is not known. What is drawn of a case does not depend on the others.
         """
-        return cls.join([cls._find_one(label[0], most, seed, num_classes) for label in labels])
+        return cls.join([cls._draw_one(label[0], most, seed, num_classes) for label in labels])
 
     @classmethod
-    def _find_one(cls, label: Tensor, most: int, seed: int, num_classes: int | None) -> "ForegroundVoxels":
+    def _draw_one(cls, label: Tensor, most: int, seed: int, num_classes: int | None) -> "ForegroundVoxels":
         last = int(label.max()) if num_classes is None else num_classes - 1
         generator = torch.Generator().manual_seed(seed)
         voxels = ((label > 0) & (label <= last)).nonzero()

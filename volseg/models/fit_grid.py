@@ -78,7 +78,7 @@ class FitGrid(nn.Module):
         whole = self.rule.sides(sides)
         if whole == sides:
             return _each_volume(self.net(x), lambda volume: volume)
-        self._tell(sides, whole)
+        self._log_padding(sides, whole)
         before = [(long - side) // 2 for long, side in zip(whole, sides, strict=True)]
         widths: list[int] = []
         for axis in (2, 1, 0):  # pad counts from the last dim
@@ -124,7 +124,7 @@ class FitGrid(nn.Module):
         """Describe the sides that are taken."""
         return f"{type(self.net).__name__}, {self.rule}"
 
-    def _tell(self, sides: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    def _log_padding(self, sides: tuple[int, ...], whole: tuple[int, ...]) -> None:
         if not self._told:
             self._told = True
             logger.warning(

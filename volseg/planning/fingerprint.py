@@ -127,8 +127,8 @@ def _describe_case(
 ) -> tuple[CaseSizes, Voxels]:
     image, label = case["image"], case["label"]
     channels = image.as_subclass(Tensor)
-    box = _find_box((channels != 0).any(0))
-    axes, spacing = _find_axes(image)
+    box = _compute_box((channels != 0).any(0))
+    axes, spacing = _read_axes(image)
     sides = [stop - start for start, stop in box]
     d, h, w = (sides[axis] for axis in axes)
     facts = CaseSizes(
@@ -141,7 +141,7 @@ def _describe_case(
     return facts, _draw_foreground(channels, label.as_subclass(Tensor)[0], task, number, place)
 
 
-def _find_box(inside: Tensor) -> list[tuple[int, int]]:
+def _compute_box(inside: Tensor) -> list[tuple[int, int]]:
     """Return where what is inside begins and ends along each axis; all of it where there is nothing."""
     box = []
     for axis in range(3):
@@ -151,7 +151,7 @@ def _find_box(inside: Tensor) -> list[tuple[int, int]]:
     return box
 
 
-def _find_axes(image: MetaTensor) -> tuple[list[int], tuple[float, float, float]]:
+def _read_axes(image: MetaTensor) -> tuple[list[int], tuple[float, float, float]]:
     """Return which axis of the file D, H and W are after turning to RAS, and their spacing (mm)."""
     affine = image.affine.numpy().astype(np.float64)
     goals = nibabel.io_orientation(affine)[:, 0].astype(int).tolist()
@@ -267,11 +267,11 @@ def describe_files(task: Task, *, skip_bad: bool) -> str:
 
 def _describe_case_files(case: Case, task: Task) -> Iterator[list[Any]]:
     for path in (*list_files(case["image"]), *list_files(case["label"])):
-        for file in _find_files(path):
+        for file in _list_data_files(path):
             yield [os.path.relpath(file, task.root), *_describe_file(file)]
 
 
-def _find_files(path: Path) -> list[Path]:
+def _list_data_files(path: Path) -> list[Path]:
     try:
         return find_files(path)
     except (OSError, ReaderError):  # absent or damaged: a bad case, which is told by who reads it

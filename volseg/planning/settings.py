@@ -149,7 +149,7 @@ def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry) -> Iterato
 def _normalise(fingerprint: Fingerprint) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield a step per scheme that the channels' names ask for, by nnU-Net's names."""
     kept = float(np.median([case.kept for case in fingerprint.cases]))
-    schemes = [_find_scheme(name) for name in fingerprint.channels]
+    schemes = [_choose_scheme(name) for name in fingerprint.channels]
     for channel, scheme in enumerate(schemes):
         if scheme != "ct":
             continue
@@ -173,7 +173,7 @@ def _normalise(fingerprint: Fingerprint) -> Iterator[tuple[dict[str, Any], str]]
         yield value, reason
 
 
-def _find_scheme(channel: str) -> str:
+def _choose_scheme(channel: str) -> str:
     return {"ct": "ct", "nonorm": "none"}.get(channel.casefold(), "zscore")
 
 
@@ -254,7 +254,7 @@ def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str
         yield Setting("augmentation.rotation", {"degrees": degrees}, reason)
         yield Setting("augmentation.scaling", {"axes": others}, "within planes only, for the same reason")
         yield Setting("augmentation.low_resolution", {"axes": others}, "likewise")
-    if sides := _find_sides(fingerprint):
+    if sides := _list_sides(fingerprint):
         reason = (
             f"{sides[0]} and {sides[1]} differ by their side of the body, which mirroring from left to right would "
             "swap; nnU-Net mirrors nevertheless"
@@ -263,7 +263,7 @@ def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str
         yield Setting("augmentation.mirror", {"axes": axes}, reason)
 
 
-def _find_sides(fingerprint: Fingerprint) -> tuple[str, str] | None:
+def _list_sides(fingerprint: Fingerprint) -> tuple[str, str] | None:
     """Return the first two labels or regions whose names differ by left and right only."""
     names = {name.casefold(): name for name in (*fingerprint.labels.values(), *fingerprint.regions)}
     for lowered, name in names.items():
@@ -351,7 +351,7 @@ def _list_inference(fingerprint: Fingerprint, geometry: Geometry, preset: str) -
         yield Setting("inference.overlap", 0.5)
     else:
         yield Setting("inference.window", None, "the whole volume at once")
-    sides = _find_sides(fingerprint)
+    sides = _list_sides(fingerprint)
     reason = "no average over mirrorings, which would swap the sides" if sides else "average over the eight mirrorings"
     yield Setting("inference.mirror", sides is None, reason)
     if geometry.num_gpus > 1:

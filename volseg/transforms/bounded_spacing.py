@@ -153,7 +153,7 @@ class KeptOrientation(Orientationd):
         if not _is_plain(volume) or not trace.get(TraceKeys.TRACING):
             return None
         affine = volume.affine
-        if not _points(_find_axes(affine.numpy()), self._wanted):
+        if not _points(_read_axes(affine.numpy()), self._wanted):
             return None
         kept = _copy_of(volume, volume.as_tensor())
         kept.meta[MetaKeys.AFFINE] = affine @ torch.eye(4, dtype=torch.float64)  # MONAI's product: no -0 is left
@@ -209,7 +209,7 @@ def _is_plain(volume: object) -> bool:
     )
 
 
-def _find_axes(affine: np.ndarray) -> _Axes:
+def _read_axes(affine: np.ndarray) -> _Axes:
     columns = affine[:3, :3]
     sides = np.sqrt(np.sum(columns * columns, axis=0))  # MONAI's way, to its last bit
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -237,7 +237,7 @@ def _is_spaced(volume: MetaTensor, target: Sequence[float]) -> bool:
     MONAI takes out shear. As little as there is in a header of float32 moves no corner by `AFFINE_TOL`, which it asks,
     and the number of voxels is the same.
     """
-    axes, wanted = _find_axes(volume.affine.numpy()), np.asarray(target, dtype=np.float64)
+    axes, wanted = _read_axes(volume.affine.numpy()), np.asarray(target, dtype=np.float64)
     if not ((wanted - AFFINE_TOL <= axes.sides) & (axes.sides <= wanted + AFFINE_TOL)).all():
         return False
     moved = axes.shear * float(axes.sides @ np.asarray(volume.as_tensor().shape[1:]))

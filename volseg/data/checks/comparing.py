@@ -62,26 +62,26 @@ def compare_cases(facts: Sequence[ComparedCase], task: Task) -> list[Finding]:
     """Return what the cases show side by side; all are remarks."""
     labelled = [fact for fact in facts if fact.label_counts]
     images = [(fact.case, fact.image) for fact in facts if fact.image is not None]
-    unlike = _find_unlike_spacings(images)
+    unlike = _list_unlike_spacings(images)
     odd = (*find_odd_labels(facts), *find_odd_images(facts, task))
     found = [
-        *_find_label_counts(labelled, task),
-        *_find_same_labels(labelled, task),
-        *_find_orientations(images),
-        *_find_grids(images),
-        *_find_absent_labels(labelled, task),
+        *_compare_label_counts(labelled, task),
+        *_list_same_labels(labelled, task),
+        *_compare_orientations(images),
+        *_compare_grids(images),
+        *_list_absent_labels(labelled, task),
         *(finding for finding in odd if finding.case not in unlike or finding.kind not in THICKNESS_SHOWS),
     ]
     for index, modality in enumerate(task.modalities):
         where = f"{modality}, " if task.num_channels > 1 else ""
         is_ct = modality.strip().lower() == "ct"
         channels = [(case, image.channels[index]) for case, image in images if len(image.channels) == task.num_channels]
-        found += _find_ct(channels, where) if is_ct else _find_scales(channels, where)
-        found += _find_odd_structures(channels, where, is_ct=is_ct)
+        found += _check_ct(channels, where) if is_ct else _compare_scales(channels, where)
+        found += _compare_structures(channels, where, is_ct=is_ct)
     return list({(one.case, one.kind): one for one in reversed(found)}.values())[::-1]
 
 
-def _find_label_counts(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
+def _compare_label_counts(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
     for value, name in task.foreground.items():
         looked = [fact for fact in facts if value in (fact.case.get("labelled") or (value,))]
         holding = sum(value in fact.label_counts for fact in looked)
@@ -91,7 +91,7 @@ def _find_label_counts(facts: Sequence[ComparedCase], task: Task) -> Iterator[Fi
             yield Finding("", None, f"{value} ({name}) in {holding} of {len(looked)} cases", "label-rare")
 
 
-def _find_absent_labels(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
+def _list_absent_labels(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
     """Remark on cases that lack a label which nearly all others have; an empty label is a finding of its own."""
     labelled = [fact for fact in facts if fact.image is not None and _count_structures(fact, task)]
     for value, name in task.foreground.items():
@@ -108,7 +108,7 @@ def _count_structures(fact: ComparedCase, task: Task) -> int:
     return sum(count for value, count in fact.label_counts.items() if value not in (0, task.ignore))
 
 
-def _find_same_labels(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
+def _list_same_labels(facts: Sequence[ComparedCase], task: Task) -> Iterator[Finding]:
     by_digest: dict[str, list[ComparedCase]] = defaultdict(list)
     for fact in facts:
         if fact.label_digest is not None and _count_structures(fact, task) >= LEAST_DOUBLED:
@@ -120,7 +120,7 @@ def _find_same_labels(facts: Sequence[ComparedCase], task: Task) -> Iterator[Fin
             yield Finding.of(first.case, "same-label", f"also {list_some(others)}", "label")
 
 
-def _find_orientations(images: Images) -> Iterator[Finding]:
+def _compare_orientations(images: Images) -> Iterator[Finding]:
     counts = Counter(image.orientation for _, image in images)
     if len(counts) < 2:
         return
@@ -134,7 +134,7 @@ def _find_orientations(images: Images) -> Iterator[Finding]:
             yield Finding.of(case, "orientation", f"{image.orientation}, elsewhere {usual}")
 
 
-def _find_grids(images: Images) -> Iterator[Finding]:
+def _compare_grids(images: Images) -> Iterator[Finding]:
     """Remark on unusual sizes, and on spacings that are far too large or small or make the size unusual too.
 
     Another protocol has thicker slices and fewer of them; a wrong spacing makes the patient larger.
@@ -144,26 +144,26 @@ def _find_grids(images: Images) -> Iterator[Finding]:
     extents: Sequence[Sequence[float]] = [image.extent for _, image in images]
     for index, axis in enumerate(AXES):
         steps, sizes = ([side[index] for side in sides] for sides in (spacings, extents))
-        odd_sizes = _find_far(sizes, least)
-        wrong = {*_find_far(steps, FAR_SPACING), *({*_find_far(steps, least)} & {*odd_sizes})}
+        odd_sizes = _list_far(sizes, least)
+        wrong = {*_list_far(steps, FAR_SPACING), *({*_list_far(steps, least)} & {*odd_sizes})}
         for kind, values, outliers in (("spacing", steps, sorted(wrong)), ("extent", sizes, odd_sizes)):
             for outlier in outliers:
                 detail = f"{values[outlier]:.3g} mm {axis}, elsewhere about {np.median(values):.3g}"
                 yield Finding.of(images[outlier][0], kind, detail)
 
 
-def _find_unlike_spacings(images: Images) -> set[str]:
+def _list_unlike_spacings(images: Images) -> set[str]:
     """Return the cases whose spacing is far from the median, however many they are."""
     logs = np.log([image.spacing for _, image in images]).reshape(-1, 3)
     far = np.abs(logs - np.median(logs, axis=0)).max(1) > np.log(FAR_SPACING) if len(images) else []
     return {case["case"] for (case, _), is_far in zip(images, far, strict=True) if is_far}
 
 
-def _find_far(values: Sequence[float], factor: float) -> list[int]:
+def _list_far(values: Sequence[float], factor: float) -> list[int]:
     return find_outliers(values, factor, is_ratio=True, fewest=FEW_CASES)
 
 
-def _find_apart(values: Sequence[float], factor: float) -> list[int]:
+def _list_apart(values: Sequence[float], factor: float) -> list[int]:
     """Return the indices of values that are smaller or larger than all others by a factor, however these spread."""
     order = np.argsort(values)
     logs = np.log(np.maximum(np.array(values)[order], np.finfo(np.float64).tiny))
@@ -174,19 +174,19 @@ def _find_apart(values: Sequence[float], factor: float) -> list[int]:
     return [*order[:low].tolist(), *order[high:].tolist()]
 
 
-def _find_scales(channels: Channels, where: str) -> Iterator[Finding]:
+def _compare_scales(channels: Channels, where: str) -> Iterator[Finding]:
     ranges = [channel.high - channel.low for _, channel in channels]
     if len(ranges) < FEW_CASES:
         return
     low, high = np.percentile(ranges, [100 * RARE / 2, 100 - 100 * RARE / 2])
     if low > 0 and high / low > MIXED_SCALE:
         yield Finding("", None, f"{where}ranges of {min(ranges):.3g} to {max(ranges):.3g}", "intensity-mixed")
-    for place in sorted({*_find_far(ranges, FAR_SCALE), *_find_apart(ranges, FAR_SCALE)}):
+    for place in sorted({*_list_far(ranges, FAR_SCALE), *_list_apart(ranges, FAR_SCALE)}):
         detail = f"{where}a range of {ranges[place]:.3g}, elsewhere about {np.median(ranges):.3g}"
         yield Finding.of(channels[place][0], "intensity-scale", detail)
 
 
-def _find_ct(channels: Channels, where: str) -> Iterator[Finding]:
+def _check_ct(channels: Channels, where: str) -> Iterator[Finding]:
     for case, channel in channels:
         if channel.lowest >= 0 and channel.high > OFFSET_HIGH:
             yield Finding.of(case, "ct-offset", f"{where}{channel.lowest:g} to {channel.highest:g}")
@@ -195,7 +195,7 @@ def _find_ct(channels: Channels, where: str) -> Iterator[Finding]:
             yield Finding.of(case, "ct-clipped", detail)
 
 
-def _find_odd_structures(channels: Channels, where: str, *, is_ct: bool) -> Iterator[Finding]:
+def _compare_structures(channels: Channels, where: str, *, is_ct: bool) -> Iterator[Finding]:
     """Remark on cases whose largest structure lies on air, or is dark where it is bright in the other cases.
 
     Each structure is compared with the same one: in a cropped CT, lungs may be the only one.

@@ -159,13 +159,13 @@ def find_displaced(facts: Sequence[ComparedCase], found: Sequence[Finding]) -> I
     model = BorderModel.of([label for label, sound in zip(labels, is_sound, strict=True) if sound])
     if model is None:
         return
-    exchanged = list(_find_exchanged(cases, labels, model))
+    exchanged = list(_list_exchanged(cases, labels, model))
     yield from exchanged
     names = {finding.case for finding in exchanged}
-    yield from (one for one in _find_misplaced(cases, labels, model, is_sound) if one.case not in names)
+    yield from (one for one in _list_misplaced(cases, labels, model, is_sound) if one.case not in names)
 
 
-def _find_misplaced(
+def _list_misplaced(
     cases: Sequence[Case], labels: Sequence[LabelShape], model: BorderModel, is_sound: np.ndarray
 ) -> list[Finding]:
     """Remark on labels that fit much better after a move; on none if more than a tenth do."""
@@ -201,7 +201,7 @@ def _describe(move: Move, label: LabelShape) -> str:
     return f"fits much better about {abs(move.step) * label.steps[move.axis]} voxels further {towards}"
 
 
-def _find_exchanged(cases: Sequence[Case], labels: Sequence[LabelShape], model: BorderModel) -> Iterator[Finding]:
+def _list_exchanged(cases: Sequence[Case], labels: Sequence[LabelShape], model: BorderModel) -> Iterator[Finding]:
     """Remark on pairs of cases whose labels fit each other's images much better than their own."""
     deviations = model.deviate(np.array([label.profiles[0] for label in labels]))
     order = np.argsort(-deviations)[:MOST_SUSPICIOUS]

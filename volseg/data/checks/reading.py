@@ -86,7 +86,7 @@ def read_case(case: Case, task: Task, *, digests: bool = True) -> CheckedCase:
             if volume is not None:
                 volumes[name] = volume
     found_digests = {name: digest_voxels(volume) for name, volume in volumes.items()} if digests else {}
-    found = _look_at_both(case, task, volumes, found_digests, found)
+    found = _compare_fields(case, task, volumes, found_digests, found)
     found = list(dict.fromkeys(found))
     return CheckedCase(
         case={**case, **volumes},
@@ -139,7 +139,7 @@ def _describe(case: Case, name: str, fault: Fault) -> Finding:
     return Finding(case["case"], file, f"{name_files(case[name])} {fault.text}" if is_bad else fault.text, fault.kind)
 
 
-def _look_at_both(
+def _compare_fields(
     case: Case, task: Task, volumes: Mapping[str, MetaTensor], digests: Mapping[str, str], found: list[Finding]
 ) -> list[Finding]:
     """Return what was found, with what image and label say of each other in place of what each said alone."""

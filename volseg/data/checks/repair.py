@@ -181,18 +181,18 @@ def _write_case(
         else:
             copied["label"] = root / "labelsTr" / f"{name}.nii.gz"
             _write_label(label, copied["label"])
-            done += [_tell(copied["label"], name, kind, root) for kind in sorted(bad)]
+            done += [_describe_repair(copied["label"], name, kind, root) for kind in sorted(bad)]
     if stays_alone:
-        done.append(_tell(copies[0], name, "leak", root))
+        done.append(_describe_repair(copies[0], name, "leak", root))
     if kinds & FORMS:
         files = [*copies, *([copied["label"]] if "label" in copied and label is None else [])]
-        done += [_tell(file, name, kind, root) for file in files for kind in _align_forms(file)]
+        done += [_describe_repair(file, name, kind, root) for file in files for kind in _align_forms(file)]
     if done:
         _require_repaired(copied, task, {row["kind"] for row in done})
     return _Outcome(case=copied, done=tuple(done), is_bad=is_bad)
 
 
-def _tell(file: Path, case: str, kind: str, root: Path) -> dict[str, str]:
+def _describe_repair(file: Path, case: str, kind: str, root: Path) -> dict[str, str]:
     return {"case": case, "file": str(file.relative_to(root)), "kind": kind, "done": KINDS[kind].mended}
 
 

@@ -130,7 +130,7 @@ def find_image_faults(image: MetaTensor, task: Task) -> Iterator[Fault]:
             f"has {len(channels)} channel(s){series}, but the task declares {task.num_channels} "
             f"({', '.join(task.modalities)}); mend the file, or what the task declares",
         )
-    if fault := _find_not_finite(channels):
+    if fault := _check_finite(channels):
         yield fault
         return
     if (largest := float(channels.abs().max())) > LARGEST_VALUE:
@@ -155,7 +155,7 @@ def find_label_faults(label: MetaTensor, values: LabelValues | None, task: Task,
         text = f"has {len(voxels)} channels; a label map needs one, with a number per structure"
         yield Fault("label-channels", text)
     if values is None:
-        fault = _find_not_finite(voxels)
+        fault = _check_finite(voxels)
         assert fault is not None
         yield fault
         return
@@ -287,7 +287,7 @@ def _is_resampled(grid: Grid, other: Grid) -> bool:
     return bool(apart <= torch.stack(steps).max())
 
 
-def _find_not_finite(voxels: Tensor) -> Fault | None:
+def _check_finite(voxels: Tensor) -> Fault | None:
     # Of a large image this takes a tenth of the time of `isfinite`; what is no number shows in both.
     if all(math.isfinite(end) for end in map(float, voxels.aminmax())):
         return None

@@ -68,7 +68,7 @@ def find_task(root: str | Path) -> Path:
     require_text(root, "a data set")
     if not root.exists():
         raise DataError(
-            f"{root} does not exist; name the TaskNN_Name folder of an MSD task, or another data set's{_find_raw(root)}"
+            f"{root} does not exist; name the TaskNN_Name folder of an MSD task, or another data set's{_name_raw(root)}"
         )
     if root.name in MANIFESTS:
         root = root.parent
@@ -78,7 +78,7 @@ def find_task(root: str | Path) -> Path:
         raise DataError(f"{root} is no data set; name a folder, or a table ({', '.join(TABLES)})")
     # What describes itself comes first: its files may be called in any way.
     for is_data_set in (_is_described, _is_arranged):
-        if found := _find_near(root, is_data_set):
+        if found := _search_near(root, is_data_set):
             return found
     raise DataError(
         f"{root} is no data set: there is no dataset.json in it, in a folder of it, or above it, and no images with "
@@ -87,7 +87,7 @@ def find_task(root: str | Path) -> Path:
     )
 
 
-def _find_near(root: Path, is_data_set: Callable[[Path], bool]) -> Path | None:
+def _search_near(root: Path, is_data_set: Callable[[Path], bool]) -> Path | None:
     if is_data_set(root):
         return root
     if root.name.casefold() in OWN_FOLDERS and is_data_set(root.parent):
@@ -107,7 +107,7 @@ def _is_arranged(folder: Path) -> bool:
     return folder.is_dir() and find_arrangement(folder) is not None
 
 
-def _find_raw(root: Path) -> str:
+def _name_raw(root: Path) -> str:
     """Return where nnU-Net would look for a data set of this name or number."""
     raw = Path(os.environ.get("nnUNet_raw", "nowhere"))  # noqa: SIM112 - nnU-Net calls it so
     number = f"Dataset{int(root.name):03d}_*" if root.name.isdecimal() else "Dataset*"

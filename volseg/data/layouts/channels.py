@@ -54,7 +54,7 @@ def group_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[Ca
             return [{"case": found[0], "image": image} for image, found in zip(images, numbered, strict=True) if found]
         return [{"case": name_image(image), "image": image} for image in images]
     groups: dict[tuple[Path, str], dict[int, Path]] = defaultdict(dict)
-    for image, (case, channel) in zip(images, _find_channels(images, modalities), strict=True):
+    for image, (case, channel) in zip(images, _parse_channels(images, modalities), strict=True):
         channels = groups[image.parent, case]
         if channel in channels:
             both = "all channels" if channel == ALL_CHANNELS else f"channel {channel}"
@@ -63,7 +63,7 @@ def group_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[Ca
     return [_gather(case, channels, modalities) for (_, case), channels in groups.items()]
 
 
-def _find_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[tuple[str, int]]:
+def _parse_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[tuple[str, int]]:
     """Return the case and the channel of each file.
 
     Numbers count as channels only beside a channel 0: cases may be numbered too.
@@ -72,12 +72,12 @@ def _find_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[tu
     return [
         found
         if (found := number_channels(stem(image))) is not None and (image.parent, found[0]) in first
-        else _find_named(image, modalities) or (name_image(image), ALL_CHANNELS)
+        else _parse_named(image, modalities) or (name_image(image), ALL_CHANNELS)
         for image in images
     ]
 
 
-def _find_named(image: Path, modalities: Sequence[str]) -> tuple[str, int] | None:
+def _parse_named(image: Path, modalities: Sequence[str]) -> tuple[str, int] | None:
     """Return the case and the channel of a file whose name ends in the name of a channel, or is one."""
     name = stem(image)
     for channel in sorted(range(len(modalities)), key=lambda channel: -len(modalities[channel])):

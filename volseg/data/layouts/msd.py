@@ -39,7 +39,7 @@ def load_msd(manifest: Path, declared: Mapping[str, Any], *, require_files: bool
         )
         for key in ("training", "test")
     }
-    _tell_counts(declared, manifest=manifest, **found)
+    _log_counts(declared, manifest=manifest, **found)
     cases = sort_cases(found["training"], found["test"], manifest, require_files=require_files)
     return make_task(manifest, declared, modalities, labels, cases, columns)
 
@@ -106,7 +106,7 @@ def _name_case(files: Mapping[str, Any], image: Path | tuple[Path, ...], folder:
     return first if numbered is None else numbered[0]
 
 
-def _tell_counts(declared: Mapping[str, Any], *, manifest: Path, **cases: Sequence[Case]) -> None:
+def _log_counts(declared: Mapping[str, Any], *, manifest: Path, **cases: Sequence[Case]) -> None:
     """Log where numTraining or numTest is off: the real Task08 is, by one."""
     for key, found in cases.items():
         count = declared.get(f"num{key.capitalize()}", len(found))

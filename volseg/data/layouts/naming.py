@@ -128,12 +128,12 @@ def _identify(path: Path, folder: Path) -> str:
 
 def _attempt_values(path: Path) -> list[int] | DataError:
     try:
-        return _find_values(path)
+        return _load_values(path)
     except DataError as fault:
         return fault
 
 
-def _find_values(path: Path) -> list[int]:
+def _load_values(path: Path) -> list[int]:
     voxels = read_volume(path).as_tensor()
     values = voxels.unique()
     if not values.isfinite().all() or (values != values.round()).any() or (values < 0).any() or len(voxels) != 1:

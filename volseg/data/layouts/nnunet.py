@@ -44,8 +44,8 @@ def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: b
     if "dataset" in declared:
         training = _read_listed(declared["dataset"], len(modalities), manifest, columns)
     else:
-        training = _find_training(folder, ending, len(modalities))
-    test = _find_images(folder / "imagesTs", ending, len(modalities)) if (folder / "imagesTs").is_dir() else {}
+        training = _list_training(folder, ending, len(modalities))
+    test = _list_images(folder / "imagesTs", ending, len(modalities)) if (folder / "imagesTs").is_dir() else {}
     if declared.get("numTraining", len(training)) != len(training):
         logger.warning("%s: numTraining is %s, but there are %d", manifest, declared["numTraining"], len(training))
     cases = sort_cases(
@@ -94,7 +94,7 @@ def _locate(text: str, folder: Path) -> Path:
     return Path(os.path.abspath(folder / os.path.expandvars(text)))
 
 
-def _find_training(folder: Path, ending: str | None, num_channels: int) -> list[Case]:
+def _list_training(folder: Path, ending: str | None, num_channels: int) -> list[Case]:
     images, labels = folder / "imagesTr", folder / "labelsTr"
     for needed in (images, labels):
         if not needed.is_dir():
@@ -104,7 +104,7 @@ def _find_training(folder: Path, ending: str | None, num_channels: int) -> list[
         by_name[stem(path)].append(path)
     if doubled := [name for name, paths in by_name.items() if len(paths) > 1]:
         raise DataError(f"{labels} holds {list_some([path.name for path in by_name[doubled[0]]])}; keep one of them")
-    found = _find_images(images, ending, num_channels)
+    found = _list_images(images, ending, num_channels)
     if not found:
         raise DataError(f"{images} holds no image; needed: CASE_0000{ending or '.nii.gz'}, a file per channel")
     if alone := sorted(by_name.keys() - found.keys()):
@@ -123,7 +123,7 @@ def _list_ending(folder: Path, ending: str | None) -> list[Path]:
     return [path for path in list_images(folder) if ending is None or path.name.endswith(ending)]
 
 
-def _find_images(folder: Path, ending: str | None, num_channels: int) -> dict[str, Path | tuple[Path, ...]]:
+def _list_images(folder: Path, ending: str | None, num_channels: int) -> dict[str, Path | tuple[Path, ...]]:
     """Return the image of each case: a path per channel; those of absent files too, so that they are named.
 
     Where no case has more than channel 0 though more are declared, its file holds them all.

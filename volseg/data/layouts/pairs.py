@@ -132,7 +132,7 @@ def load_pairs(
     """
     source, declared = manifest or (folder / "dataset.json", {})
     labels_of = _name_cases(arrangement, folder)
-    images_of = _find_channels(arrangement.images, labels_of, folder)
+    images_of = _group_channels(arrangement.images, labels_of, folder)
     if not images_of:
         raise DataError(f"{folder} holds no image with a label; put images and label maps into its folders")
     names = _require_same_channels(images_of, folder)
@@ -183,7 +183,7 @@ def _list_starts(name: str) -> Iterator[str]:
     yield ""
 
 
-def _find_channels(
+def _group_channels(
     images: Sequence[tuple[str, Path]], cases: Mapping[Key, Path], folder: Path
 ) -> dict[Key, dict[str, Path]]:
     """Return the files of each case's image by the name of their channel, and refuse what has no partner."""

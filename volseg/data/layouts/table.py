@@ -131,7 +131,7 @@ def _read(path: Path, required: Sequence[str]) -> _Table:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = file.readlines()
-        reader = csv.reader(lines, delimiter=_find_delimiter(lines, path), skipinitialspace=True, strict=True)
+        reader = csv.reader(lines, delimiter=_detect_delimiter(lines, path), skipinitialspace=True, strict=True)
         rows = [
             (reader.line_num, [cell.strip() for cell in row]) for row in reader if any(cell.strip() for cell in row)
         ]
@@ -154,7 +154,7 @@ def _read(path: Path, required: Sequence[str]) -> _Table:
     )
 
 
-def _find_delimiter(lines: Sequence[str], path: Path) -> str:
+def _detect_delimiter(lines: Sequence[str], path: Path) -> str:
     """Return what stands between cells: tabs in a TSV; else whatever the first line has, as spreadsheets differ."""
     first = next((line for line in lines if line.strip()), "")
     return "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
