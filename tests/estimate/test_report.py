@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.report import (
     CandidateRow,
     LargestRow,
@@ -23,9 +23,9 @@ GIB = 2**30
 
 def make_rows(price=12.24):
     memory = MemoryUse(used=3 * GIB, reserved=4 * GIB, outside=GIB // 2, peak_in="backward")
-    runs = Forecast(candidate=Candidate(data=4, kernels="torch"), memory=memory, seconds=0.25)
-    alone = Forecast(candidate=Candidate(), memory=memory, seconds=1.0, refused="needs 4.5 GiB, and there are 4.0 GiB")
-    cannot = Forecast(candidate=Candidate(spatial=4), refused="fft has no sharded form")
+    runs = Estimate(candidate=Candidate(data=4, kernels="torch"), memory=memory, seconds=0.25)
+    alone = Estimate(candidate=Candidate(), memory=memory, seconds=1.0, refused="needs 4.5 GiB, and there are 4.0 GiB")
+    cannot = Estimate(candidate=Candidate(spatial=4), refused="fft has no sharded form")
     slower = Skipped(candidate=Candidate(pipeline=4, split_size=2, kernels="torch"), least_seconds=0.4)
     epoch = {"steps_per_epoch": 250, "price_per_hour": price}
     return [
@@ -68,7 +68,7 @@ def test_the_table_marks_what_is_chosen_and_what_does_not_run():
 
 def test_each_gpu_has_its_row_in_json():
     uses = tuple(MemoryUse(used=gib, reserved=2 * gib, outside=1, peak_in="") for gib in (5, 3))
-    forecast = Forecast(candidate=Candidate(pipeline=2), memory=uses[0], devices=uses, seconds=1.0)
+    forecast = Estimate(candidate=Candidate(pipeline=2), memory=uses[0], devices=uses, seconds=1.0)
     row = build_row(forecast, chosen=True, steps_per_epoch=None, price_per_hour=None)
     assert [(each.used_bytes, each.reserved_bytes) for each in row.devices] == [(5, 10), (3, 6)]
 
@@ -81,7 +81,7 @@ def test_the_table_is_ascii_of_80_columns_whatever_it_holds():
     memory = MemoryUse(used=130 * GIB, reserved=139 * GIB, outside=GIB, peak_in="backward")
     rows = [
         build_row(
-            Forecast(
+            Estimate(
                 candidate=Candidate(data=16, spatial=16, checkpoint="all", kernels=kernels), memory=memory, seconds=99.9
             ),
             chosen=False,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.candidate_list import Freedom, list_candidates, relieve
 from volseg.estimate.search import choose, find_bound, guess_least, judge, search
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 def forecast(seconds=1.0, gib=1.0, refused=None, **candidate):
     memory = MemoryUse(used=int(gib * GIB), reserved=int(gib * GIB), outside=0, peak_in="backward")
-    return Forecast(candidate=Candidate(**candidate), memory=memory, seconds=seconds, refused=refused)
+    return Estimate(candidate=Candidate(**candidate), memory=memory, seconds=seconds, refused=refused)
 
 
 def test_the_fastest_that_fits_is_chosen_and_compared():
@@ -68,7 +68,7 @@ def test_where_nothing_fits_the_least_is_told():
 
 
 def test_where_nothing_runs_the_first_refusal_is_told():
-    refused = Forecast(candidate=Candidate(), refused="no form for fft")
+    refused = Estimate(candidate=Candidate(), refused="no form for fft")
     assert choose([refused]) == (None, "nothing runs: one GPU: no form for fft")
 
 
@@ -102,7 +102,7 @@ def test_what_may_not_fit_is_relieved_and_bounds_nothing():
 @pytest.mark.parametrize(("needed", "fits"), [(16 * GIB, True), (16 * GIB + 1, False)])
 def test_what_needs_all_the_memory_fits(needed, fits):
     memory = MemoryUse(used=1, reserved=needed - 1, outside=1, peak_in="step")
-    assert judge(Forecast(candidate=Candidate(), memory=memory, seconds=1.0), 16 * GIB).runs is fits
+    assert judge(Estimate(candidate=Candidate(), memory=memory, seconds=1.0), 16 * GIB).runs is fits
 
 
 def test_a_pipeline_is_bound_by_filling_it():
@@ -146,10 +146,10 @@ def test_what_is_not_followed_would_not_have_won(data, num_gpus, batch, kernels,
         alone_candidate = Candidate(kernels=candidate.kernels, recorded=candidate.recorded)
         if candidate == alone_candidate:
             return alone[candidate.kernels]
-        known = [Forecast(candidate=alone_candidate, seconds=alone[candidate.kernels])]
+        known = [Estimate(candidate=alone_candidate, seconds=alone[candidate.kernels])]
         if candidate.pipeline > 1 and candidate.split_size * 2 * candidate.data < batch:
             larger = replace(candidate, split_size=candidate.split_size * 2)
-            known.append(Forecast(candidate=larger, seconds=time_plain(larger)))
+            known.append(Estimate(candidate=larger, seconds=time_plain(larger)))
         return find_bound(candidate, known, batch) * extra.get(number_of(candidate), 1.0)
 
     def cost(candidate):
@@ -176,7 +176,7 @@ def test_what_is_not_followed_would_not_have_won(data, num_gpus, batch, kernels,
         whole = judge(cost(candidate), capacity * GIB)
         if whole.runs or candidate.num_gpus == 1 or extra.get(40 - number_of(candidate), 1.0) > 1.5:
             return whole  # not everything is known early not to fit
-        return Forecast(candidate=candidate, refused="needs more", more_than=capacity * GIB)
+        return Estimate(candidate=candidate, refused="needs more", more_than=capacity * GIB)
 
     early = search(candidates, give_up, capacity * GIB, batch, relieved)
     assert early.chosen == found.chosen
@@ -185,9 +185,9 @@ def test_what_is_not_followed_would_not_have_won(data, num_gpus, batch, kernels,
 def test_where_ways_were_given_up_none_is_said_to_be_the_least():
     forecasts = [
         judge(forecast(gib=40), 16 * GIB),
-        Forecast(candidate=Candidate(data=2), refused="needs more", more_than=16 * GIB),
-        Forecast(candidate=Candidate(data=2, checkpoint="all"), refused="needs more", more_than=16 * GIB),
-        Forecast(candidate=Candidate(spatial=2, checkpoint="all"), refused="needs more", more_than=16 * GIB),
+        Estimate(candidate=Candidate(data=2), refused="needs more", more_than=16 * GIB),
+        Estimate(candidate=Candidate(data=2, checkpoint="all"), refused="needs more", more_than=16 * GIB),
+        Estimate(candidate=Candidate(spatial=2, checkpoint="all"), refused="needs more", more_than=16 * GIB),
     ]
     assert choose(forecasts)[1] == "nothing fits: one GPU needs 40.0 GiB, and there are 16.0 GiB"
     assert guess_least(forecasts) == Candidate(data=2, checkpoint="all")
@@ -196,7 +196,7 @@ def test_where_ways_were_given_up_none_is_said_to_be_the_least():
 
 def test_smaller_micro_batches_save_what_the_pipeline_is_not_full():
     pipeline = Candidate(pipeline=2, split_size=16, kernels="torch", recorded=True)
-    known = [Forecast(candidate=pipeline, seconds=3.0)]
+    known = [Estimate(candidate=pipeline, seconds=3.0)]
     # Of 2 rounds and 1 to fill it, 32 and 1 remain; never more than before.
     assert find_bound(replace(pipeline, split_size=1), known, 32) == pytest.approx(3.0 * (33 / 32) / (3 / 2))
     assert find_bound(replace(pipeline, split_size=32), known, 32) == 0, "larger kernels may be faster"
@@ -204,10 +204,10 @@ def test_smaller_micro_batches_save_what_the_pipeline_is_not_full():
 
 
 def test_python_bounds_a_pipeline_by_the_micro_batches_that_it_starts():
-    eager = Forecast(candidate=Candidate(kernels="torch"), seconds=0.01, host_seconds=3.0, host_forward_seconds=1.0)
+    eager = Estimate(candidate=Candidate(kernels="torch"), seconds=0.01, host_seconds=3.0, host_forward_seconds=1.0)
     pipeline = Candidate(pipeline=4, split_size=2, kernels="torch")
     assert find_bound(pipeline, [eager], 8) == 2 + 4 * 2.4
-    larger = Forecast(candidate=pipeline, seconds=9.0, host_seconds=9.0, host_forward_seconds=5.0)
+    larger = Estimate(candidate=pipeline, seconds=9.0, host_seconds=9.0, host_forward_seconds=5.0)
     assert find_bound(replace(pipeline, split_size=1), [larger], 8) == 9
     assert find_bound(replace(pipeline, split_size=4), [larger], 8) == 0
     assert find_bound(replace(pipeline, recorded=True), [eager], 8) == 0

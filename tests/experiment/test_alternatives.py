@@ -7,10 +7,10 @@ import pytest
 from volseg.config.loading import load_config
 from volseg.errors import ConfigError
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.experiment.alternatives import (
     find_candidate,
-    find_forecast,
+    find_estimate,
     list_lines,
     list_overrides,
     list_smaller,
@@ -23,7 +23,7 @@ GIB = 2**30
 
 def forecast(gib, seconds, refused=None, **candidate):
     memory = MemoryUse(used=gib * GIB // 2, reserved=int(gib * GIB), outside=0, peak_in="backward")
-    return Forecast(candidate=Candidate(**candidate), memory=memory, seconds=seconds, refused=refused)
+    return Estimate(candidate=Candidate(**candidate), memory=memory, seconds=seconds, refused=refused)
 
 
 KNOWN = [
@@ -32,7 +32,7 @@ KNOWN = [
     forecast(9, 0.3, checkpoint="all", kernels="fast"),
     forecast(19.9, 0.05, kernels="torch", data=2),
     forecast(11, 0.07, spatial=2),
-    Forecast(candidate=Candidate(pipeline=2, split_size=1), refused="pool has no form"),
+    Estimate(candidate=Candidate(pipeline=2, split_size=1), refused="pool has no form"),
 ]
 
 
@@ -49,10 +49,10 @@ def test_without_a_forecast_of_what_failed_all_that_fit_count():
 
 
 def test_a_forecast_is_found_whichever_kernels_one_gpu_takes():
-    assert find_forecast(Candidate(kernels="fast", recorded=True), KNOWN) is KNOWN[0]
+    assert find_estimate(Candidate(kernels="fast", recorded=True), KNOWN) is KNOWN[0]
     both = [KNOWN[0], replace(KNOWN[0], candidate=Candidate(kernels="torch"), seconds=9.0)]
-    assert find_forecast(Candidate(kernels="torch"), both).seconds == 9.0
-    assert find_forecast(Candidate(spatial=3), KNOWN) is None
+    assert find_estimate(Candidate(kernels="torch"), both).seconds == 9.0
+    assert find_estimate(Candidate(spatial=3), KNOWN) is None
 
 
 def test_lines_can_be_pasted_and_have_numbers(configured, config_file):

@@ -12,7 +12,7 @@ from volseg.cli.root import app
 from volseg.errors import ConfigError, DataError, ParallelError
 from volseg.estimate import PlanReport
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.report import VolumesReport
 from volseg.experiment import find_machine, load_config
 from volseg.experiment.mesh_choice import choose_mesh
@@ -324,7 +324,7 @@ def test_settings_are_what_a_config_takes(candidate, settings, vnet):
 
 def forecast(seconds, gib, **candidate):
     memory = MemoryUse(used=gib * GIB, reserved=gib * GIB, outside=0, peak_in="backward")
-    return Forecast(candidate=Candidate(**candidate), memory=memory, seconds=seconds)
+    return Estimate(candidate=Candidate(**candidate), memory=memory, seconds=seconds)
 
 
 def test_the_processes_of_a_job_take_the_fastest_that_surely_fits():

@@ -1,7 +1,7 @@
 """A plan that a training asks for, by a process of its own: its answer, its refusals, and its end."""
 
 from volseg.experiment import REGISTRIES, register
-from volseg.experiment.alternatives import find_candidate, find_forecast, list_lines, rank_smaller
+from volseg.experiment.alternatives import find_candidate, find_estimate, list_lines, rank_smaller
 from volseg.experiment.plan_process import Gpus, run_plan
 from volseg.models.vnet import VNet
 
@@ -18,7 +18,7 @@ def test_a_training_is_estimated_and_what_takes_less(configured, monkeypatch):
     answer = run_plan(config, H200, thorough=True)
     assert not answer.problem
     assert answer.reserve > 0
-    failed, smaller = find_forecast(tried, answer.forecasts), rank_smaller(tried, answer.forecasts)
+    failed, smaller = find_estimate(tried, answer.forecasts), rank_smaller(tried, answer.forecasts)
     assert failed.memory.reserved >= failed.memory.used > 0
     assert smaller
     for each in smaller:

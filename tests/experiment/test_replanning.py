@@ -13,7 +13,7 @@ from volseg import Checkpoints, Hook
 from volseg.config.parallel import ParallelConfig
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.experiment import REGISTRIES, RunFolder, replanning, train
 from volseg.experiment import training as experiment_training
 from volseg.experiment.placed_network import build_model
@@ -66,7 +66,7 @@ def test_without_being_asked_a_run_ends_and_says_what_takes_less(configured):
 def test_where_nothing_fits_it_is_told_what_would(configured, monkeypatch):
     """As `volseg plan` on a GPU would have answered."""
     memory = MemoryUse(used=0, reserved=40 * 2**30, outside=0, peak_in="backward")
-    known = (Forecast(candidate=Candidate(), memory=memory, seconds=1.0, refused="needs 40.0 GiB"),)
+    known = (Estimate(candidate=Candidate(), memory=memory, seconds=1.0, refused="needs 40.0 GiB"),)
     remedies = ("GPUs of 40.0 GiB: one GPU", "volumes of 8 x 8 x 8: one GPU (3.0 GiB)")
     answer = Answer(forecasts=known, remedies=remedies)
     monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: answer)
@@ -227,7 +227,7 @@ def test_what_is_taken_follows_from_forecasts(configured, monkeypatch, gib, take
         memory = MemoryUse(used=0, reserved=int(needed * 2**30), outside=0, peak_in="backward")
         refused = None if needed <= 16 else "needs more than 16.0 GiB"
         seconds = 1 + (4 if checkpoint == "all" else checkpoint or 0)
-        return Forecast(candidate=Candidate(checkpoint=checkpoint), memory=memory, seconds=seconds, refused=refused)
+        return Estimate(candidate=Candidate(checkpoint=checkpoint), memory=memory, seconds=seconds, refused=refused)
 
     known = [forecast(None, 21), *(forecast(*each) for each in gib.items())] if gib else []
     monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: Answer(forecasts=known))
@@ -254,7 +254,7 @@ def test_processes_stay_as_many_as_they_are(configured, monkeypatch, processes, 
         Candidate(spatial=tried.num_gpus, checkpoint="all"),
         Candidate(data=2, pipeline=2, split_size=1),
     ]
-    known = [Forecast(candidate=each, memory=memory, seconds=1.0 + place) for place, each in enumerate(ways)]
+    known = [Estimate(candidate=each, memory=memory, seconds=1.0 + place) for place, each in enumerate(ways)]
     monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: Answer(forecasts=known))
     failure = replanning.Failure(where="process 0", at="train", said="full", tried=tried)
     parallel = replanning._choose(configured(REPLAN), failure, processes).parallel

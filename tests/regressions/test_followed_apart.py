@@ -21,7 +21,7 @@ from volseg.device.gpus import has_values, is_gpu
 from volseg.device.streams import make_stream
 from volseg.errors import ConfigError, ParallelError
 from volseg.estimate import StepPlan
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.tracing import tracing
 from volseg.lifetime import is_running
@@ -104,10 +104,10 @@ def uses_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
 
 
-def end_process_of(lost: Candidate, candidate: Candidate) -> Forecast:
+def end_process_of(lost: Candidate, candidate: Candidate) -> Estimate:
     if candidate == lost:
         os._exit(9)
-    return Forecast(candidate=candidate, refused="as asked")
+    return Estimate(candidate=candidate, refused="as asked")
 
 
 @pytest.mark.usefixtures("uses_no_cuda")

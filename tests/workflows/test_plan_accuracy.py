@@ -15,7 +15,7 @@ from plan_accuracy_compared import choose_on_one, compare, describe, judge_choic
 from plan_accuracy_rows import NETWORKS, fill_row, list_rows, measure, name_row
 
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.models import build_network
 
 MIB = 2**20
@@ -56,10 +56,10 @@ def compared():
     # The GPU that holds most need not be the one that reserves most.
     other = MemoryUse(used=88 * MIB, reserved=90 * MIB, outside=20 * MIB, peak_in="forward")
     forecasts = [
-        Forecast(candidate=Candidate(), memory=use, devices=(use, *more), seconds=1.0)
+        Estimate(candidate=Candidate(), memory=use, devices=(use, *more), seconds=1.0)
         for use, more in zip(memory, ((), (other,)), strict=True)
     ]
-    forecasts.append(Forecast(candidate=Candidate(), refused="it looks at values"))
+    forecasts.append(Estimate(candidate=Candidate(), refused="it looks at values"))
     told = []
     found = compare([*rows, {"name": "lost", "failed": "no result"}], told.append, find=lambda row: forecasts.pop(0))
     assert told == found

@@ -5,7 +5,7 @@ from typing import Literal
 
 from volseg.estimate.allocator import MemoryUse
 
-__all__ = ["Candidate", "Forecast"]
+__all__ = ["Candidate", "Estimate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
+class Estimate:
     """What a candidate needs; ``memory`` is that of the device that needs most."""
 
     candidate: Candidate

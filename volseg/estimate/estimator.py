@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from volseg.errors import NotRecordedError, OutOfMemoryError, VolsegError
 from volseg.estimate.allocator import AllocatorSettings, MemoryUse, find_memory_use
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.candidate_list import Freedom
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.instances import Machine
@@ -19,7 +19,7 @@ from volseg.estimate.step_time import OF_STAGES, find_host_seconds, find_times
 from volseg.estimate.trace import Allocate, Issued, KernelRun, Ordered, Sent, StepTrace, Used
 from volseg.estimate.work import Work
 
-__all__ = ["Machine", "Planned", "Resize", "Sides", "find_outside", "forecast_work"]
+__all__ = ["Machine", "Planned", "Resize", "Sides", "estimate_work", "find_outside"]
 
 MOST_TIMES, SMALLEST = 64, 16 * 2**30
 """How often the memory of a GPU, or of such a small one, is taken before a step is given up: no number of GPUs that is
@@ -83,11 +83,11 @@ class Planned:
         """Bytes of a GPU that a step may take."""
         return self.machine.gpu_bytes - self.reserve
 
-    def forecast(self, candidate: Candidate, to_end: bool = True) -> Forecast:
+    def estimate(self, candidate: Candidate, to_end: bool = True) -> Estimate:
         """Return the forecast of a way to run an optimizer step.
 
         Where the kernels that it should take have no form for the network, it takes the others. Without ``to_end``,
-        what is known on the way not to fit is given up (``Forecast.more_than``), but for one GPU's plain step: its time
+        what is known on the way not to fit is given up (``Estimate.more_than``), but for one GPU's plain step: its time
         is a bound of all others'.
         """
         uncut = candidate.spatial == candidate.pipeline == 1 and candidate.checkpoint is None
@@ -101,10 +101,10 @@ class Planned:
         names = ("seconds", "host_seconds", "host_forward_seconds")
         return replace(forecast, **{name: self.times * getattr(forecast, name) for name in names})
 
-    def follow(self, candidate: Candidate, *, to_end: bool = True) -> Forecast:
+    def follow(self, candidate: Candidate, *, to_end: bool = True) -> Estimate:
         """Return the forecast of what is traced, which may be a part of an optimizer step."""
         free = self.free
-        return forecast_work(
+        return estimate_work(
             self.work, candidate, self.machine, reserve=self.reserve, one_process=free.one_process, to_end=to_end
         )
 
@@ -122,7 +122,7 @@ class Planned:
         return Need(total=forecast.memory.reserved + beside, held=forecast.memory.used + beside)
 
 
-def forecast_work(
+def estimate_work(
     work: Work,
     candidate: Candidate,
     machine: Machine,
@@ -130,7 +130,7 @@ def forecast_work(
     reserve: int = 0,
     one_process: bool = False,
     to_end: bool = True,
-) -> Forecast:
+) -> Estimate:
     """Trace a candidate, and return what it needs.
 
     Parameters
@@ -151,7 +151,7 @@ def forecast_work(
 
     Returns
     -------
-    Forecast
+    Estimate
         Refused, with the reason, where it cannot run or does not fit. Where it would not be recorded, of the same step
         without a recording.
     """
@@ -163,7 +163,7 @@ def forecast_work(
             f"a batch of {' x '.join(map(str, work.shape))} is larger than {MOST_TIMES} times the memory of all GPUs; "
             "take smaller patches or volumes, or a smaller batch"
         )
-        return Forecast(candidate=candidate, refused=refused, more_than=limit)
+        return Estimate(candidate=candidate, refused=refused, more_than=limit)
     try:
         with _quietly():
             traces = trace_candidate(
@@ -177,23 +177,23 @@ def forecast_work(
             )
     except NotRecordedError:  # then a training goes on without
         eager = replace(candidate, recorded=False)
-        return forecast_work(work, eager, machine, reserve=reserve, one_process=one_process, to_end=to_end)
+        return estimate_work(work, eager, machine, reserve=reserve, one_process=one_process, to_end=to_end)
     except OutOfMemoryError as fault:
         if to_end:
-            return Forecast(candidate=candidate, refused=_tell(fault), more_than=limit)
+            return Estimate(candidate=candidate, refused=_tell(fault), more_than=limit)
         there = max(0, capacity)  # cases and batches on their way may take all
         refused = f"needs more than the {there / GIB:.1f} GiB that there are"
-        return Forecast(candidate=candidate, refused=refused, more_than=there)
+        return Estimate(candidate=candidate, refused=refused, more_than=there)
     except VolsegError as fault:
-        return Forecast(candidate=candidate, refused=_tell(fault))
+        return Estimate(candidate=candidate, refused=_tell(fault))
     except Exception as fault:  # whatever a network of the user's own runs into, that looks at values or is of its kind
-        return Forecast(candidate=candidate, refused=f"{type(fault).__name__}: {_tell(fault)}")
+        return Estimate(candidate=candidate, refused=f"{type(fault).__name__}: {_tell(fault)}")
     return judge(_measure(traces, work, candidate, machine, capacity, processes), capacity)
 
 
 def _measure(
     traces: tuple[StepTrace, ...], work: Work, candidate: Candidate, machine: Machine, capacity: int, processes: int
-) -> Forecast:
+) -> Estimate:
     """Return memory and time of traces."""
     is_so = {
         "recorded": candidate.recorded,
@@ -211,7 +211,7 @@ def _measure(
         stages=candidate.pipeline > 1,
         micro_batches=-(-own // (candidate.split_size or own)),
     )
-    return Forecast(
+    return Estimate(
         candidate=candidate,
         memory=max(uses, key=lambda use: use.total),
         devices=_list_devices({trace.device: use for trace, use in zip(traces, uses, strict=True)}, candidate),

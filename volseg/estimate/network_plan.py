@@ -40,7 +40,7 @@ def plan(
     divisors: Sequence[int] = (1, 1, 1),
     thorough: bool = False,
 ) -> StepPlan:
-    """Forecast a training step of a network on GPUs that need not be there, and choose how these share it.
+    """Estimate a training step of a network on GPUs that need not be there, and choose how these share it.
 
     Parameters
     ----------

@@ -7,7 +7,7 @@ from typing import Any
 
 from volseg.errors import ParallelError
 from volseg.estimate.allocator import AllocatorSettings
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.candidate_list import list_candidates, name_candidate, relieve
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.largest_volume import Largest, Sides, find_largest
@@ -40,12 +40,12 @@ class StepPlan:
     steps_per_epoch: int | None = None
 
     @property
-    def forecasts(self) -> tuple[Forecast, ...]:
+    def forecasts(self) -> tuple[Estimate, ...]:
         """Of all candidates that were followed."""
         return self.found.forecasts
 
     @property
-    def chosen(self) -> Forecast | None:
+    def chosen(self) -> Estimate | None:
         """The fastest that fits; None where nothing does."""
         return self.found.chosen
 
@@ -147,11 +147,11 @@ def plan_work(
 
         def begin(several: Sequence[Candidate]) -> None:
             for candidate in several:
-                workers.begin(Planned.forecast, candidate, to_end)
+                workers.begin(Planned.estimate, candidate, to_end)
 
         found = search(
             candidates,
-            lambda candidate: workers.ask(Planned.forecast, candidate, to_end),
+            lambda candidate: workers.ask(Planned.estimate, candidate, to_end),
             planned.capacity,
             work.batch_size,
             lambda each: relieve(each, free),
@@ -160,7 +160,7 @@ def plan_work(
         )
         least = guess_least(found.forecasts) if found.chosen is None else None
         if least is not None:
-            found = _put_in(found, judge(planned.forecast(least), planned.capacity), planned.capacity)
+            found = _put_in(found, judge(planned.estimate(least), planned.capacity), planned.capacity)
         if all(each.memory is None for each in found.forecasts):
             first = found.forecasts[0]
             raise ParallelError(f"{work.name} cannot be followed on {work.shape}: {first.refused}")
@@ -178,7 +178,7 @@ def plan_work(
     )
 
 
-def _put_in(found: Found, whole: Forecast, capacity: int) -> Found:
+def _put_in(found: Found, whole: Estimate, capacity: int) -> Found:
     """Return what was found with the forecast of a candidate that was traced to its end."""
 
     def plain(candidate: Candidate) -> Candidate:
@@ -214,12 +214,12 @@ def _list_remedies(planned: Planned, found: Found, workers: ForkedWorkers[Planne
             yield "a smaller batch: with this one the smallest volume does not fit"
 
 
-def _total(forecast: Forecast) -> int:
+def _total(forecast: Estimate) -> int:
     assert forecast.memory is not None
     return forecast.memory.total
 
 
-def _find_number(planned: Planned) -> Forecast | None:
+def _find_number(planned: Planned) -> Estimate | None:
     """Return the forecast of twice, four times ... as many GPUs, for the first number of slabs that fit."""
     free, count = planned.free, planned.machine.num_gpus * 2
     slabs = Candidate(spatial=2, checkpoint=free.checkpoint)

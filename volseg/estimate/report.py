@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.candidate_list import name_candidate
 from volseg.estimate.search import Skipped, describe_seconds
 
@@ -100,7 +100,7 @@ class CandidateRow(_Row):
         return Candidate(**{name: getattr(self, name) for name in WAY})
 
     @property
-    def forecast(self) -> Forecast:
+    def estimate(self) -> Estimate:
         """What is estimated of it again."""
         devices = tuple(
             MemoryUse(
@@ -112,7 +112,7 @@ class CandidateRow(_Row):
             )
             for each in self.devices
         )
-        return Forecast(
+        return Estimate(
             candidate=self.candidate,
             memory=max(devices, key=lambda use: use.total, default=None),
             devices=devices,
@@ -197,7 +197,7 @@ class VolumesReport(_Row):
 
 
 def build_row(
-    forecast: Forecast, *, chosen: bool, steps_per_epoch: int | None, price_per_hour: float | None
+    forecast: Estimate, *, chosen: bool, steps_per_epoch: int | None, price_per_hour: float | None
 ) -> CandidateRow:
     """Return the row of a candidate that was followed."""
     memory, seconds = forecast.memory, forecast.seconds

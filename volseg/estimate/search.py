@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.candidate_list import name_candidate
 from volseg.estimate.step_time import OF_STAGES
 
@@ -37,7 +37,7 @@ GIB = 2**30
 SURE = 0.95
 """Part of a GPU's memory up to which an estimate is believed: with margins it was up to 5 % too small."""
 
-Follow = Callable[[Candidate], Forecast]
+Follow = Callable[[Candidate], Estimate]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +53,15 @@ class Skipped:
 class Found:
     """What became of all candidates."""
 
-    forecasts: tuple[Forecast, ...]
+    forecasts: tuple[Estimate, ...]
     skipped: tuple[Skipped, ...] = ()
-    chosen: Forecast | None = None
+    chosen: Estimate | None = None
     """The fastest of those that surely fit, otherwise of those that run; None where none does."""
     why: str = ""
     """One sentence."""
 
 
-def judge(forecast: Forecast, capacity: int) -> Forecast:
+def judge(forecast: Estimate, capacity: int) -> Estimate:
     """Return the forecast with a refusal where it needs more than the ``capacity`` bytes of a GPU."""
     if forecast.refused is not None or forecast.memory is None or forecast.memory.total <= capacity:
         return forecast
@@ -103,10 +103,10 @@ def search(
     Found
         Forecasts in the order of the candidates, each before what relieves it.
     """
-    groups: dict[Candidate, list[Forecast]] = {candidate: [] for candidate in candidates}
+    groups: dict[Candidate, list[Estimate]] = {candidate: [] for candidate in candidates}
     skipped: list[Skipped] = []
 
-    def look(candidate: Candidate, least: float, group: list[Forecast]) -> Forecast | None:
+    def look(candidate: Candidate, least: float, group: list[Estimate]) -> Estimate | None:
         best = _find_fastest(each for each in chain.from_iterable(groups.values()) if _is_sure(each, capacity))
         if not thorough and best is not None and best.seconds is not None and least >= best.seconds:
             skipped.append(Skipped(candidate=candidate, least_seconds=least))
@@ -115,7 +115,7 @@ def search(
         return group[-1]
 
     begin(sort_candidates(candidates))
-    plain_ones: list[tuple[list[Forecast], Forecast, Sequence[Candidate]]] = []
+    plain_ones: list[tuple[list[Estimate], Estimate, Sequence[Candidate]]] = []
     for first in sort_candidates(candidates):
         group = groups[first]
         plain = look(first, find_bound(first, chain.from_iterable(groups.values()), batch_size), group)
@@ -154,7 +154,7 @@ def sort_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=rank)
 
 
-def find_bound(candidate: Candidate, known: Iterable[Forecast], batch_size: int) -> float:
+def find_bound(candidate: Candidate, known: Iterable[Estimate], batch_size: int) -> float:
     """Return seconds that no step of the candidate is below, by forecasts of others with the same kernels."""
     rounds = _count_rounds(candidate, batch_size)
     bounds = [0.0]
@@ -188,7 +188,7 @@ def _is_of_larger_pieces(one: Candidate, candidate: Candidate) -> bool:
     return is_larger and (one.data, one.pipeline) == (candidate.data, candidate.pipeline)
 
 
-def _find_host_bound(candidate: Candidate, known: Forecast, rounds: int) -> float:
+def _find_host_bound(candidate: Candidate, known: Estimate, rounds: int) -> float:
     """Return seconds that Python takes at least over a pipeline's step, by those of one GPU or of larger pieces."""
     one = known.candidate
     if candidate.pipeline == 1 or candidate.recorded or known.host_seconds is None:
@@ -199,12 +199,12 @@ def _find_host_bound(candidate: Candidate, known: Forecast, rounds: int) -> floa
     return known.host_seconds if _is_of_larger_pieces(one, candidate) else 0.0
 
 
-def choose(forecasts: Sequence[Forecast], capacity: int | None = None) -> tuple[Forecast | None, str]:
+def choose(forecasts: Sequence[Estimate], capacity: int | None = None) -> tuple[Estimate | None, str]:
     """Return the fastest that runs, and why in one sentence; of equally fast ones that with fewest GPUs.
 
     Parameters
     ----------
-    forecasts : sequence of Forecast
+    forecasts : sequence of Estimate
         Judged ones.
     capacity : int, optional
         Bytes of a GPU that a step may take. What takes more than the `SURE` part of them by its forecast is chosen only
@@ -236,29 +236,29 @@ def choose(forecasts: Sequence[Forecast], capacity: int | None = None) -> tuple[
     return best, f"{text} ({needs})"
 
 
-def _is_sure(forecast: Forecast, capacity: int | None) -> bool:
+def _is_sure(forecast: Estimate, capacity: int | None) -> bool:
     """Say whether one runs even if its forecast is too small; without a capacity whether it is forecast to run."""
     if not forecast.runs or capacity is None or forecast.memory is None:
         return forecast.runs
     return forecast.memory.total <= SURE * capacity
 
 
-def _rank(forecast: Forecast) -> tuple[float, int, int, int]:
+def _rank(forecast: Estimate) -> tuple[float, int, int, int]:
     """Order by time; of equally fast ones first those of fewer GPUs, of fewer stages, of fewer slabs."""
     candidate = forecast.candidate
     assert forecast.seconds is not None
     return (forecast.seconds, candidate.num_gpus, candidate.pipeline, candidate.spatial)
 
 
-def _find_fastest(forecasts: Iterable[Forecast]) -> Forecast | None:
+def _find_fastest(forecasts: Iterable[Estimate]) -> Estimate | None:
     return min((each for each in forecasts if each.runs and each.seconds is not None), key=_rank, default=None)
 
 
-def _describe_need(forecast: Forecast) -> str:
+def _describe_need(forecast: Estimate) -> str:
     return "" if forecast.memory is None else f"{forecast.memory.total / GIB:.1f} GiB of each GPU"
 
 
-def guess_least(forecasts: Iterable[Forecast]) -> Candidate | None:
+def guess_least(forecasts: Iterable[Estimate]) -> Candidate | None:
     """Return which of those that were given up may need least: of most GPUs and recomputation, least cut.
 
     None where none was given up. Only which of them is followed to its end depends on it.
@@ -271,7 +271,7 @@ def guess_least(forecasts: Iterable[Forecast]) -> Candidate | None:
     return max((each.candidate for each in forecasts if each.more_than is not None), key=rank, default=None)
 
 
-def _explain_refusals(forecasts: Sequence[Forecast]) -> str:
+def _explain_refusals(forecasts: Sequence[Estimate]) -> str:
     measured = [each for each in forecasts if each.memory is not None]
     if measured:
         least = min(measured, key=lambda each: each.memory.total if each.memory else 0)

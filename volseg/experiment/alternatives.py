@@ -13,12 +13,12 @@ from volseg.config.base import validated
 from volseg.config.parallel import MeshPlan
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 
 __all__ = [
-    "describe_forecast",
+    "describe_estimate",
     "find_candidate",
-    "find_forecast",
+    "find_estimate",
     "list_lines",
     "list_overrides",
     "list_smaller",
@@ -139,9 +139,9 @@ def _list_cuts(tried: Candidate) -> Iterator[Candidate]:
             yield replace(mesh, checkpoint="tiled" if mesh.checkpoint == "all" else "all")
 
 
-def rank_smaller(tried: Candidate, forecasts: Sequence[Forecast]) -> list[Forecast]:
+def rank_smaller(tried: Candidate, forecasts: Sequence[Estimate]) -> list[Estimate]:
     """Return the forecasts that run and need clearly less than what was tried, fastest first."""
-    failed = find_forecast(tried, forecasts)
+    failed = find_estimate(tried, forecasts)
     # Torch has given back what it had cached before it failed: tensors say what needs less.
     most = None if failed is None or failed.memory is None else CLEARLY_LESS * failed.memory.used
     fitting = [
@@ -155,7 +155,7 @@ def rank_smaller(tried: Candidate, forecasts: Sequence[Forecast]) -> list[Foreca
     return sorted(fitting, key=lambda each: (each.candidate.num_gpus != tried.num_gpus, each.seconds or 0.0))
 
 
-def find_forecast(candidate: Candidate, forecasts: Sequence[Forecast]) -> Forecast | None:
+def find_estimate(candidate: Candidate, forecasts: Sequence[Estimate]) -> Estimate | None:
     """Return the forecast of a candidate, whichever kernels one GPU takes for it; None where there is none."""
     same = [each for each in forecasts if _is_same(each.candidate, candidate)]
     return next((each for each in same if each.candidate.kernels == candidate.kernels), same[0] if same else None)
@@ -165,7 +165,7 @@ def _is_same(one: Candidate, other: Candidate) -> bool:
     return replace(one, kernels="torch", recorded=False) == replace(other, kernels="torch", recorded=False)
 
 
-def describe_forecast(forecast: Forecast) -> str:
+def describe_estimate(forecast: Estimate) -> str:
     """Return the numbers of a forecast."""
     if forecast.memory is None:
         return forecast.refused or "no forecast"
@@ -174,7 +174,7 @@ def describe_forecast(forecast: Forecast) -> str:
     return f"{forecast.memory.total / 2**30:.1f} GiB{of_each}{speed}"
 
 
-def list_lines(config: ExperimentConfig, forecasts: Sequence[Forecast], num_processes: int) -> list[str]:
+def list_lines(config: ExperimentConfig, forecasts: Sequence[Estimate], num_processes: int) -> list[str]:
     """Return what to paste for each forecast, with its numbers; what the config does not allow is left out."""
     lines = []
     for forecast in forecasts:
@@ -184,5 +184,5 @@ def list_lines(config: ExperimentConfig, forecasts: Sequence[Forecast], num_proc
         except ConfigError:  # kernels that were asked for, say
             continue
         gpus = f"--gpus {forecast.candidate.num_gpus} " if forecast.candidate.num_gpus != num_processes else ""
-        lines.append(f"  {gpus}{' '.join(f'--set {each}' for each in overrides)}   {describe_forecast(forecast)}")
+        lines.append(f"  {gpus}{' '.join(f'--set {each}' for each in overrides)}   {describe_estimate(forecast)}")
     return lines

@@ -9,14 +9,14 @@ import torch
 
 from volseg.config.schema import ExperimentConfig
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.search import SURE, choose
-from volseg.experiment.alternatives import find_forecast, take_candidate
+from volseg.experiment.alternatives import find_estimate, take_candidate
 from volseg.experiment.plan_process import Answer, Gpus, run_plan
 from volseg.parallel.devices import count_processes, is_main_process
 from volseg.parallel.processes.group import gather_over_processes
 
-__all__ = ["choose_by_forecast", "choose_mesh", "is_mesh_open", "leave_out_stages", "take_fastest"]
+__all__ = ["choose_by_estimate", "choose_mesh", "is_mesh_open", "leave_out_stages", "take_fastest"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def is_mesh_open(config: ExperimentConfig, num_processes: int) -> bool:
     return num_processes > 1 and (is_auto or config.mesh(num_processes).is_open)
 
 
-def choose_by_forecast(
+def choose_by_estimate(
     config: ExperimentConfig, device: torch.device
 ) -> tuple[ExperimentConfig, str, MemoryUse | None] | None:
     """Return the config with the mesh that is forecast to be fastest on this job's processes, and why.
@@ -47,7 +47,7 @@ def choose_by_forecast(
     if gpus is None:  # in all processes of a job, or in none
         return None
     found: list[str] = []
-    forecasts: tuple[Forecast, ...] = ()
+    forecasts: tuple[Estimate, ...] = ()
     if is_main_process():
         answer = run_plan(leave_out_stages(config), gpus)
         forecasts = answer.forecasts
@@ -58,7 +58,7 @@ def choose_by_forecast(
     if told is None:
         return None
     candidate = Candidate(**told["candidate"])
-    known = find_forecast(candidate, forecasts)
+    known = find_estimate(candidate, forecasts)
     return take_candidate(config, candidate, gpus.count), told["why"], None if known is None else known.memory
 
 
@@ -72,12 +72,12 @@ def take_fastest(answer: Answer, gpus: Gpus) -> Mapping[str, Any] | None:
     return choose_mesh(answer.forecasts, gpus.count, int(SURE * gpus.memory) - answer.reserve)
 
 
-def choose_mesh(forecasts: Sequence[Forecast], num_processes: int, capacity: int) -> Mapping[str, Any] | None:
+def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int) -> Mapping[str, Any] | None:
     """Return the fastest candidate of a process per GPU that surely fits, and why, as plain values.
 
     Parameters
     ----------
-    forecasts : sequence of Forecast
+    forecasts : sequence of Estimate
         Of whatever was followed.
     num_processes : int
         All of which it must use.

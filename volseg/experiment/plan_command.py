@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from volseg.config.schema import ExperimentConfig
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.candidate_list import name_candidate
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.planning import StepPlan, list_largest, plan_work
@@ -37,7 +37,7 @@ def plan_training(
     numbers: bool = True,
     forks: bool = False,
 ) -> StepPlan:
-    """Forecast a config's training on a machine.
+    """Estimate a config's training on a machine.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def plan_training(
     return replace(plan, notes=(*plan.notes, _describe_growth(config, planned, plan.chosen, steps)))
 
 
-def _describe_growth(config: ExperimentConfig, planned: Planned, chosen: Forecast, steps: int) -> str:
+def _describe_growth(config: ExperimentConfig, planned: Planned, chosen: Estimate, steps: int) -> str:
     """Return how long the epochs of each size of the patches take, and all of them."""
     epochs = config.training.epochs
     counts = Counter(config.patch.size_in(epoch, epochs) for epoch in range(epochs))
@@ -91,7 +91,7 @@ def _describe_growth(config: ExperimentConfig, planned: Planned, chosen: Forecas
     for size, count in counts.items():
         work, reserve = planned.resize(size)
         is_last = size == config.patch.size
-        found = chosen if is_last else replace(planned, work=work, reserve=reserve).forecast(chosen.candidate)
+        found = chosen if is_last else replace(planned, work=work, reserve=reserve).estimate(chosen.candidate)
         if found.seconds is None:
             parts.append(f"{count} of {' x '.join(map(str, size))} cannot be forecast ({found.refused})")
             continue

@@ -17,7 +17,7 @@ from volseg.commands import run_module
 from volseg.config.loading import dump_config
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
-from volseg.estimate.candidate import Forecast
+from volseg.estimate.candidate import Estimate
 from volseg.estimate.report import PlanReport
 from volseg.experiment.own_components import components_arguments
 from volseg.launched import OF_JOB, OWN_LAUNCHER
@@ -61,7 +61,7 @@ class Gpus:
 class Answer:
     """What came back."""
 
-    forecasts: tuple[Forecast, ...] = ()
+    forecasts: tuple[Estimate, ...] = ()
     reserve: int = 0
     """Bytes of a GPU that something else holds: cases, and batches on their way."""
     problem: str = ""
@@ -133,7 +133,7 @@ def _read(status: int, folder: Path) -> Answer:
 def read_plan(said: str) -> Answer:
     """Return the answer that a plan as JSON is."""
     report = PlanReport.model_validate_json(said)
-    forecasts = tuple(row.forecast for row in report.candidates)
+    forecasts = tuple(row.estimate for row in report.candidates)
     return Answer(forecasts=forecasts, reserve=report.reserve_bytes, remedies=report.remedies)
 
 

@@ -33,10 +33,10 @@ from volseg.config.records import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.experiment.alternatives import (
-    describe_forecast,
-    find_forecast,
+    describe_estimate,
+    find_estimate,
     list_lines,
     list_overrides,
     list_smaller,
@@ -310,7 +310,7 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
             overrides=tuple(list_overrides(config, changed)),
             parallel=changed.parallel.model_dump(mode="json"),
             training={"kernels": training.kernels, "record": training.record},
-            why=describe_forecast(way),
+            why=describe_estimate(way),
         )
     raise OutOfMemoryError(
         f"{failure.said}. parallel.on_oom: replan found nothing that takes less memory on the same devices"
@@ -322,12 +322,12 @@ def _suits(candidate: Candidate, processes: int) -> bool:
     return candidate.data * candidate.spatial == processes if processes > 1 else candidate.data == 1
 
 
-def _list_ways(config: ExperimentConfig, failure: Failure, forecasts: Sequence[Forecast]) -> list[Forecast]:
+def _list_ways(config: ExperimentConfig, failure: Failure, forecasts: Sequence[Estimate]) -> list[Estimate]:
     """Return what takes less memory, fastest first, with its numbers where they can be told."""
     if fitting := rank_smaller(failure.tried, forecasts):
         return fitting
     return [
-        find_forecast(each, forecasts) or Forecast(candidate=each, refused="less memory; how much is not known")
+        find_estimate(each, forecasts) or Estimate(candidate=each, refused="less memory; how much is not known")
         for each in list_smaller(failure.tried, config.patch.batch)
     ]
 

@@ -17,9 +17,9 @@ from volseg.data.cases import Task
 from volseg.data.labels import num_indices
 from volseg.data.reading_group import ALONE, meet_readers
 from volseg.estimate.allocator import MemoryUse
-from volseg.experiment.alternatives import find_candidate, find_forecast
+from volseg.experiment.alternatives import find_candidate, find_estimate
 from volseg.experiment.building import build_objective, draw_batch
-from volseg.experiment.mesh_choice import choose_by_forecast, is_mesh_open
+from volseg.experiment.mesh_choice import choose_by_estimate, is_mesh_open
 from volseg.experiment.out_of_memory import is_out_of_memory
 from volseg.experiment.placed_network import TrainingMesh, build_model, build_plain_network, describe_mesh
 from volseg.experiment.plan_process import Gpus, run_plan
@@ -73,7 +73,7 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
     count = count_processes()
     plan, reason = config.mesh(count), None
     estimate: MemoryUse | None = None
-    chosen = choose_by_forecast(config, device) if is_mesh_open(config, count) else None
+    chosen = choose_by_estimate(config, device) if is_mesh_open(config, count) else None
     if chosen is not None:
         config, reason, estimate = chosen
         plan = config.mesh(count)
@@ -211,7 +211,7 @@ def _forecast_step(config: ExperimentConfig, plan: MeshPlan, device: torch.devic
     gpus = Gpus.find(device, count) if config.training.can_be_followed else None
     if gpus is not None and is_main_process():
         answer = run_plan(config.with_mesh(plan), gpus)
-        found = find_forecast(find_candidate(config, plan, 1), answer.forecasts)
+        found = find_estimate(find_candidate(config, plan, 1), answer.forecasts)
         if found is not None and found.memory is not None:
             memory = found.memory
             told = [str(memory.total), str(answer.reserve)]

@@ -38,7 +38,7 @@ GIB = 2**30
 
 
 def main() -> None:
-    """Forecast, or search on GPUs, and write what was found."""
+    """Estimate, or search on GPUs, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forecast", action="store_true", help="print the searches with what is forecast of them")
     parser.add_argument("--rows", type=Path, help="JSON: searches as --forecast printed them, or an earlier result")

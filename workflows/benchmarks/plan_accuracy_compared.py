@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Forecast
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.candidate_list import Freedom, list_candidates, relieve
-from volseg.estimate.estimator import Machine, Planned, forecast_work
+from volseg.estimate.estimator import Machine, Planned, estimate_work
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.instances import find_links
 from volseg.estimate.search import choose, judge, search
@@ -85,7 +85,7 @@ def build_work(row: Row) -> Work:
     )
 
 
-def forecast_row(row: Row, gpu: str = "h200", gpu_bytes: int | None = None) -> Forecast:
+def forecast_row(row: Row, gpu: str = "h200", gpu_bytes: int | None = None) -> Estimate:
     """Return what is forecast of a configuration, on a GPU of its kind or of another memory."""
     kind = find_kind(gpu)
     # A pipeline is cut by times that are measured when it starts: what is compared is the cut that was made.
@@ -93,9 +93,9 @@ def forecast_row(row: Row, gpu: str = "h200", gpu_bytes: int | None = None) -> F
     candidate = Candidate(**{name: row[name] for name in WAYS}, cuts=cuts)
     links, memory = find_links(kind), gpu_bytes or kind.memory
     machine = Machine(gpu=kind, num_gpus=candidate.num_gpus, links=links, gpu_bytes=memory)
-    forecast = forecast_work(build_work(row), candidate, machine)
+    forecast = estimate_work(build_work(row), candidate, machine)
     if forecast.memory is None and cuts:  # the cut that was made cannot be followed: that which times would choose
-        forecast = forecast_work(build_work(row), replace(candidate, cuts=None), machine)
+        forecast = estimate_work(build_work(row), replace(candidate, cuts=None), machine)
     return forecast
 
 
@@ -131,7 +131,7 @@ def compare(
     rows: Sequence[Row],
     tell: Callable[[Row], None],
     gpu: str = "h200",
-    find: Callable[[Row], Forecast] | None = None,
+    find: Callable[[Row], Estimate] | None = None,
 ) -> list[Row]:
     """Return a row for each configuration that was measured: forecast over measured, less one.
 
@@ -220,7 +220,7 @@ def _judge_choice(ways: Sequence[Row], capacity: int) -> Row:
         sizes = {name: way[f"forecast_{name}"] for name in ("used", "reserved", "outside")}
         memory, candidate = MemoryUse(**sizes, peak_in=""), Candidate(**way["way"])
         named[candidate] = way
-        forecast = Forecast(candidate=candidate, memory=memory, seconds=way["forecast_seconds"])
+        forecast = Estimate(candidate=candidate, memory=memory, seconds=way["forecast_seconds"])
         forecasts.append(judge(forecast, capacity))
     chosen, _ = choose(forecasts, capacity)
     fitting = [way for way in ways if way["measured_reserved"] + way["measured_outside"] <= capacity]
@@ -291,7 +291,7 @@ def draw_random(count: int, limit_gib: float, seed: int = 0, gpus: int = 2) -> I
         count -= 1
 
 
-def choose_of_several(row: Row, capacity: int) -> Forecast | None:
+def choose_of_several(row: Row, capacity: int) -> Estimate | None:
     """Return the forecast that is chosen of some ways to run a configuration on one GPU or two; None if none fits."""
     ways = [{"kernels": "torch"}, {"kernels": "fast"}, {"kernels": "fast", "recorded": True}]
     ways += [{"kernels": "fast", "checkpoint": "all"}, {"kernels": "fast", "spatial": 2}]
@@ -299,7 +299,7 @@ def choose_of_several(row: Row, capacity: int) -> Forecast | None:
     return choose([judge(forecast_row({**row, **way}), capacity) for way in ways], capacity)[0]
 
 
-def choose_on_one(row: Row, capacity: int) -> Forecast | None:
+def choose_on_one(row: Row, capacity: int) -> Estimate | None:
     """Return the forecast of what ``auto`` chooses on one GPU of so many bytes; None if nothing fits."""
     kind = find_kind("h200")
     machine = Machine(gpu=kind, num_gpus=1, links=find_links(kind), gpu_bytes=capacity)
@@ -307,7 +307,7 @@ def choose_on_one(row: Row, capacity: int) -> Forecast | None:
     listed = list_candidates(1, row["batch"], row["patch"], planned.free)
     found = search(
         listed,
-        lambda each: planned.forecast(each, to_end=False),
+        lambda each: planned.estimate(each, to_end=False),
         planned.capacity,
         row["batch"],
         lambda each: relieve(each, planned.free),
