@@ -15,7 +15,7 @@ from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from volseg.config.sources import EXECUTED
+from volseg.config.records import EXECUTED
 from volseg.errors import ConfigError
 
 __all__ = ["digest_modules"]

@@ -41,7 +41,7 @@ from volseg.experiment.training import train
 from volseg.monitoring.environment import environment
 from volseg.parallel.devices import is_launched
 from volseg.reporting import write_brief, write_report
-from volseg.reporting.crossed import RESULTS
+from volseg.reporting.cross_validation import RESULTS
 
 __all__ = ["cross_validate"]
 

@@ -15,8 +15,8 @@ from volseg.data.readers import read_volume
 from volseg.data.threads import map_in_threads
 from volseg.files import replacing
 from volseg.monitoring.pictures import draw_example
-from volseg.reporting.judged import choose_extremes
 from volseg.reporting.reading import OVERLAYS, read_scores
+from volseg.reporting.scores import choose_extremes
 from volseg.workflow.validation import Example, make_example
 
 __all__ = ["draw_overlays"]

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from volseg.checkpointing.state import EpochRecord
 from volseg.monitoring.console import FIELDS, Bar, open_bar, shows_bars
-from volseg.monitoring.looking_in import tell_speed
 from volseg.monitoring.memory import GIB, GpuMeter
+from volseg.monitoring.run_status import tell_speed
 from volseg.monitoring.training_log import list_scalars
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training

@@ -1,12 +1,9 @@
-"""Numbers and times in words."""
+"""Numbers and times as text."""
 
 import math
 import time
-from collections.abc import Sequence
 
-from volseg.reporting.content import Section
-
-__all__ = ["UNITS", "format_duration", "format_value", "list_sections", "tell_when"]
+__all__ = ["UNITS", "format_duration", "format_value", "tell_when"]
 
 UNITS = {"HD95": "mm", "HD": "mm", "ASSD": "mm", "volume_diff_ml": "ml"}
 
@@ -45,8 +42,3 @@ def format_duration(seconds: float) -> str:
 def tell_when(moment: float) -> str:
     """Return a moment (seconds since 1970) in UTC, as a page is read elsewhere than it was written."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(moment))
-
-
-def list_sections(sections: Sequence[Section]) -> list[Section]:
-    """Return the sections that have something to say."""
-    return [section for section in sections if section.blocks]

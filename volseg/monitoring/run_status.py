@@ -1,7 +1,7 @@
 """Look into a run folder from outside: how far a training is, and whether it still lives; without torch, in a moment.
 
-What is judged is the age of the last heartbeat by this machine's clock. Whether the process is there can be told on
-its own machine alone, in the same space of process ids (a container has its own).
+The age of the last heartbeat is judged by this machine's clock. Whether the process is there is known only on its own
+machine, in the same space of process ids (a container has its own).
 """
 
 import socket
@@ -16,6 +16,12 @@ from volseg.lifetime import is_running
 from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, read_status
 
 __all__ = ["Look", "find_runs", "look_at", "parse_age", "tell_speed"]
+
+# Look into a run folder from outside: how far a training is, and whether it still lives; without torch, in a moment.
+#
+# What is judged is the age of the last heartbeat by this machine's clock. Whether the process is there can be told on
+# its own machine alone, in the same space of process ids (a container has its own).
+
 
 CLOCKS_DIFFER_SECONDS = 30.0
 """Between the time that a status says and the one at which the disk got it, from which on it is told."""
