@@ -6,9 +6,9 @@ come into being, and again when a step has been recorded, whose memory stays tak
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from volseg.parallel.processes.group import gather_over_processes
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
 
-__all__ = ["DeviceMemory", "FirstSteps", "GpuMeter", "MemoryReading"]
+__all__ = ["DeviceMemory", "FirstSteps", "GpuMeter", "MemoryReading", "gather_memory"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,22 +56,12 @@ class MemoryReading:
         return max(self.devices, key=lambda device: device.reserved)
 
 
-class Meter(Protocol):
-    """Counts the memory of this process's devices."""
-
-    def begin(self) -> None:
-        """Count peaks from here on."""
-
-    def read(self) -> Sequence[DeviceMemory]:
-        """Return the peaks."""
-
-
 class FirstSteps(Hook):
     """Read the memory that the first steps take, and report how far that is from an estimate.
 
     Parameters
     ----------
-    meter : Meter
+    meter : GpuMeter
         Of this process's devices.
     estimate : MemoryUse, optional
         Of a step, on the device that needs most, where a plan was made.
@@ -85,7 +75,7 @@ class FirstSteps(Hook):
 
     def __init__(
         self,
-        meter: Meter,
+        meter: "GpuMeter",
         estimate: MemoryUse | None = None,
         *,
         beside: int = 0,
@@ -119,8 +109,7 @@ class FirstSteps(Hook):
         is_last = steps < RECORDED and training.position == training.num_batches
         if rest or not (steps in (FIRST, RECORDED) or is_last) or training.epoch != self._first_epoch:
             return
-        own = [json.dumps(asdict(device)) for device in self._meter.read()]
-        devices = tuple(DeviceMemory(**json.loads(told)) for told in gather_over_processes(own))
+        devices = tuple(gather_memory(self._meter))
         if not devices:
             return
         self.readings.append(MemoryReading(steps=steps, devices=devices))
@@ -222,3 +211,9 @@ class GpuMeter:
             for gpu, counters in found.items()
             if counters and counters["reserved_bytes"]["all"]["current"]
         }
+
+
+def gather_memory(meter: GpuMeter) -> list[DeviceMemory]:
+    """Return the peaks of all processes' GPUs; all of them call this."""
+    own = [json.dumps(asdict(device)) for device in meter.read()]
+    return [DeviceMemory(**json.loads(told)) for told in gather_over_processes(own)]

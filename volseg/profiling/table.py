@@ -21,12 +21,12 @@ __all__ = [
     "describe_limit",
     "find_busiest",
     "find_far",
+    "format_seconds",
     "list_device_cells",
     "list_kind_cells",
     "list_layer_cells",
     "name_bound",
     "show_profile",
-    "tell_seconds",
 ]
 
 MOST_LAYERS = 16
@@ -46,10 +46,10 @@ NARROW, NARROW_KINDS = (0, 2, 4, 5, 6, 7, 9), (0, 1, 2, 3, 4, 5, 7)
 SHORT = {"forward": "fwd", "backward": "bwd", "recompute": "again", "communication": "sent"}
 
 
-def tell_seconds(seconds: float | None) -> str:
+def format_seconds(seconds: float | None) -> str:
     """Return a time with three digits.
 
-    >>> [tell_seconds(seconds) for seconds in (1.5, 0.0123, 4.56e-6, 0, None)]
+    >>> [format_seconds(seconds) for seconds in (1.5, 0.0123, 4.56e-6, 0, None)]
     ['1.5 s', '12.3 ms', '4.56 us', '0', '']
     """
     if seconds is None:
@@ -75,11 +75,11 @@ def list_kind_cells(row: KindRow | LayerRow) -> list[str]:
     """Return the cells of a row behind its name."""
     return [
         f"{row.calls:.0f}",
-        tell_seconds(row.seconds),
+        format_seconds(row.seconds),
         f"{row.share:.1%}",
         _tell_share(row.bandwidth_share) or _tell_rate(row.bytes_moved, row.seconds, "B"),
         _tell_share(row.flop_share) or _tell_rate(row.flops, row.seconds, "FLOP"),
-        tell_seconds(row.bound),
+        format_seconds(row.bound),
         _tell_share(row.times_bound),
     ]
 
@@ -95,7 +95,7 @@ def list_device_cells(device: DeviceTimes) -> dict[str, str]:
     cells = {"computing": device.computing, "waiting for Python": device.waiting}
     if device.communicating:
         cells |= {"communication, hidden": device.hidden, "communication, exposed": device.exposed}
-    return {name: f"{tell_seconds(seconds)} ({seconds / device.step:.0%})" for name, seconds in cells.items()}
+    return {name: f"{format_seconds(seconds)} ({seconds / device.step:.0%})" for name, seconds in cells.items()}
 
 
 def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: int | None = None) -> None:
@@ -116,7 +116,7 @@ def show_profile(report: ProfileReport, *, file: TextIO | None = None, width: in
     how = "recorded" if report.recorded else "eager"
     console.print(
         f"{make_printable(report.network)}, {shape}, {report.precision}, {report.device}, {report.parallel}, {how}: "
-        f"{tell_seconds(report.step_seconds)} a step ({report.source}), {report.kernels_per_step:.0f} kernels",
+        f"{format_seconds(report.step_seconds)} a step ({report.source}), {report.kernels_per_step:.0f} kernels",
         markup=False,
     )
     for device in report.devices:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from volseg.commands import spell
-from volseg.reporting.formatting import tell_when
+from volseg.reporting.formatting import format_moment
 from volseg.version import __version__
 
 __all__ = [
@@ -256,5 +256,5 @@ class Composer:
             state=state,
             headline=headline,
             sections=list_sections([*sections, *last]),
-            written=f"Written {tell_when(time.time())} by volseg {__version__} from {folder}",
+            written=f"Written {format_moment(time.time())} by volseg {__version__} from {folder}",
         )

@@ -12,9 +12,9 @@ from volseg.config.yaml_values import dump_yaml
 from volseg.reporting import content
 from volseg.reporting.formatting import format_duration, format_value
 from volseg.reporting.reading import RunRecord, Scores, read_json, read_run, read_scores
-from volseg.reporting.resources import tell_time
-from volseg.reporting.run import find_state, name_components, show_cases, tell_environment
-from volseg.reporting.scores import tabulate_published, tell_scores
+from volseg.reporting.resources import describe_time
+from volseg.reporting.run import describe_environment, find_state, name_components, show_cases
+from volseg.reporting.scores import describe_scores, tabulate_published
 
 __all__ = ["RESULTS", "CrossedRecord", "describe_crossed", "find_fold_folders", "read_crossed"]
 
@@ -64,15 +64,15 @@ def describe_crossed(record: CrossedRecord) -> content.ReportContent:
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, whole), warns=True, brief=True),
         compose.section("Folds", lambda: _tabulate_folds(record), brief=True),
-        *tell_scores(record.scores, compose),
+        *describe_scores(record.scores, compose),
         compose.section("Published results", lambda: _compare(record), brief=True),
         compose.section("Curves", lambda: _draw_curves(record)),
         compose.section("Cases to look at closely", lambda: _show_cases(record)),
-        compose.section("Time", lambda: _tell_time(record), brief=True),
+        compose.section("Time", lambda: _describe_time(record), brief=True),
         compose.section("Config", lambda: _tell_config(config, first)),
         compose.section(
             "Environment",
-            lambda: tell_environment(record.results.get("environment") or (first.environment if first else {})),
+            lambda: describe_environment(record.results.get("environment") or (first.environment if first else {})),
         ),
     ]
     subtitle = compose.attempt("What was trained", lambda: _name_training(record, config, first), "Cross-validation")
@@ -225,9 +225,9 @@ def _show_cases(record: CrossedRecord) -> list[content.Block]:
     return [] if record.scores is None else show_cases(record.scores, overlays)
 
 
-def _tell_time(record: CrossedRecord) -> list[content.Block]:
+def _describe_time(record: CrossedRecord) -> list[content.Block]:
     parts = [part for fold in record.folds.values() for part in fold.parts]
-    return tell_time(parts, f"for {len(record.folds)} folds", "What the time of all folds went by with")
+    return describe_time(parts, f"for {len(record.folds)} folds", "What the time of all folds went by with")
 
 
 def _tell_config(config: Mapping[str, Any], first: RunRecord | None) -> list[content.Block]:

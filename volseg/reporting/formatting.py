@@ -3,7 +3,7 @@
 import math
 import time
 
-__all__ = ["UNITS", "format_duration", "format_value", "tell_when"]
+__all__ = ["UNITS", "format_duration", "format_moment", "format_value"]
 
 UNITS = {"HD95": "mm", "HD": "mm", "ASSD": "mm", "volume_diff_ml": "ml"}
 
@@ -39,6 +39,6 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def tell_when(moment: float) -> str:
+def format_moment(moment: float) -> str:
     """Return a moment (seconds since 1970) in UTC, as a page is read elsewhere than it was written."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(moment))

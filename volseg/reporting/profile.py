@@ -11,10 +11,10 @@ from volseg.profiling.table import (
     LAYER_HEADER,
     find_busiest,
     find_far,
+    format_seconds,
     list_device_cells,
     list_kind_cells,
     list_layer_cells,
-    tell_seconds,
 )
 from volseg.reporting import content
 from volseg.reporting.page import write_page
@@ -44,7 +44,7 @@ def describe_profile(report: ProfileReport) -> content.ReportContent:
         subtitle=f"{report.network}, {shape}, {report.precision}, {report.device}, {report.parallel}",
         state=report.source,
         headline=[
-            ("step", tell_seconds(report.step_seconds)),
+            ("step", format_seconds(report.step_seconds)),
             ("computing", f"{device.computing / device.step:.0%}"),
             ("kernels", f"{report.kernels_per_step:.0f}"),
             ("recorded", "yes" if report.recorded else "no"),
@@ -69,7 +69,7 @@ def describe_profile(report: ProfileReport) -> content.ReportContent:
                     "Above the bound",
                     f"Layers that take more than {FAR} times what the device needs at best, by the time above it",
                     (*LAYER_HEADER, "above bound"),
-                    [[*list_layer_cells(row), tell_seconds(row.seconds - (row.bound or 0.0))] for row in far],
+                    [[*list_layer_cells(row), format_seconds(row.seconds - (row.bound or 0.0))] for row in far],
                 ),
                 _tabulate(
                     "Layers",
@@ -111,7 +111,7 @@ def _describe_notes(report: ProfileReport) -> content.Section:
     if report.matched is not None:
         facts["of the kernels' time, layer known"] = f"{report.matched:.1%}"
     if report.batch_seconds is not None:
-        facts["waited for the batch"] = tell_seconds(report.batch_seconds)
+        facts["waited for the batch"] = format_seconds(report.batch_seconds)
     if peaks is not None:
         facts["memory at best"] = f"{peaks.bytes_per_second / 1e12:.3g} TB/s"
         facts["tensor cores at best"] = f"{peaks.flops_per_second / 1e12:.4g} TFLOP/s"

@@ -6,10 +6,10 @@ from typing import Any
 
 from volseg.monitoring import run_files
 from volseg.reporting import content
-from volseg.reporting.formatting import format_duration, tell_when
+from volseg.reporting.formatting import format_duration, format_moment
 from volseg.reporting.reading import RunRecord
 
-__all__ = ["add_spans", "tell_kernels", "tell_memory", "tell_time", "tell_time_of_run"]
+__all__ = ["add_spans", "describe_kernels", "describe_memory", "describe_time", "describe_time_of_run"]
 
 GIB = 2**30
 
@@ -26,7 +26,7 @@ def add_spans(parts: Sequence[run_files.RunPart]) -> dict[str, float]:
     return {**spans, run_files.THE_REST: left}
 
 
-def tell_time(parts: Sequence[run_files.RunPart], said: str, caption: str) -> list[content.Block]:
+def describe_time(parts: Sequence[run_files.RunPart], said: str, caption: str) -> list[content.Block]:
     """Return where the time of several processes went; ``said`` follows their sum."""
     if not parts:
         return []
@@ -39,15 +39,15 @@ def tell_time(parts: Sequence[run_files.RunPart], said: str, caption: str) -> li
     return [content.Text(f"{format_duration(whole)} {said}."), content.Shares(title="Time", parts=spans), table]
 
 
-def tell_time_of_run(record: RunRecord) -> list[content.Block]:
+def describe_time_of_run(record: RunRecord) -> list[content.Block]:
     """Return where the time went, over all parts of the run."""
     parts = record.parts
     how = "in one go" if len(parts) == 1 else f"in {len(parts)} parts, as it was resumed; all are counted"
-    said = f"{how}; begun {tell_when(parts[0].begun)}" if parts else ""
-    return tell_time(parts, said, "What the time went by with")
+    said = f"{how}; begun {format_moment(parts[0].begun)}" if parts else ""
+    return describe_time(parts, said, "What the time went by with")
 
 
-def tell_memory(record: RunRecord) -> list[content.Block]:
+def describe_memory(record: RunRecord) -> list[content.Block]:
     """Return what the first steps took of each GPU, beside what was forecast."""
     memory = record.memory
     if not memory or not memory.get("measured"):
@@ -73,7 +73,7 @@ def _list_gib(memory: Mapping[str, Any]) -> list[str]:
     return [f"{memory[key] / GIB:.2f}" if key in memory else "" for key in ("used", "reserved")]
 
 
-def tell_kernels(record: RunRecord) -> list[content.Block]:
+def describe_kernels(record: RunRecord) -> list[content.Block]:
     """Return what was measured, and chosen, where the config left it to that."""
     if record.kernels is None:
         return []

@@ -8,12 +8,12 @@ from shlex import quote
 from typing import Any
 
 from volseg.reporting import content
-from volseg.reporting.formatting import format_duration, format_value, tell_when
+from volseg.reporting.formatting import format_duration, format_moment, format_value
 from volseg.reporting.reading import RunRecord, Scores
-from volseg.reporting.resources import tell_kernels, tell_memory, tell_time_of_run
-from volseg.reporting.scores import choose_extremes, name_metric, tabulate_published, tell_scores
+from volseg.reporting.resources import describe_kernels, describe_memory, describe_time_of_run
+from volseg.reporting.scores import choose_extremes, describe_scores, name_metric, tabulate_published
 
-__all__ = ["describe_run", "find_state", "name_components", "show_cases", "tell_environment"]
+__all__ = ["describe_environment", "describe_run", "find_state", "name_components", "show_cases"]
 
 GIB = 2**30
 
@@ -46,20 +46,20 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, state), warns=True),
         compose.section("Out of memory", lambda: _tell_replanning(record), brief=True),
-        compose.section("Kernels", lambda: tell_kernels(record), brief=True),
+        compose.section("Kernels", lambda: describe_kernels(record), brief=True),
         compose.section("Cases left out", lambda: _list_findings(record.told.problems), brief=True),
         compose.section("Cases to look at", lambda: _list_findings(record.told.remarks), brief=True),
         compose.section("Curves", lambda: _draw_curves(record)),
-        *tell_scores(scores, compose),
+        *describe_scores(scores, compose),
         compose.section("Published results", lambda: _compare(record), brief=True),
         compose.section(
             "Cases to look at closely", lambda: [] if scores is None else show_cases(scores, record.overlays)
         ),
-        compose.section("Time", lambda: tell_time_of_run(record), brief=True),
-        compose.section("GPU memory", lambda: tell_memory(record), brief=True),
+        compose.section("Time", lambda: describe_time_of_run(record), brief=True),
+        compose.section("GPU memory", lambda: describe_memory(record), brief=True),
         compose.section("Data", lambda: _tell_data(record)),
         compose.section("Config", lambda: _tell_config(record)),
-        compose.section("Environment", lambda: tell_environment(record.environment)),
+        compose.section("Environment", lambda: describe_environment(record.environment)),
     ]
     subtitle = compose.attempt("What was trained", lambda: _name_training(record), "A training")
     headline = compose.attempt("The headline", lambda: _make_headline(record), list[tuple[str, str]]())
@@ -81,7 +81,7 @@ def _name_training(record: RunRecord) -> str:
     return told if fold is None else f"{told}, fold {fold}"
 
 
-def tell_environment(environment: Mapping[str, Any]) -> list[content.Block]:
+def describe_environment(environment: Mapping[str, Any]) -> list[content.Block]:
     """Return versions and devices."""
     if not environment:
         return []
@@ -105,7 +105,7 @@ def find_state(record: RunRecord) -> str:
         return "finished" if (record.folder / "report.md").exists() else "state unknown"
     if record.status.has_ended:
         return record.status.state
-    return f"{record.status.state}, as of {tell_when(record.status.time)}"
+    return f"{record.status.state}, as of {format_moment(record.status.time)}"
 
 
 def _make_headline(record: RunRecord) -> list[tuple[str, str]]:

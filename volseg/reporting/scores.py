@@ -8,7 +8,7 @@ from volseg.reporting import content
 from volseg.reporting.formatting import UNITS, format_value
 from volseg.reporting.reading import ReportedCase, Scores, mean
 
-__all__ = ["NUM_EXTREME", "choose_extremes", "tabulate_published", "tell_scores"]
+__all__ = ["NUM_EXTREME", "choose_extremes", "describe_scores", "tabulate_published"]
 
 NUM_EXTREME = 5
 """Cases at either end that are shown."""
@@ -24,7 +24,7 @@ def choose_extremes(
     return known[:lowest], known[::-1][:highest]
 
 
-def tell_scores(scores: Scores | None, compose: content.Composer) -> list[content.Section]:
+def describe_scores(scores: Scores | None, compose: content.Composer) -> list[content.Section]:
     """Return the sections on scores: by label, spread over the cases, and case by case; none without scores."""
     if scores is None:
         return []
