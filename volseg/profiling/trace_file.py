@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
+from operator import attrgetter
 from typing import Any
 
 from volseg.errors import VolsegError
@@ -62,13 +63,13 @@ def match(
         Those of the step with their places, in order of their begin.
     """
     found: dict[int, int] = {}
-    for name_sort in (_by_grid, _by_name):
-        left = [number for number in range(len(replayed)) if number not in found]
-        free = sorted(set(range(len(eager))) - set(found.values()))
-        found |= _match_sorts(
-            {number: name_sort(replayed[number]) for number in left},
-            {number: name_sort(eager[number][0]) for number in free},
-        )
+    for find_sort in (attrgetter("name", "grid", "device"), attrgetter("name", "device")):
+        taken = set(found.values())
+        own = _group((number, find_sort(kernel)) for number, kernel in enumerate(replayed) if number not in found)
+        others = _group((number, find_sort(kernel)) for number, (kernel, _) in enumerate(eager) if number not in taken)
+        for sort, numbers in own.items():
+            if len(numbers) == len(others.get(sort, ())):
+                found.update(zip(numbers, others[sort], strict=True))
     total = fsum(kernel.seconds for kernel in replayed)
     matched = fsum(replayed[number].seconds for number in found)
     places, before = [], StepPlace(OUTSIDE, "other")
@@ -79,30 +80,11 @@ def match(
     return places, matched / total if total else 1.0
 
 
-def _match_sorts(replayed: dict[int, Hashable], eager: dict[int, Hashable]) -> dict[int, int]:
-    """Return the partners of kernels of those sorts of which both have as many."""
-    theirs = _group(eager)
-    found: dict[int, int] = {}
-    for sort, own in _group(replayed).items():
-        others = theirs.get(sort, [])
-        if len(own) == len(others):
-            found.update(zip(own, others, strict=True))
-    return found
-
-
-def _group(kernels: dict[int, Hashable]) -> dict[Hashable, list[int]]:
+def _group(sorts: Iterable[tuple[int, Hashable]]) -> dict[Hashable, list[int]]:
     found: dict[Hashable, list[int]] = defaultdict(list)
-    for number, sort in kernels.items():
+    for number, sort in sorts:
         found[sort].append(number)
     return found
-
-
-def _by_grid(kernel: SeenKernel) -> Hashable:
-    return kernel.name, kernel.grid, kernel.device
-
-
-def _by_name(kernel: SeenKernel) -> Hashable:
-    return kernel.name, kernel.device
 
 
 MICROSECOND = 1e-6

@@ -102,28 +102,16 @@ def check_cores(facts: Facts) -> list[MachineFinding]:
     gpus = len(facts.torch.gpus) if facts.torch is not None else 0
     limited = f" (the container may take {system.core_limit:g})" if (system.core_limit or cores) < system.cores else ""
     told = f"{system.cores} cores{limited}" + (f", {cores / gpus:g} for each GPU" if gpus else "")
-    findings = []
+    findings = [ok("cores", told)]
     if gpus and cores < gpus * CORES_PER_GPU:
-        findings.append(
-            warning(
-                "cores",
-                told,
-                f"with fewer than {CORES_PER_GPU} for each GPU the first epoch waits for cases that are prepared",
-                "docker run --cpus=0 ..., srun --cpus-per-task=16, or keep data.cache so that it happens once",
-            )
-        )
-    else:
-        findings.append(ok("cores", told))
+        why = f"with fewer than {CORES_PER_GPU} for each GPU the first epoch waits for cases that are prepared"
+        remedy = "docker run --cpus=0 ..., srun --cpus-per-task=16, or keep data.cache so that it happens once"
+        findings = [warning("cores", told, why, remedy)]
     threads = facts.torch.threads if facts.torch is not None else 1
     if threads > cores + 1:
-        findings.append(
-            warning(
-                "threads",
-                f"torch computes with {threads} threads on {cores:g} cores",
-                "threads that wait for each other make trainings and preparation on the CPU several times slower",
-                f"export OMP_NUM_THREADS={max(1, int(cores))}",
-            )
-        )
+        told = f"torch computes with {threads} threads on {cores:g} cores"
+        why = "threads that wait for each other make trainings and preparation on the CPU several times slower"
+        findings.append(warning("threads", told, why, f"export OMP_NUM_THREADS={max(1, int(cores))}"))
     return findings
 
 
@@ -133,32 +121,19 @@ def check_open_files(facts: Facts) -> list[MachineFinding]:
     if system is None:
         return []
     told = f"{system.open_files} open files a process"
-    findings = []
-    if system.open_files >= FEW_FILES:
-        findings.append(ok("open_files", told))
-    else:
-        findings.append(
-            MachineFinding(
-                "open_files",
-                "error" if system.open_files < SCARCE_FILES else "warning",
-                told,
-                "cases, libraries and connections between processes end with 'Too many open files'",
-                (
-                    f"ulimit -n {max(FEW_FILES, min(system.open_files_hard, 65536))}"
-                    if system.open_files_hard >= FEW_FILES
-                    else "docker run --ulimit nofile=65536 ..., or nofile in /etc/security/limits.conf"
-                ),
-            )
-        )
+    findings = [ok("open_files", told)]
+    if system.open_files < FEW_FILES:
+        level: Level = "error" if system.open_files < SCARCE_FILES else "warning"
+        why = "cases, libraries and connections between processes end with 'Too many open files'"
+        remedy = "docker run --ulimit nofile=65536 ..., or nofile in /etc/security/limits.conf"
+        if system.open_files_hard >= FEW_FILES:
+            remedy = f"ulimit -n {max(FEW_FILES, min(system.open_files_hard, 65536))}"
+        findings = [MachineFinding("open_files", level, told, why, remedy)]
     if system.processes is not None and system.processes < SCARCE_PROCESSES:
-        findings.append(
-            warning(
-                "processes",
-                f"{system.processes} processes and threads a user",
-                "a training has tens of threads for each GPU; more cannot be started then",
-                "ulimit -u 65536, or docker run --pids-limit=-1 ...",
-            )
-        )
+        told = f"{system.processes} processes and threads a user"
+        remedy = "ulimit -u 65536, or docker run --pids-limit=-1 ..."
+        why = "a training has tens of threads for each GPU; more cannot be started then"
+        findings.append(warning("processes", told, why, remedy))
     return findings
 
 
@@ -203,17 +178,11 @@ def check_clock(facts: Facts) -> list[MachineFinding]:
     findings = []
     if system is not None:
         told = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(system.now))
+        findings = [ok("clock", told)]
         if system.now < system.built - INSTALLED_LATER_S:
-            findings.append(
-                warning(
-                    "clock",
-                    f"{told}, before volseg was installed",
-                    "certificates of downloads are refused, and runs are sorted wrongly",
-                    "sudo timedatectl set-ntp true",
-                )
-            )
-        else:
-            findings.append(ok("clock", told))
+            found = f"{told}, before volseg was installed"
+            why = "certificates of downloads are refused, and runs are sorted wrongly"
+            findings = [warning("clock", found, why, "sudo timedatectl set-ntp true")]
     findings += [
         warning(
             "clock.disk",
