@@ -238,8 +238,8 @@ def validated(section: type[Section], values: Mapping[str, Any], source: str) ->
     try:
         return section.model_validate(values)
     except ValidationError as fault:
-        lines = [_sentence(section, error) for error in fault.errors(include_url=False) if not _follows(error)]
-        raise ConfigError(f"{source} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)) from None
+        told = [_sentence(section, error) for error in fault.errors(include_url=False) if not _follows(error)]
+        raise ConfigError("\n  ".join([f"{source} cannot be used:", *told])) from None
 
 
 def require_sound_parts(section: type[Section], values: Mapping[str, Any], source: str) -> None:
@@ -251,14 +251,13 @@ def require_sound_parts(section: type[Section], values: Mapping[str, Any], sourc
     try:
         section.model_validate(values)
     except ValidationError as fault:
-        errors = [error for error in fault.errors(include_url=False) if not _may_mend(error)]
-        if errors:
-            raise ConfigError(
-                "\n".join([f"{source} cannot be used:", *(f"  {_sentence(section, error)}" for error in errors)])
-            ) from None
+        told = [_sentence(section, error) for error in fault.errors(include_url=False) if not _may_come_right(error)]
+        if told:
+            raise ConfigError("\n  ".join([f"{source} cannot be used:", *told])) from None
 
 
-def _may_mend(error: Any) -> bool:
+def _may_come_right(error: Any) -> bool:
+    """Tell whether what is wrong may be right once the other values of the section are there."""
     came = error["input"]
     is_part_of_list = isinstance(came, Mapping) and bool(came) and all(str(key).isdigit() for key in came)
     return error["type"] in ("missing", "value_error") or is_part_of_list

@@ -45,7 +45,9 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
     scores = record.scores
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, state), warns=True),
-        compose.section("Out of memory", lambda: _tell_replanning(record), brief=True),
+        compose.section(
+            "Out of memory", lambda: [content.Text(record.told.replanned)] if record.told.replanned else [], brief=True
+        ),
         compose.section("Kernels", lambda: describe_kernels(record), brief=True),
         compose.section("Cases left out", lambda: _list_findings(record.told.problems), brief=True),
         compose.section("Cases to look at", lambda: _list_findings(record.told.remarks), brief=True),
@@ -169,10 +171,6 @@ def _list_warnings(record: RunRecord, state: str) -> list[content.Block]:
     if spent and waited > 0.2 * spent:
         warnings.append(f"{100 * waited / spent:.0f} % of the training's time was spent waiting for batches.")
     return [content.Items(warnings)] if warnings else []
-
-
-def _tell_replanning(record: RunRecord) -> list[content.Block]:
-    return [content.Text(record.told.replanned)] if record.told.replanned else []
 
 
 def _list_findings(findings: Sequence[str]) -> list[content.Block]:

@@ -212,14 +212,9 @@ def check_links(facts: Facts) -> list[MachineFinding]:
     if not peers:
         return []
     if wrong := [peer for peer in peers if peer.is_right is False]:
-        return [
-            error(
-                "links",
-                f"values do not arrive: {_name_pairs(wrong)}",
-                "several GPUs would train on broken numbers, silently",
-                "export NCCL_P2P_DISABLE=1, or switch off the IOMMU (ACS) in the machine's firmware",
-            )
-        ]
+        why = "several GPUs would train on broken numbers, silently"
+        remedy = "export NCCL_P2P_DISABLE=1, or switch off the IOMMU (ACS) in the machine's firmware"
+        return [error("links", f"values do not arrive: {_name_pairs(wrong)}", why, remedy)]
     without = [peer for peer in peers if not peer.has_access]
     slow = [peer for peer in peers if peer.gb_per_s is not None and peer.gb_per_s < SLOW_LINK]
     speeds = sorted(peer.gb_per_s for peer in peers if peer.gb_per_s is not None)
@@ -228,13 +223,15 @@ def check_links(facts: Facts) -> list[MachineFinding]:
     told += f", {speeds[0]:.0f} to {speeds[-1]:.0f} GB/s" if speeds else ""
     if without or slow:
         pairs = _name_pairs(without or slow)
+        why = "cut volumes and pipelines copy at every layer; replicas (parallel.data) need little of it"
+        remedy = "volseg train CONFIG --set parallel.data=N, or GPUs that NVLink joins (nvidia-smi topo -m)"
         return [
             MachineFinding(
                 "links",
                 "note" if without and not slow else "warning",
                 f"{told}; {'no peer access' if without else 'slow'}: {pairs}",
-                "cut volumes and pipelines copy at every layer; replicas (parallel.data) need little of it",
-                "volseg train CONFIG --set parallel.data=N, or GPUs that NVLink joins (nvidia-smi topo -m)",
+                why,
+                remedy,
             )
         ]
     return [ok("links", told + ", each reads the other's memory")]
@@ -254,14 +251,9 @@ def check_all_reduce(facts: Facts) -> list[MachineFinding]:
     told = f"{tried.processes} processes add up {tried.size_bytes >> 20} MiB by {tried.backend}, {rate:.3g} GB/s"
     if tried.is_right:
         return [ok("all_reduce", told)]
-    return [
-        error(
-            "all_reduce",
-            f"{told}, to wrong sums",
-            "several GPUs would train on broken numbers, silently",
-            "export NCCL_P2P_DISABLE=1, or switch off the IOMMU (ACS) in the machine's firmware",
-        )
-    ]
+    why = "several GPUs would train on broken numbers, silently"
+    remedy = "export NCCL_P2P_DISABLE=1, or switch off the IOMMU (ACS) in the machine's firmware"
+    return [error("all_reduce", f"{told}, to wrong sums", why, remedy)]
 
 
 def check_compiler(facts: Facts) -> list[MachineFinding]:
@@ -285,13 +277,15 @@ def check_compiler(facts: Facts) -> list[MachineFinding]:
         return [ok("triton", f"Triton {tried.triton} compiled a kernel and ran it, {tried.seconds or 0:.1f} s")]
     said = tried.kernel_refused or f"a kernel gave {tried.kernel} values"
     cause = tried.refused if tried.refused is not None else said
+    why = "training.kernels: auto takes fast kernels, which Triton compiles when they are first used"
+    remedy = _mend_compiler(cause)
     return [
         MachineFinding(
             "triton",
             "error" if takes_fast else "warning",
             f"Triton {tried.triton}: {said}" + (f" ({tried.refused})" if tried.refused else ""),
-            "training.kernels: auto takes fast kernels, which Triton compiles when they are first used",
-            _mend_compiler(cause),
+            why,
+            remedy,
         )
     ]
 
