@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from volseg.experiment.validating import validate
     from volseg.inference.predictor import Predictor
     from volseg.models.networks import build_network
+    from volseg.monitoring.loggers import TensorBoard
     from volseg.monitoring.progress import Progress
-    from volseg.monitoring.tensorboard import TensorBoard
     from volseg.monitoring.training_log import TrainingLog
     from volseg.parallel import FastKernels, ModelParallel
     from volseg.workflow import Checkpoints, Hook, Named, Patience, Testing, Training, Validation
@@ -77,7 +77,7 @@ _HOMES = {
     "ModelParallel": "volseg.parallel",
     "Predictor": "volseg.inference.predictor",
     "Progress": "volseg.monitoring.progress",
-    "TensorBoard": "volseg.monitoring.tensorboard",
+    "TensorBoard": "volseg.monitoring.loggers",
     "TrainingLog": "volseg.monitoring.training_log",
     "VolsegError": "volseg.errors",
     "build_network": "volseg.models.networks",

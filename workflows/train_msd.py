@@ -18,8 +18,8 @@ from volseg.data.preprocessed import prepare_all
 from volseg.data.splits import folds
 from volseg.data.volume_cache import VolumeCache
 from volseg.models import FitGrid, build_network
+from volseg.monitoring.loggers import TensorBoard
 from volseg.monitoring.progress import Progress
-from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.training_log import TrainingLog
 from volseg.planning import PRESETS, plan
 from volseg.planning.published import published_fingerprint

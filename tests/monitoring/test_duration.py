@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from volseg import Training
-from volseg.monitoring.duration import DurationWarning
+from volseg.monitoring.advice import DurationWarning
 
 
 def train(caplog, *, epochs, seconds, first=100.0):

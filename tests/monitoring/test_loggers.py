@@ -12,10 +12,8 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from volseg.checkpointing.state import EpochRecord
 from volseg.errors import ConfigError
-from volseg.monitoring.logger_table import LOGGERS, build_logger
-from volseg.monitoring.loggers import History, LoggedRun, Logger
+from volseg.monitoring.loggers import LOGGERS, History, LoggedRun, Logger, TensorBoard, build_logger
 from volseg.monitoring.run_files import read_history
-from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.training_log import TrainingLog
 
 PICTURE = torch.zeros(3, 8, 8, dtype=torch.uint8)

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from volseg import Named, Training
 from volseg.estimate.allocator import MemoryUse
+from volseg.monitoring.loggers import TensorBoard
 from volseg.monitoring.memory import DeviceMemory, FirstSteps, GpuMeter
-from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.training_log import TrainingLog
 from volseg.parallel.devices import find_rank
 from volseg.parallel.processes.group import start_group

@@ -16,7 +16,7 @@ from contextlib import suppress
 import pytest
 
 from volseg.lifetime import say_last
-from volseg.monitoring.console import BesideBars, open_bar
+from volseg.monitoring.console import Bar, BesideBars
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
@@ -135,7 +135,7 @@ def test_a_line_of_the_log_stands_by_itself_above_an_open_bar(monkeypatch):
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
     handler = BesideBars()
-    with open_bar("counted", 3):
+    with Bar("counted", 3):
         handler.emit(logging.makeLogRecord({"msg": "a line"}))
         assert "\r\x1b[2Ka line\ncounted" in shown.getvalue()  # the bar's line is cleared, and drawn anew below
         say_last("the last words")
@@ -151,7 +151,7 @@ def test_a_bar_is_opened_beside_a_stream_that_cannot_be_flushed(monkeypatch, nam
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sys, name, Full())
-    with open_bar("counted", 3) as bar:
+    with Bar("counted", 3) as bar:
         bar.advance()
     assert bar.done == 1
 
@@ -160,7 +160,7 @@ def test_a_line_of_the_log_on_a_closed_stream_ends_nothing(monkeypatch):
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
-    with open_bar("counted", 3) as bar:
+    with Bar("counted", 3) as bar:
         BesideBars().emit(logging.makeLogRecord({"msg": "a line"}))
         bar.advance()
     assert bar.done == 1

@@ -6,7 +6,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from volseg.checkpointing.state import EpochRecord
 from volseg.monitoring.environment import environment
-from volseg.monitoring.tensorboard import TensorBoard
+from volseg.monitoring.loggers import TensorBoard
 from volseg.monitoring.training_log import TrainingLog
 
 

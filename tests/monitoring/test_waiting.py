@@ -6,7 +6,7 @@ import torch
 from volseg.data.augmented import AugmentedBatches
 from volseg.data.patches import PatchBatches
 from volseg.data.volume_cache import VolumeCache
-from volseg.monitoring.waiting import WaitingAdvice, advice
+from volseg.monitoring.advice import WaitingAdvice, advice
 from volseg.workflow import EpochRecord
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from volseg.profiling.kernels import StepPlace, find_kind, travels
-from volseg.profiling.matching import SeenKernel, match
+from volseg.profiling.trace_file import SeenKernel, match
 
 FILES = [
     "dynunet_h200_kernels_weak128_rank0",

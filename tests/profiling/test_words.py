@@ -4,8 +4,7 @@ from made_up_kernels import kernel, work
 
 from volseg.profiling.report import DevicePeaks, ProfileReport
 from volseg.profiling.summing import find_device_times, sum_kinds, sum_layers
-from volseg.profiling.table import show_profile
-from volseg.profiling.words import advise, describe_limit, find_far
+from volseg.profiling.table import advise, describe_limit, find_far, show_profile
 
 PEAKS = DevicePeaks(bytes_per_second=100.0, flops_per_second=1000.0, source="made up")
 

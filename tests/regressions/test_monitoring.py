@@ -16,9 +16,8 @@ from volseg.checkpointing.state import EpochRecord
 from volseg.errors import ConfigError
 from volseg.monitoring import heartbeat
 from volseg.monitoring.heartbeat import Heartbeat
-from volseg.monitoring.loggers import History, LoggedRun, Logger
+from volseg.monitoring.loggers import History, LoggedRun, Logger, TensorBoard
 from volseg.monitoring.run_files import RunPart, read_history, read_status, write_status, write_times
-from volseg.monitoring.tensorboard import TensorBoard
 from volseg.monitoring.training_log import TrainingLog, list_scalars
 from volseg.reporting import write_report
 from volseg.workflow.objective import Objective
@@ -110,11 +109,11 @@ def test_the_heartbeat_comes_back_when_a_full_disk_has_space_again(tmp_path, mon
 
     signs = Heartbeat(every_seconds=3600)
     with caplog.at_level(logging.WARNING), signs.writing(tmp_path):
-        monkeypatch.setattr(heartbeat, "write_status", refuse)
+        monkeypatch.setattr(heartbeat.run_files, "write_status", refuse)
         signs.on_training_begin(make_training())
         signs.on_validation_begin(make_training())
         assert read_status(tmp_path / "status.json").state == "preparing"
-        monkeypatch.setattr(heartbeat, "write_status", write_status)
+        monkeypatch.setattr(heartbeat.run_files, "write_status", write_status)
     assert read_status(tmp_path / "status.json").state == "finished"
     assert caplog.text.count("No space left") == 1
 

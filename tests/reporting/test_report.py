@@ -19,9 +19,9 @@ from volseg.monitoring.run_files import RunStatus, write_status
 from volseg.reporting import write_brief, write_report
 from volseg.reporting.content import Chart, Line, Shares
 from volseg.reporting.drawing import NUM_COLOURS, WIDTH, choose_ticks, draw_chart, draw_legend, draw_shares
-from volseg.reporting.judged import choose_extremes
-from volseg.reporting.needed import add_spans
 from volseg.reporting.reading import ReportedCase, read_run
+from volseg.reporting.resources import add_spans
+from volseg.reporting.scores import choose_extremes
 
 
 class Page(HTMLParser):

@@ -14,8 +14,8 @@ from typing import Any
 
 from volseg.checkpointing.compatible import refuse
 from volseg.checkpointing.folder import RunFolder
+from volseg.config.records import Source
 from volseg.config.schema import ExperimentConfig
-from volseg.config.sources import Source
 from volseg.data.cases import Case
 from volseg.data.json_files import read_json
 from volseg.data.readers import find_suffix

@@ -53,7 +53,7 @@ def status(
     From any machine that sees the folder. Exit status 0; with --max-age 1 if it hangs or has failed; 2 if there is no
     run.
     """
-    from volseg.monitoring.looking_in import find_runs, look_at, parse_age  # imports pydantic: not for --help
+    from volseg.monitoring.run_status import find_runs, look_at, parse_age  # imports pydantic: not for --help
 
     try:
         oldest = None if max_age is None else parse_age(max_age)

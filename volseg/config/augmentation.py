@@ -10,18 +10,7 @@ from pydantic import Field, model_validator
 
 from volseg.config.base import ComponentConfig, ConfigModel
 
-__all__ = [
-    "AugmentationConfig",
-    "BlurConfig",
-    "ContrastConfig",
-    "ElasticConfig",
-    "GammaConfig",
-    "LowResolutionConfig",
-    "MirrorConfig",
-    "NoiseConfig",
-    "RotationConfig",
-    "ScalingConfig",
-]
+__all__ = ["AugmentationConfig"]
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]

@@ -4,8 +4,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from volseg.config.base import ComponentConfig
-from volseg.config.numbers import ClassWeight, Finite
+from volseg.config.base import ClassWeight, ComponentConfig, Finite
 
 __all__ = ["BATCH_FIELDS", "LossConfig", "MetricConfig", "NetworkConfig", "OptimizerConfig", "ScheduleConfig"]
 

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from volseg.config.base import ConfigModel
-from volseg.config.numbers import NonNegative, Positive, Seed
+from volseg.config.base import ConfigModel, NonNegative, Positive, Seed
 from volseg.errors import ConfigError
 
 __all__ = ["DataConfig", "SplitConfig", "compile_group"]

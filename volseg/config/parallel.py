@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from volseg.config.base import ConfigModel
-from volseg.config.numbers import Count
+from volseg.config.base import ConfigModel, Count
 from volseg.errors import ConfigError
 
 __all__ = ["MeshPlan", "ParallelConfig", "choose_num_processes", "plan_mesh"]

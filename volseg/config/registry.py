@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from volseg.config.nearest import did_you_mean
-from volseg.config.sources import Source
+from volseg.config.records import Source
 from volseg.errors import ConfigError, VolsegError
 
 __all__ = ["Registry", "explain_import"]

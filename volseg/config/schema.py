@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from volseg.config.augmentation import AugmentationConfig
-from volseg.config.base import ComponentConfig, ConfigModel, validated
+from volseg.config.base import ComponentConfig, ConfigModel, Count, NonNegative, Seed, Sides, Tolerance, validated
 from volseg.config.components import (
     BATCH_FIELDS,
     LossConfig,
@@ -22,7 +22,6 @@ from volseg.config.components import (
     ScheduleConfig,
 )
 from volseg.config.data import DataConfig, SplitConfig
-from volseg.config.numbers import Count, NonNegative, Seed, Sides, Tolerance
 from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processes, plan_mesh
 from volseg.config.training import KERNELS_OF, UNSETTLED_KERNELS, GrowthConfig, PatchConfig, TrainingConfig
 

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from volseg.config.base import ConfigModel
-from volseg.config.numbers import Count, Decay, Fraction, Positive, Sides
+from volseg.config.base import ConfigModel, Count, Decay, Fraction, Positive, Sides
 
 __all__ = ["KERNELS_OF", "UNSETTLED_KERNELS", "GrowthConfig", "PatchConfig", "TrainingConfig"]
 

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from volseg.config.sources import EXECUTED
+from volseg.config.records import EXECUTED
 from volseg.data.content import require_regular
 from volseg.data.itk_headers import find_voxels
 from volseg.data.json_files import parse_json

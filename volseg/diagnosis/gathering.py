@@ -16,20 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from volseg.commands import run_module
-from volseg.diagnosis.facts import (
-    AllReduceFacts,
-    CompilerFacts,
-    DriverFacts,
-    Facts,
-    FoldersFacts,
-    ImportFacts,
-    LinkFacts,
-    NotGathered,
-    PackageFacts,
-    PythonFacts,
-    SystemFacts,
-    TorchFacts,
-)
+from volseg.diagnosis import facts
 
 __all__ = ["GATHERERS", "Gatherer", "gather"]
 
@@ -49,16 +36,16 @@ class Gatherer:
 
 
 GATHERERS: tuple[Gatherer, ...] = (
-    Gatherer(name="python", section=PythonFacts, limit_s=30),
-    Gatherer(name="system", section=SystemFacts, limit_s=30),
-    Gatherer(name="folders", section=FoldersFacts, limit_s=30),
-    Gatherer(name="packages", section=PackageFacts, limit_s=60),
-    Gatherer(name="driver", section=DriverFacts, limit_s=60),  # nvidia-smi takes half a minute where GPUs sleep
-    Gatherer(name="torch", section=TorchFacts, limit_s=120),
-    Gatherer(name="imports", section=ImportFacts, limit_s=180, is_quick=False),
-    Gatherer(name="links", section=LinkFacts, limit_s=120, is_quick=False),
-    Gatherer(name="all_reduce", section=AllReduceFacts, limit_s=180, is_quick=False),
-    Gatherer(name="compiler", section=CompilerFacts, limit_s=180, is_quick=False),
+    Gatherer(name="python", section=facts.PythonFacts, limit_s=30),
+    Gatherer(name="system", section=facts.SystemFacts, limit_s=30),
+    Gatherer(name="folders", section=facts.FoldersFacts, limit_s=30),
+    Gatherer(name="packages", section=facts.PackageFacts, limit_s=60),
+    Gatherer(name="driver", section=facts.DriverFacts, limit_s=60),  # nvidia-smi takes half a minute where GPUs sleep
+    Gatherer(name="torch", section=facts.TorchFacts, limit_s=120),
+    Gatherer(name="imports", section=facts.ImportFacts, limit_s=180, is_quick=False),
+    Gatherer(name="links", section=facts.LinkFacts, limit_s=120, is_quick=False),
+    Gatherer(name="all_reduce", section=facts.AllReduceFacts, limit_s=180, is_quick=False),
+    Gatherer(name="compiler", section=facts.CompilerFacts, limit_s=180, is_quick=False),
 )
 
 GRACE_S = 5.0
@@ -68,7 +55,9 @@ LAST_WORDS = 400
 """Letters of what a process said that are kept as the reason of its end."""
 
 
-def gather(gatherers: Sequence[Gatherer] = GATHERERS, *, folders: Mapping[str, str | Path] | None = None) -> Facts:
+def gather(
+    gatherers: Sequence[Gatherer] = GATHERERS, *, folders: Mapping[str, str | Path] | None = None
+) -> facts.Facts:
     """Run gatherers beside each other and return what they found.
 
     Parameters
@@ -84,9 +73,11 @@ def gather(gatherers: Sequence[Gatherer] = GATHERERS, *, folders: Mapping[str, s
     sections: dict[str, Any] = {
         gatherer.name: section
         for gatherer, section in zip(gatherers, found, strict=True)
-        if not isinstance(section, NotGathered)
+        if not isinstance(section, facts.NotGathered)
     }
-    return Facts(**sections, failures=tuple(section for section in found if isinstance(section, NotGathered)))
+    return facts.Facts(
+        **sections, failures=tuple(section for section in found if isinstance(section, facts.NotGathered))
+    )
 
 
 def _run(gatherer: Gatherer, places: Mapping[str, str]) -> Any:
@@ -105,20 +96,24 @@ def _run(gatherer: Gatherer, places: Mapping[str, str]) -> Any:
             start_new_session=True,
         )
     except OSError as fault:  # no more processes, no memory
-        return NotGathered(name=gatherer.name, reason=f"its process could not be started: {fault.strerror or fault}")
+        return facts.NotGathered(
+            name=gatherer.name, reason=f"its process could not be started: {fault.strerror or fault}"
+        )
     try:
         answer, said = process.communicate(timeout=gatherer.limit_s)
     except subprocess.TimeoutExpired:
         return _end(process, gatherer)
     if process.returncode:
-        return NotGathered(name=gatherer.name, reason=_last_words(said) or f"exit status {process.returncode}")
+        return facts.NotGathered(name=gatherer.name, reason=_last_words(said) or f"exit status {process.returncode}")
     try:
         return TypeAdapter(gatherer.section).validate_json(answer)
     except ValidationError:
-        return NotGathered(name=gatherer.name, reason=f"it answered {answer[:LAST_WORDS]!r}, which are no such facts")
+        return facts.NotGathered(
+            name=gatherer.name, reason=f"it answered {answer[:LAST_WORDS]!r}, which are no such facts"
+        )
 
 
-def _end(process: "subprocess.Popen[str]", gatherer: Gatherer) -> NotGathered:
+def _end(process: "subprocess.Popen[str]", gatherer: Gatherer) -> facts.NotGathered:
     """Kill a process and all that it started."""
     reason = f"no answer within {gatherer.limit_s:g} s"
     # Its group has its number, which is not given away before it is waited for.
@@ -129,7 +124,7 @@ def _end(process: "subprocess.Popen[str]", gatherer: Gatherer) -> NotGathered:
         reason += f"; process {process.pid} cannot be ended either: it waits in the kernel, for a disk or a device"
     else:
         reason += f"; its last words: {_last_words(said)}" if said.strip() else ""
-    return NotGathered(name=gatherer.name, reason=reason, timed_out=True)
+    return facts.NotGathered(name=gatherer.name, reason=reason, timed_out=True)
 
 
 def _last_words(said: str) -> str:

@@ -7,8 +7,7 @@ from typing import Any
 from volseg.config.nearest import did_you_mean
 from volseg.data.names import list_some
 from volseg.errors import ConfigError
-from volseg.evaluation.comparing import compare_methods, read_method
-from volseg.evaluation.comparison_files import comparison_table, write_comparison
+from volseg.evaluation.comparing import compare_methods, comparison_table, read_method, write_comparison
 from volseg.evaluation.folders import EvaluatedFolders, evaluate_folders
 from volseg.evaluation.summary import JUDGED, complete_summary, format_summary, write_summary
 from volseg.evaluation.surfaces import DISTANCES

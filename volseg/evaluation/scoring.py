@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volseg.config.nearest import did_you_mean
+from volseg.data.catalogue import list_public_tasks
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.lesions import LESIONS, MINIMUM_OVERLAP, match_lesions
 from volseg.evaluation.surfaces import DISTANCES, measure_surfaces
-from volseg.evaluation.tolerances import find_tolerance
 from volseg.transforms.spacing import measure_sides
 
-__all__ = ["VOLUMES", "Scoring", "choose_scoring", "read_spacing"]
+__all__ = ["VOLUMES", "Scoring", "choose_scoring", "find_tolerance", "read_spacing"]
 
 logger = logging.getLogger(__name__)
 
@@ -176,3 +176,19 @@ def read_spacing(affine: Tensor) -> tuple[tuple[float, float, float] | None, flo
         return None, abs(float(axes.det())) / 1000
     spacing = measure_sides(affine)
     return spacing, math.prod(spacing) / 1000
+
+
+# Within how many mm two surfaces count as one: the tolerance of a task's NSD, where its manifest has one.
+#
+# No task without a manifest gets one: how exactly a structure can be outlined is known to those who outlined it, and
+# an NSD at another tolerance is another number.
+
+
+def find_tolerance(task_name: str) -> float | None:
+    """Return the tolerance in mm of a public task's NSD, by the task's name; None for another task.
+
+    >>> find_tolerance("Task04_Hippocampus"), find_tolerance("mine")
+    (1.0, None)
+    """
+    known = {task.name: task.manifest for task in list_public_tasks()}
+    return float(known[task_name]["nsd_tolerance"]["mm"]) if task_name in known else None

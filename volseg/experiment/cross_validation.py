@@ -42,7 +42,7 @@ from volseg.monitoring.environment import environment
 from volseg.parallel.devices import is_launched
 from volseg.parallel.processes.workers import Worker, WorkerPool, run_queue
 from volseg.reporting import write_brief, write_report
-from volseg.reporting.crossed import RESULTS
+from volseg.reporting.cross_validation import RESULTS
 from volseg.workflow.interrupts import catch_signals
 
 __all__ = ["cross_validate", "train_in_processes"]

@@ -14,12 +14,12 @@ from types import ModuleType
 from typing import Any, TypeVar, overload
 
 from volseg.config.nearest import did_you_mean
+from volseg.config.records import EXECUTED, Source
 from volseg.config.registry import Registry
-from volseg.config.sources import EXECUTED, Source
 from volseg.data.readers import SUFFIXES
 from volseg.errors import ConfigError, VolsegError
 from volseg.models.networks import NETWORKS
-from volseg.monitoring.logger_table import LOGGERS
+from volseg.monitoring.loggers import LOGGERS
 from volseg.transforms.augmentation.own import AUGMENTATIONS
 from volseg.transforms.preprocessing import PREPROCESSING
 from volseg.workflow.components import LOSSES, METRICS, OPTIMIZERS

@@ -45,10 +45,10 @@ from volseg.profiling.kernels import PlacedWork, TimedKernel
 from volseg.profiling.places import PlaceWatch
 from volseg.profiling.report import DevicePeaks, ProfileReport
 from volseg.profiling.summing import as_kernels, find_device_times, sum_kinds, sum_layers
+from volseg.profiling.table import advise, describe_limit
 from volseg.profiling.trace_file import read_trace, replace_replayed
-from volseg.profiling.words import advise, describe_limit
 from volseg.profiling.work import PlacedRuns, list_work, place_work
-from volseg.reporting.profiled import write_profile
+from volseg.reporting.profile import write_profile
 from volseg.workflow.precision import Precision, choose_dtype, deterministic
 
 __all__ = ["Profiled", "compute_peaks", "profile_training", "watch_replays"]

@@ -31,16 +31,14 @@ from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
 from volseg.experiment.report import Outcome, describe_network, list_findings, write_outcome, write_page
 from volseg.experiment.starting import START, Start
 from volseg.experiment.training_mesh import join_processes, resolve_mesh
-from volseg.monitoring.duration import DurationWarning
+from volseg.monitoring.advice import DurationWarning, WaitingAdvice
 from volseg.monitoring.heartbeat import Heartbeat
-from volseg.monitoring.logger_table import build_logger
-from volseg.monitoring.loggers import History, LoggedRun, Logger
+from volseg.monitoring.loggers import History, LoggedRun, Logger, build_logger
 from volseg.monitoring.memory import FirstSteps, GpuMeter
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.spot_notices import heeding_spot_notices
 from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.training_log import TrainingLog, list_final
-from volseg.monitoring.waiting import WaitingAdvice
 from volseg.parallel.devices import count_restarts, is_main_process
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress

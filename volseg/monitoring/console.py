@@ -31,7 +31,6 @@ __all__ = [
     "add_to_logs",
     "are_logs_json",
     "close_bars",
-    "open_bar",
     "set_up_logs",
     "shows_bars",
 ]
@@ -140,7 +139,7 @@ _bars = _Bars()
 
 
 class Bar:
-    """Counts something that goes on, and draws it on a terminal.
+    """Counts something that goes on, and draws it on a terminal; `close_bars` closes what an error leaves open.
 
     Parameters
     ----------
@@ -198,11 +197,6 @@ class Bar:
 
 
 _open: set[Bar] = set()
-
-
-def open_bar(title: str, total: int | None = None, *, done: int = 0, unit: str = "case") -> Bar:
-    """Return a `Bar` that `close_bars` closes too, where an error leaves it open."""
-    return Bar(title, total, done=done, unit=unit)
 
 
 def close_bars() -> None:

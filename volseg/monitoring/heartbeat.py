@@ -20,20 +20,8 @@ from typing import Any
 
 from volseg.checkpointing.state import EpochRecord
 from volseg.lifetime import take_age
+from volseg.monitoring import run_files
 from volseg.monitoring.memory import GIB, GpuMeter
-from volseg.monitoring.run_files import (
-    ENDED,
-    STATUS,
-    THE_REST,
-    TIMES,
-    RunPart,
-    RunStatus,
-    State,
-    find_process_space,
-    read_times,
-    write_status,
-    write_times,
-)
 from volseg.parallel.processes.first_error import (
     await_first_error,
     reporting_first_error,
@@ -71,12 +59,12 @@ class Heartbeat(Hook):
         self._spans: dict[str, float] = defaultdict(float, {"imports": age} if age else {})
         self._open: list[str] = []
         self._turned = time.perf_counter()
-        self._earlier: tuple[RunPart, ...] = ()
+        self._earlier: tuple[run_files.RunPart, ...] = ()
         self._folder: Path | None = None
         self._is_mute = False
         self._holds: Callable[[], bool] = lambda: True
         self._training: Training | None = None
-        self._state: State = "preparing"
+        self._state: run_files.State = "preparing"
         self._message = ""
         self._score: float | None = None
         self._epochs_seen = 0
@@ -120,12 +108,14 @@ class Heartbeat(Hook):
             After which the work begins again in another way.
         """
         folder = Path(folder)
-        self._earlier = tuple(part for part in read_times(folder / TIMES) if part.begun != self._begun)
+        self._earlier = tuple(
+            part for part in run_files.read_times(folder / run_files.TIMES) if part.begun != self._begun
+        )
         self._folder, self._holds, ended = folder, holds, threading.Event()
         self._set_state("preparing")
         thread = threading.Thread(target=self._keep_up, args=(ended,), name="volseg heartbeat", daemon=True)
         thread.start()
-        state: State = "finished"
+        state: run_files.State = "finished"
         with reporting_first_error(partial(self._set_state, "failed")):
             try:
                 yield
@@ -241,7 +231,7 @@ class Heartbeat(Hook):
         self._seconds_recording = 0.0
         return seconds
 
-    def _set_state(self, state: State, message: str = "") -> None:
+    def _set_state(self, state: run_files.State, message: str = "") -> None:
         self._state, self._message = state, message
         self._write()
 
@@ -269,12 +259,12 @@ class Heartbeat(Hook):
             if self._folder is None:  # ended by another thread
                 return
             seconds, spans = self.seconds, dict(self._spans)
-            if self._state in ENDED:
-                spans[THE_REST] = max(seconds - math.fsum(spans.values()), 0.0)
-            part = RunPart(begun=self._begun, seconds=seconds, spans=spans)
+            if self._state in run_files.ENDED:
+                spans[run_files.THE_REST] = max(seconds - math.fsum(spans.values()), 0.0)
+            part = run_files.RunPart(begun=self._begun, seconds=seconds, spans=spans)
             try:
-                write_status(self._folder / STATUS, self._describe())
-                write_times(self._folder / TIMES, [*self._earlier, part])
+                run_files.write_status(self._folder / run_files.STATUS, self._describe())
+                run_files.write_times(self._folder / run_files.TIMES, [*self._earlier, part])
             except OSError as fault:
                 # Tried again: who looks in would take a training that goes on for one that hangs, long after a disk
                 # that was full has space again.
@@ -284,16 +274,16 @@ class Heartbeat(Hook):
             else:
                 self._is_mute = False
 
-    def _describe(self) -> RunStatus:
+    def _describe(self) -> run_files.RunStatus:
         told: Mapping[str, Any] = {} if self._training is None else self._describe_training(self._training)
-        doing = self._message if self._state in ENDED else str(find_milestone())
-        return RunStatus(
+        doing = self._message if self._state in run_files.ENDED else str(find_milestone())
+        return run_files.RunStatus(
             state=self._state,
             time=time.time(),
             started=self._begun,
             host=socket.gethostname(),
             pid=os.getpid(),
-            process_space=find_process_space(),
+            process_space=run_files.find_process_space(),
             message=doing,
             **told,
         )

@@ -4,20 +4,41 @@ A logger of your own derives `Logger`, overrides what it wants to hear of, and i
 ``logger``). Packages that only one logger needs are imported when that logger is made.
 """
 
+import itertools
+import math
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 from uuid import uuid4
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
+from torch.utils.tensorboard.summary import hparams, image, scalar
+from torch.utils.tensorboard.summary import text as make_text
 
+from volseg.config.registry import Registry
 from volseg.errors import ConfigError
 from volseg.monitoring.run_files import HISTORY, EpochLine, append_history, begin_history
 
-__all__ = ["History", "LoggedRun", "Logger", "flatten", "import_package"]
+__all__ = [
+    "LOGGERS",
+    "History",
+    "LoggedRun",
+    "Logger",
+    "MLflow",
+    "TensorBoard",
+    "WeightsAndBiases",
+    "build_logger",
+    "flatten",
+    "import_package",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +159,223 @@ def flatten(settings: Mapping[str, Any], path: str = "") -> dict[str, bool | int
         else:
             flat[name] = value if isinstance(value, bool | int | float | str) else str(value)
     return flat
+
+
+NUMBERS = itertools.count()
+"""Two trainings of one process may begin within a second."""
+
+FINAL, SHOWN = "final/dice_mean", ("val/dice_mean", "train/loss")
+"""Scalars that the tab HPARAMS shows beside the settings."""
+
+
+class TensorBoard(Logger):
+    """Write what ``tensorboard --logdir FOLDER`` shows.
+
+    Scalars, images with lines around label and prediction, texts, and the settings with the final scores in the tab
+    HPARAMS; which tags there are says docs/monitoring.md.
+
+    Parameters
+    ----------
+    folder : path, optional
+        Where the event files lie, in place of the run folder's ``tensorboard``; a resumed training adds to them.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self._place = self.folder
+        self._settings: dict[str, Any] = {}
+        self._epoch = 0
+        self._events: _EventFile | None = None
+
+    def __str__(self) -> str:
+        return f"TensorBoard ({self._place})"
+
+    def begin(self, run: LoggedRun) -> None:
+        """Open the event file; events past the epoch from which a training is resumed are dropped."""
+        # Found anew for every training: a logger that hears of a second one leaves the first one's curves alone.
+        self._place = run.require_folder("tensorboard") / "tensorboard" if self.folder is None else self.folder
+        self._settings, self._epoch = flatten(run.config), run.epoch
+        self._events = _EventFile(self._place, purge_step=run.epoch + 1 if run.epoch else 0)
+        if self._settings:  # at once: a training that is killed has settings too
+            self._write(hparams(self._settings, dict.fromkeys((FINAL, *SHOWN), 0.0))[:2], 0)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write the epoch's numbers."""
+        self._epoch = step
+        self._write([scalar(tag, value) for tag, value in values.items()], step)
+
+    def images(self, pictures: Mapping[str, Tensor], step: int) -> None:
+        """Write pictures."""
+        self._write([image(tag, picture, dataformats="CHW") for tag, picture in pictures.items()], step)
+
+    def text(self, name: str, text: str) -> None:
+        """Write a text for the tab TEXT."""
+        self._write([make_text(name, text)], 0)
+
+    def end(self, scores: Mapping[str, float]) -> None:
+        """Write the final scores beside the settings, and close the event file."""
+        if self._events is None:
+            return
+        ended = [hparams(self._settings, {})[2]] if self._settings else []
+        self._write([*(scalar(tag, value) for tag, value in scores.items()), *ended], self._epoch)
+        self._events.close()
+        self._events = None
+
+    def _write(self, summaries: Sequence[Any], step: int) -> None:
+        assert self._events is not None, "begin was not called"
+        try:
+            self._events.write([Event(summary=summary, step=step) for summary in summaries])
+        except OSError:
+            with suppress(OSError):  # what is still in the buffer cannot be written either
+                self._events.close()
+            self._events = None
+            raise
+
+
+class _EventFile:
+    """What TensorBoard reads, written at once.
+
+    torch's ``SummaryWriter``, and the ``EventFileWriter`` of TensorBoard that it uses, write in a thread. A full disk
+    ends that thread: Python prints its traceback, which only a hook for all threads could keep back, and the training
+    meets the fault at some later write, or at the close. Their records and summaries are used here, the thread is not.
+    """
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The name by which TensorBoard knows such files; of several in a folder it reads the latest last.
+        name = (
+            f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{next(NUMBERS)}"
+        )
+        self._file = (folder / name).open("xb")
+        self._records = RecordWriter(self._file)
+        begin = [Event(file_version="brain.Event:2")]
+        if purge_step:
+            begin.append(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+        try:
+            self.write(begin)
+        except OSError:
+            with suppress(OSError):  # what is in the buffer cannot be written either
+                self.close()
+            raise
+
+    def write(self, events: Sequence[Any]) -> None:
+        for event in events:
+            event.wall_time = time.time()
+            self._records.write(event.SerializeToString())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class MLflow(Logger):
+    """Send numbers, pictures and texts to an MLflow server, or to a folder.
+
+    Parameters
+    ----------
+    experiment : str
+        Under which the run is shown.
+    uri : str, optional
+        Of the server or the store, such as ``http://127.0.0.1:5000``; default ``$MLFLOW_TRACKING_URI``, else a local
+        store of MLflow's.
+    """
+
+    def __init__(self, experiment: str = "volseg", uri: str | None = None) -> None:
+        self._client = import_package("mlflow", distribution="mlflow-skinny").MlflowClient(tracking_uri=uri)
+        self._experiment = experiment
+        self._epoch = 0
+
+    def begin(self, run: LoggedRun) -> None:
+        """Begin a run, or go on with the one of this id."""
+        found = self._client.get_experiment_by_name(self._experiment)
+        number = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        before = self._client.search_runs([number], f"tags.volseg = '{run.id}'")
+        begun = before or [self._client.create_run(number, run_name=run.name, tags={"volseg": run.id})]
+        self._id, self._epoch = begun[0].info.run_id, run.epoch
+        for key, value in {} if before else flatten(run.config).items():
+            self._client.log_param(self._id, key, value)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Send the epoch's numbers; a store of tables takes no NaN."""
+        self._epoch = step
+        for tag, value in values.items():
+            if math.isfinite(value):
+                self._client.log_metric(self._id, tag, value, step=step)
+
+    def images(self, pictures: Mapping[str, Tensor], step: int) -> None:
+        """Send pictures."""
+        for tag, picture in pictures.items():
+            self._client.log_image(self._id, picture.permute(1, 2, 0).numpy(), f"{tag}_{step:05d}.png")
+
+    def text(self, name: str, text: str) -> None:
+        """Send a text."""
+        self._client.log_text(self._id, text, f"{name}.md")
+
+    def end(self, scores: Mapping[str, float]) -> None:
+        """Send the final scores; a training without them has failed or was interrupted."""
+        self.scalars(scores, self._epoch)
+        self._client.set_terminated(self._id, "FINISHED" if scores else "KILLED")
+
+
+class WeightsAndBiases(Logger):
+    """Send numbers, pictures and texts to Weights & Biases, or keep them in the run folder (``mode: offline``).
+
+    Parameters
+    ----------
+    project : str
+        Under which the run is shown.
+    settings
+        What ``wandb.init`` takes besides: ``mode``, ``entity``, ``tags``, ``group`` ...
+    """
+
+    def __init__(self, project: str = "volseg", **settings: Any) -> None:
+        self._wandb = import_package("wandb", distribution="wandb")
+        self._settings = {"project": project, **settings}
+
+    def begin(self, run: LoggedRun) -> None:
+        """Begin a run, or go on with the one of this id."""
+        named = {"name": run.name, "id": run.id, "resume": "allow", "dir": run.folder, "config": dict(run.config)}
+        self._run = self._wandb.init(**{**named, **self._settings})
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Send the epoch's numbers."""
+        self._run.log({**values, "epoch": step})
+
+    def images(self, pictures: Mapping[str, Tensor], step: int) -> None:
+        """Send pictures."""
+        drawn = {tag: self._wandb.Image(picture.permute(1, 2, 0).numpy()) for tag, picture in pictures.items()}
+        self._run.log({**drawn, "epoch": step})
+
+    def text(self, name: str, text: str) -> None:
+        """Keep a text beside the settings."""
+        self._run.config.update({f"text/{name}": text}, allow_val_change=True)
+
+    def end(self, scores: Mapping[str, float]) -> None:
+        """Send the final scores, and wait until all has arrived."""
+        self._run.summary.update(dict(scores))
+        self._run.finish()
+
+
+LOGGERS = Registry(
+    "logger",
+    {"tensorboard": TensorBoard, "history": History, "wandb": WeightsAndBiases, "mlflow": MLflow},
+    group="volseg.loggers",
+)
+"""What ``logging.loggers`` in a config may name."""
+
+
+def build_logger(spec: Mapping[str, Any]) -> Logger:
+    """Return the logger that a config names.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown name or parameter, a package that is not installed, or a component that makes no `Logger`.
+    """
+    logger = LOGGERS.build(spec)
+    if not isinstance(logger, Logger):
+        raise ConfigError(
+            f"logger {spec['name']} must be a volseg.monitoring.loggers.Logger, got a {type(logger).__name__}; derive "
+            "its class"
+        )
+    return logger

@@ -18,7 +18,7 @@ from volseg.parallel.processes.group import gather_over_processes
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
 
-__all__ = ["DeviceMemory", "FirstSteps", "GpuMeter", "MemoryReading"]
+__all__ = ["DeviceMemory", "FirstSteps", "GpuMeter", "MemoryReading", "gather_memory"]
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,7 @@ class FirstSteps(Hook):
         is_last = steps < RECORDED and training.position == training.num_batches
         if rest or not (steps in (FIRST, RECORDED) or is_last) or training.epoch != self._first_epoch:
             return
-        own = [json.dumps(asdict(device)) for device in self._meter.read()]
-        devices = tuple(DeviceMemory(**json.loads(told)) for told in gather_over_processes(own))
+        devices = tuple(gather_memory(self._meter))
         if not devices:
             return
         self.readings.append(MemoryReading(steps=steps, devices=devices))
@@ -212,3 +211,9 @@ class GpuMeter:
             for gpu, counters in found.items()
             if counters and counters["reserved_bytes"]["all"]["current"]
         }
+
+
+def gather_memory(meter: GpuMeter) -> list[DeviceMemory]:
+    """Return the peaks of all processes' GPUs; all of them call this."""
+    own = [json.dumps(asdict(device)) for device in meter.read()]
+    return [DeviceMemory(**json.loads(told)) for told in gather_over_processes(own)]

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from volseg.checkpointing.state import EpochRecord
-from volseg.monitoring.console import FIELDS, Bar, open_bar, shows_bars
-from volseg.monitoring.looking_in import tell_speed
+from volseg.monitoring.console import FIELDS, Bar, shows_bars
 from volseg.monitoring.memory import GIB, GpuMeter
+from volseg.monitoring.run_status import format_speed
 from volseg.monitoring.training_log import list_scalars
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
@@ -26,7 +26,7 @@ EVERY_SECONDS = 1.0
 
 def progress(items: Iterable[Item], title: str, total: int | None = None) -> Iterator[Item]:
     """Yield ``items`` while a bar called ``title`` counts them."""
-    with open_bar(title, total) as bar:
+    with Bar(title, total) as bar:
         for item in items:
             yield item
             bar.advance()
@@ -35,7 +35,7 @@ def progress(items: Iterable[Item], title: str, total: int | None = None) -> Ite
 @contextmanager
 def count_up(total: int, title: str, *, done: int = 0) -> Iterator[Callable[[], object]]:
     """Give a function to call after each of ``total`` cases, ``done`` of them before, whose loop lies elsewhere."""
-    with open_bar(title, total, done=done) as bar:
+    with Bar(title, total, done=done) as bar:
         yield bar.advance
 
 
@@ -49,7 +49,7 @@ def show_bytes() -> Iterator[Callable[[str, int, int | None], None]]:
         if bar is None or bar.title != title:
             if bar is not None:
                 bar.close()
-            bar = open_bar(title, total, done=done, unit="B")
+            bar = Bar(title, total, done=done, unit="B")
         bar.set(done, total=total)  # less than before, where a server begins anew
 
     try:
@@ -78,7 +78,7 @@ class Progress(Hook):
         if not training.is_main_process:
             return
         done = training.epoch * training.num_batches + training.position
-        self._bar = open_bar(_name_epoch(training), training.epochs * training.num_batches, done=done, unit="batch")
+        self._bar = Bar(_name_epoch(training), training.epochs * training.num_batches, done=done, unit="batch")
 
     def on_epoch_begin(self, training: Training) -> None:
         """Measure the speed anew: validations do not count."""
@@ -116,10 +116,10 @@ class Progress(Hook):
     def _show(self, training: Training, batches_per_second: float) -> None:
         assert self._bar is not None
         told = [f"{name} {value:.3f}" for name, value in training.latest_losses.items()]
-        told += _tell_scores(training)
+        told += _describe_scores(training)
         if training.voxels_per_batch is not None:
-            told.append(tell_speed(training.voxels_per_batch * batches_per_second))
-        told += self._tell_memory()
+            told.append(format_speed(training.voxels_per_batch * batches_per_second))
+        told += self._describe_memory()
         done = training.epoch * training.num_batches + training.position
         self._bar.set(done, title=_name_epoch(training), told=", ".join(told))
 
@@ -127,17 +127,17 @@ class Progress(Hook):
         """Return the line of an epoch."""
         told = [f"{name} {value:.4f}" for name, value in record.losses.items()]
         told += [] if record.soft_dice is None else [f"soft Dice {record.soft_dice:.4f}"]
-        told += _tell_scores(training, record)
+        told += _describe_scores(training, record)
         if record.voxels_per_second is not None:
-            told.append(tell_speed(record.voxels_per_second))
+            told.append(format_speed(record.voxels_per_second))
         parts = [f"{record.seconds_waited:.1f} s waiting"]
         parts += [f"{record.seconds_validating:.1f} s validating"] if record.score is not None else []
         told.append(f"{record.seconds + record.seconds_validating:.1f} s ({', '.join(parts)})")
         left = (training.epochs - training.epoch) * self._seconds / self._epochs
         told += [f"{left / 60:.0f} min left"] if left else []
-        return f"epoch {record.epoch + 1}/{training.epochs}: {', '.join([*told, *self._tell_memory()])}"
+        return f"epoch {record.epoch + 1}/{training.epochs}: {', '.join([*told, *self._describe_memory()])}"
 
-    def _tell_memory(self) -> list[str]:
+    def _describe_memory(self) -> list[str]:
         reserved = max((device.reserved for device in self._meter.read()), default=0)
         return [f"{reserved / GIB:.1f} GiB"] if reserved else []
 
@@ -146,7 +146,7 @@ def _name_epoch(training: Training) -> str:
     return f"epoch {min(training.epoch + 1, training.epochs)}/{training.epochs}"
 
 
-def _tell_scores(training: Training, record: EpochRecord | None = None) -> list[str]:
+def _describe_scores(training: Training, record: EpochRecord | None = None) -> list[str]:
     """Return the score of an epoch, by default of the last that was validated, beside the best one."""
     scores = [one.score for one in training.history if one.score is not None] if record is None else [record.score]
     if not scores or scores[-1] is None:

@@ -1,9 +1,8 @@
 """What loggers are told of a training, and when: one function makes the numbers, the same for all of them."""
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -11,9 +10,8 @@ from torch import Tensor
 from volseg.checkpointing.state import EpochRecord
 from volseg.errors import ConfigError
 from volseg.monitoring.loggers import LoggedRun, Logger
-from volseg.monitoring.memory import GIB, DeviceMemory, GpuMeter
+from volseg.monitoring.memory import GIB, DeviceMemory, GpuMeter, gather_memory
 from volseg.monitoring.pictures import draw_example
-from volseg.parallel.processes.group import gather_over_processes
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
 
@@ -90,7 +88,7 @@ class TrainingLog(Hook):
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         """Tell the epoch's numbers, and show pictures where it was validated."""
-        memory = self._gather_memory()
+        memory = gather_memory(self._meter)
         if not self._heard:
             return
         values = {**list_scalars(record), **_list_memory(memory)}
@@ -126,11 +124,6 @@ class TrainingLog(Hook):
         """Tell that nothing more comes, with the final scores where there are any; a second time does nothing."""
         self._tell_all("end", dict(scores or {}))
         self._heard = []
-
-    def _gather_memory(self) -> list[DeviceMemory]:
-        """Return the peaks of all processes' GPUs; all of them call this."""
-        own = [json.dumps(asdict(device)) for device in self._meter.read()]
-        return [DeviceMemory(**json.loads(told)) for told in gather_over_processes(own)]
 
     def _draw(self, training: Training) -> dict[str, Tensor]:
         """Return the pictures that can be drawn: what a reader of one's own gave may not be such."""

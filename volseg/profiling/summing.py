@@ -4,11 +4,19 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from volseg.profiling.intervals import count_overlap, measure
 from volseg.profiling.kernels import PlacedWork, StepPlace, TimedKernel, find_kind
 from volseg.profiling.report import DevicePeaks, DeviceTimes, KindRow, LayerRow
 
-__all__ = ["as_kernels", "find_device_times", "sum_kinds", "sum_layers"]
+__all__ = [
+    "Interval",
+    "as_kernels",
+    "count_overlap",
+    "find_device_times",
+    "measure",
+    "sum_kinds",
+    "sum_layers",
+    "unite",
+]
 
 
 def as_kernels(work: Iterable[PlacedWork]) -> list[TimedKernel]:
@@ -179,3 +187,41 @@ def _describe(values: Mapping[str, Any], step: float, peaks: DevicePeaks | None)
         "bandwidth_share": moved / seconds / peaks.bytes_per_second if is_known and peaks else None,
         "flop_share": flops / seconds / peaks.flops_per_second if is_known and peaks else None,
     }
+
+
+Interval = tuple[float, float]
+
+
+def unite(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the same moments as intervals that do not touch, in order.
+
+    >>> unite([(3, 4), (0, 2), (1, 2.5), (4, 5)])
+    [(0, 2.5), (3, 5)]
+    """
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        elif end > begin:
+            found.append((begin, end))
+    return found
+
+
+def measure(intervals: Iterable[Interval]) -> float:
+    """Return how long at least one of them lasts.
+
+    >>> measure([(0, 2), (1, 3), (5, 6)])
+    4
+    """
+    return sum(end - begin for begin, end in unite(intervals))
+
+
+def count_overlap(some: Iterable[Interval], others: Iterable[Interval]) -> float:
+    """Return how long at least one of either lasts at the same time.
+
+    >>> count_overlap([(0, 2), (1, 3)], [(2, 5)])
+    1
+    """
+    first: Sequence[Interval] = list(some)
+    second: Sequence[Interval] = list(others)
+    return measure(first) + measure(second) - measure([*first, *second])

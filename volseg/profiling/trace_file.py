@@ -15,15 +15,77 @@ On a CPU operators stand for kernels: the outermost of torch's.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import fsum
+from operator import attrgetter
 from typing import Any
 
 from volseg.errors import VolsegError
 from volseg.profiling.kernels import AUGMENTATION, LOSS, MARK, OPTIMIZER, OUTSIDE, StepPlace, TimedKernel, travels
-from volseg.profiling.matching import SeenKernel, match
 
-__all__ = ["ReadKernel", "read_trace", "replace_replayed"]
+__all__ = ["ReadKernel", "SeenKernel", "match", "read_trace", "replace_replayed"]
+
+# Which kernel of a replayed step is which of the same step run eagerly.
+#
+# A replay has the kernels of the step that was recorded and no Python, so no profiler knows for what each runs. It has
+# other streams and another order between them than the eager step. So a kernel is found by what both tell of it, its
+# name and its grid: where both steps have as many of a sort, the first is the first, the second the second::
+#
+#     eager     conv a   norm   conv a   copy   conv b
+#     replay    conv a   copy   norm   conv a   memset   conv b
+#                  1       1      1      2        -        1
+#
+# What is left (copies of inputs, which only a replay has; a kernel that a library chose anew) belongs where the
+# matched kernel before it does that computes, and counts as not matched.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenKernel:
+    """What a profiler tells of a kernel, whoever started it."""
+
+    name: str
+    grid: tuple[int, ...] = ()
+    device: int = 0
+    seconds: float = 0.0
+
+
+def match(
+    replayed: Sequence[SeenKernel], eager: Sequence[tuple[SeenKernel, StepPlace]]
+) -> tuple[list[StepPlace], float]:
+    """Return the place of each replayed kernel, and the part of their time that was matched.
+
+    Parameters
+    ----------
+    replayed
+        Kernels of one step, in order of their begin.
+    eager
+        Those of the step with their places, in order of their begin.
+    """
+    found: dict[int, int] = {}
+    for find_sort in (attrgetter("name", "grid", "device"), attrgetter("name", "device")):
+        taken = set(found.values())
+        own = _group((number, find_sort(kernel)) for number, kernel in enumerate(replayed) if number not in found)
+        others = _group((number, find_sort(kernel)) for number, (kernel, _) in enumerate(eager) if number not in taken)
+        for sort, numbers in own.items():
+            if len(numbers) == len(others.get(sort, ())):
+                found.update(zip(numbers, others[sort], strict=True))
+    total = fsum(kernel.seconds for kernel in replayed)
+    matched = fsum(replayed[number].seconds for number in found)
+    places, before = [], StepPlace(OUTSIDE, "other")
+    for number in range(len(replayed)):
+        place = eager[found[number]][1] if number in found else before
+        before = place if place.direction != "communication" else before
+        places.append(place)
+    return places, matched / total if total else 1.0
+
+
+def _group(sorts: Iterable[tuple[int, Hashable]]) -> dict[Hashable, list[int]]:
+    found: dict[Hashable, list[int]] = defaultdict(list)
+    for number, sort in sorts:
+        found[sort].append(number)
+    return found
+
 
 MICROSECOND = 1e-6
 OF_GPU = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -12,24 +12,8 @@ from importlib import resources
 
 from PIL import Image
 
-from volseg.reporting.content import (
-    Boxes,
-    Chart,
-    Charts,
-    Code,
-    Commands,
-    Items,
-    NamedValues,
-    Picture,
-    Pictures,
-    ReportContent,
-    Section,
-    Shares,
-    Text,
-    TextTable,
-)
-from volseg.reporting.drawing import draw_boxes, draw_chart, draw_legend, draw_shares
-from volseg.reporting.markup import Markup, join, tag
+from volseg.reporting import content
+from volseg.reporting.drawing import Markup, draw_boxes, draw_chart, draw_legend, draw_shares, join, tag
 
 __all__ = ["write_page"]
 
@@ -37,7 +21,7 @@ LONG = 24
 """Rows from which a table scrolls within its own box."""
 
 
-def write_page(report: ReportContent) -> str:
+def write_page(report: content.ReportContent) -> str:
     """Return the page."""
     style, script = (
         Markup(resources.files(__package__).joinpath(f"report.{end}").read_text("utf-8")) for end in ("css", "js")
@@ -69,7 +53,7 @@ def write_page(report: ReportContent) -> str:
     return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _write_header(report: ReportContent) -> Markup:
+def _write_header(report: content.ReportContent) -> Markup:
     state = tag("span", report.state, class_=f"state {report.state.partition(' ')[0].strip(',')}")
     pairs = [tag("div", tag("dt", name), tag("dd", value)) for name, value in report.headline]
     return tag(
@@ -81,7 +65,7 @@ def _write_header(report: ReportContent) -> Markup:
     )
 
 
-def _write_section(name: str, section: Section) -> Markup:
+def _write_section(name: str, section: content.Section) -> Markup:
     blocks = [_write(block) for block in section.blocks]
     return tag("section", tag("h2", section.title), *blocks, id=name, class_="warns" if section.warns else None)
 
@@ -92,23 +76,23 @@ def _write(block: object) -> Markup:
 
 
 @_write.register
-def _(block: Text) -> Markup:
+def _(block: content.Text) -> Markup:
     return tag("p", block.text)
 
 
 @_write.register
-def _(block: Items) -> Markup:
+def _(block: content.Items) -> Markup:
     return tag("ul", *(tag("li", item) for item in block.items))
 
 
 @_write.register
-def _(block: NamedValues) -> Markup:
+def _(block: content.NamedValues) -> Markup:
     pairs = [join([tag("dt", name), tag("dd", value)]) for name, value in block.facts.items()]
     return tag("dl", *pairs, class_="facts")
 
 
 @_write.register
-def _(block: TextTable) -> Markup:
+def _(block: content.TextTable) -> Markup:
     words = [_is_words([row[column] for row in block.rows]) for column in range(len(block.header))]
     heads = [
         tag(
@@ -137,42 +121,42 @@ def _(block: TextTable) -> Markup:
 
 
 @_write.register
-def _(block: Charts) -> Markup:
+def _(block: content.Charts) -> Markup:
     return tag("div", *map(_write_chart, block.charts), class_="charts")
 
 
 @_write.register
-def _(block: Shares) -> Markup:
+def _(block: content.Shares) -> Markup:
     legend = draw_legend([(name, number) for number, name in enumerate(block.parts)])
     return tag("figure", draw_shares(block), legend)
 
 
 @_write.register
-def _(block: Pictures) -> Markup:
+def _(block: content.Pictures) -> Markup:
     legend = [draw_legend([(name, number) for number, name in enumerate(block.legend)])] if block.legend else []
     return join([tag("h3", block.title), *legend, tag("div", *map(_write_picture, block.pictures), class_="pictures")])
 
 
 @_write.register
-def _(block: Code) -> Markup:
+def _(block: content.Code) -> Markup:
     return tag("details", tag("summary", block.title), tag("pre", block.text, tabindex=0))
 
 
 @_write.register
-def _(block: Commands) -> Markup:
+def _(block: content.Commands) -> Markup:
     return join([join([tag("p", what), tag("pre", command, tabindex=0)]) for what, command in block.commands])
 
 
-def _write_chart(chart: Chart | Boxes) -> Markup:
+def _write_chart(chart: content.Chart | content.Boxes) -> Markup:
     unit = [tag("span", f" ({chart.unit})")] if chart.unit else []
     caption = tag("figcaption", chart.title, *unit)
-    if isinstance(chart, Boxes):
+    if isinstance(chart, content.Boxes):
         return tag("figure", caption, draw_boxes(chart))
     legend = [draw_legend([(line.name, line.colour) for line in chart.lines])] if len(chart.lines) > 1 else []
     return tag("figure", caption, draw_chart(chart), *legend)
 
 
-def _write_picture(picture: Picture) -> Markup:
+def _write_picture(picture: content.Picture) -> Markup:
     """Return a picture as JPEG: a sixth of what the file has, and its lines stay as they are without subsampling."""
     with Image.open(picture.file) as image:
         width, height = image.size

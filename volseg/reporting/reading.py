@@ -15,17 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from volseg.config.yaml_values import parse_yaml
 from volseg.errors import ConfigError, DataError
-from volseg.monitoring.run_files import (
-    HISTORY,
-    STATUS,
-    TIMES,
-    EpochLine,
-    RunPart,
-    RunStatus,
-    read_history,
-    read_status,
-    read_times,
-)
+from volseg.monitoring import run_files
 
 __all__ = [
     "OVERLAYS",
@@ -122,9 +112,9 @@ class RunRecord:
     environment: Mapping[str, Any]
     task: Mapping[str, Any]
     split: Mapping[str, Sequence[str]]
-    history: Sequence[EpochLine]
-    parts: Sequence[RunPart]
-    status: RunStatus | None
+    history: Sequence[run_files.EpochLine]
+    parts: Sequence[run_files.RunPart]
+    status: run_files.RunStatus | None
     memory: Mapping[str, Any] | None
     replanned: Mapping[str, Any] | None
     kernels: Mapping[str, Any] | None
@@ -157,21 +147,23 @@ def read_run(folder: str | Path) -> RunRecord:
     config = _read_config(text, missing)
     task = read_json(folder / "task.json", missing, "what the labels are called")
     try:
-        history: Sequence[EpochLine] = read_history(folder / HISTORY)
+        history: Sequence[run_files.EpochLine] = run_files.read_history(folder / run_files.HISTORY)
     except (DataError, OSError) as fault:
         missing.append(f"No curves: {fault}.")
         history = ()
     else:
-        if not history and (folder / HISTORY).exists():
-            missing.append(f"No curves: no epoch has ended; {HISTORY} is empty.")
+        if not history and (folder / run_files.HISTORY).exists():
+            missing.append(f"No curves: no epoch has ended; {run_files.HISTORY} is empty.")
         elif not history:
-            missing.append(f"No curves: {HISTORY} is not there; no epoch has ended, or the run is of an older volseg.")
-    parts = read_times(folder / TIMES)
+            missing.append(
+                f"No curves: {run_files.HISTORY} is not there; no epoch has ended, or the run is of an older volseg."
+            )
+    parts = run_files.read_times(folder / run_files.TIMES)
     if not parts:
-        missing.append(f"No time budget: {_find_reason(folder / TIMES)}.")
-    status = read_status(folder / STATUS)
+        missing.append(f"No time budget: {_find_reason(folder / run_files.TIMES)}.")
+    status = run_files.read_status(folder / run_files.STATUS)
     if status is None:
-        missing.append(f"No state: {_find_reason(folder / STATUS)}.")
+        missing.append(f"No state: {_find_reason(folder / run_files.STATUS)}.")
     scores = read_scores(folder / "validation" / "summary.json", task, missing)
     overlays = _find_overlays(folder / OVERLAYS, missing)
     if scores is not None and not overlays:

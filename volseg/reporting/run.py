@@ -7,27 +7,13 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from volseg.reporting.composing import Composer
-from volseg.reporting.content import (
-    Block,
-    Chart,
-    Charts,
-    Code,
-    Items,
-    Line,
-    NamedValues,
-    Picture,
-    Pictures,
-    ReportContent,
-    Text,
-)
-from volseg.reporting.judged import choose_extremes, name_metric, tell_scores
-from volseg.reporting.needed import tell_kernels, tell_memory, tell_time
-from volseg.reporting.published import tabulate_published
+from volseg.reporting import content
+from volseg.reporting.formatting import format_duration, format_moment, format_value
 from volseg.reporting.reading import RunRecord, Scores
-from volseg.reporting.words import format_duration, format_value, tell_when
+from volseg.reporting.resources import describe_kernels, describe_memory, describe_time_of_run
+from volseg.reporting.scores import choose_extremes, describe_scores, name_metric, tabulate_published
 
-__all__ = ["describe_run", "find_state", "name_components", "show_cases", "tell_environment"]
+__all__ = ["describe_environment", "describe_run", "find_state", "name_components", "show_cases"]
 
 GIB = 2**30
 
@@ -44,7 +30,7 @@ CURVES = (
 """Charts, and the tags that are drawn in them; a tag is drawn once, where it is named rather than where it fits."""
 
 
-def describe_run(record: RunRecord, state: str | None = None) -> ReportContent:
+def describe_run(record: RunRecord, state: str | None = None) -> content.ReportContent:
     """Return what is said of a run.
 
     Parameters
@@ -54,26 +40,28 @@ def describe_run(record: RunRecord, state: str | None = None) -> ReportContent:
     state : str, optional
         How it ended, where the caller knows better than its files.
     """
-    compose = Composer(record.missing)
+    compose = content.Composer(record.missing)
     state = state or find_state(record)
     scores = record.scores
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, state), warns=True),
-        compose.section("Out of memory", lambda: _tell_replanning(record), brief=True),
-        compose.section("Kernels", lambda: tell_kernels(record), brief=True),
+        compose.section(
+            "Out of memory", lambda: [content.Text(record.told.replanned)] if record.told.replanned else [], brief=True
+        ),
+        compose.section("Kernels", lambda: describe_kernels(record), brief=True),
         compose.section("Cases left out", lambda: _list_findings(record.told.problems), brief=True),
         compose.section("Cases to look at", lambda: _list_findings(record.told.remarks), brief=True),
         compose.section("Curves", lambda: _draw_curves(record)),
-        *tell_scores(scores, compose),
+        *describe_scores(scores, compose),
         compose.section("Published results", lambda: _compare(record), brief=True),
         compose.section(
             "Cases to look at closely", lambda: [] if scores is None else show_cases(scores, record.overlays)
         ),
-        compose.section("Time", lambda: tell_time(record), brief=True),
-        compose.section("GPU memory", lambda: tell_memory(record), brief=True),
+        compose.section("Time", lambda: describe_time_of_run(record), brief=True),
+        compose.section("GPU memory", lambda: describe_memory(record), brief=True),
         compose.section("Data", lambda: _tell_data(record)),
         compose.section("Config", lambda: _tell_config(record)),
-        compose.section("Environment", lambda: tell_environment(record.environment)),
+        compose.section("Environment", lambda: describe_environment(record.environment)),
     ]
     subtitle = compose.attempt("What was trained", lambda: _name_training(record), "A training")
     headline = compose.attempt("The headline", lambda: _make_headline(record), list[tuple[str, str]]())
@@ -95,7 +83,7 @@ def _name_training(record: RunRecord) -> str:
     return told if fold is None else f"{told}, fold {fold}"
 
 
-def tell_environment(environment: Mapping[str, Any]) -> list[Block]:
+def describe_environment(environment: Mapping[str, Any]) -> list[content.Block]:
     """Return versions and devices."""
     if not environment:
         return []
@@ -110,7 +98,7 @@ def tell_environment(environment: Mapping[str, Any]) -> list[Block]:
         "CPU cores": environment.get("cpu_cores"),
         "System": environment.get("platform"),
     }
-    return [NamedValues({name: str(value) for name, value in facts.items() if value})]
+    return [content.NamedValues({name: str(value) for name, value in facts.items() if value})]
 
 
 def find_state(record: RunRecord) -> str:
@@ -119,7 +107,7 @@ def find_state(record: RunRecord) -> str:
         return "finished" if (record.folder / "report.md").exists() else "state unknown"
     if record.status.has_ended:
         return record.status.state
-    return f"{record.status.state}, as of {tell_when(record.status.time)}"
+    return f"{record.status.state}, as of {format_moment(record.status.time)}"
 
 
 def _make_headline(record: RunRecord) -> list[tuple[str, str]]:
@@ -149,7 +137,7 @@ def _count_epochs(record: RunRecord) -> tuple[int | None, int | None]:
     return (None if record.status is None else record.status.epoch), epochs
 
 
-def _list_warnings(record: RunRecord, state: str) -> list[Block]:
+def _list_warnings(record: RunRecord, state: str) -> list[content.Block]:
     warnings = []
     if state == "failed" and record.status is not None:
         warnings.append(f"The training failed: {record.status.message or 'nothing is known of the reason'}")
@@ -182,18 +170,14 @@ def _list_warnings(record: RunRecord, state: str) -> list[Block]:
     )
     if spent and waited > 0.2 * spent:
         warnings.append(f"{100 * waited / spent:.0f} % of the training's time was spent waiting for batches.")
-    return [Items(warnings)] if warnings else []
+    return [content.Items(warnings)] if warnings else []
 
 
-def _tell_replanning(record: RunRecord) -> list[Block]:
-    return [Text(record.told.replanned)] if record.told.replanned else []
+def _list_findings(findings: Sequence[str]) -> list[content.Block]:
+    return [content.Items(findings)] if findings else []
 
 
-def _list_findings(findings: Sequence[str]) -> list[Block]:
-    return [Items(findings)] if findings else []
-
-
-def _compare(record: RunRecord) -> list[Block]:
+def _compare(record: RunRecord) -> list[content.Block]:
     published = record.told.published
     if not published or record.scores is None:
         return []
@@ -203,14 +187,14 @@ def _compare(record: RunRecord) -> list[Block]:
     table = tabulate_published(published, names, ("this run", "one fold", cases, own, record.scores.dice))
     return [
         table,
-        Text(
+        content.Text(
             f"The {cases} cases of one fold are not those of a whole cross-validation, nor of a challenge's test set: "
             "other cases are easier or harder. Compare with that in mind, or run volseg cross-validate."
         ),
     ]
 
 
-def _draw_curves(record: RunRecord) -> list[Block]:
+def _draw_curves(record: RunRecord) -> list[content.Block]:
     tags = list(dict.fromkeys(tag for line in record.history for tag in line.scalars))
     names = list(record.scores.labels.values()) if record.scores is not None else []
     named = {tag for _, _, wanted in CURVES for tag in wanted}
@@ -221,22 +205,24 @@ def _draw_curves(record: RunRecord) -> list[Block]:
         chosen = [*(tag for tag in wanted if tag in tags), *fitting]
         taken.update(chosen)
         if chosen:
-            charts.append(Chart(title=title, unit=unit, lines=_list_lines(record, chosen, names)))
+            charts.append(content.Chart(title=title, unit=unit, lines=_list_lines(record, chosen, names)))
     further = [tag for tag in tags if tag not in taken and tag.startswith("val/")]
     for metric in dict.fromkeys(tag.split("/")[1] for tag in further):
         chosen = [tag for tag in further if tag.split("/")[1] == metric]
-        charts.append(Chart(title=f"Validation: {name_metric(metric)}", lines=_list_lines(record, chosen, names)))
-    return [Text("Over the epochs, counted from 1."), Charts(charts)] if charts else []
+        charts.append(
+            content.Chart(title=f"Validation: {name_metric(metric)}", lines=_list_lines(record, chosen, names))
+        )
+    return [content.Text("Over the epochs, counted from 1."), content.Charts(charts)] if charts else []
 
 
-def _list_lines(record: RunRecord, tags: Sequence[str], names: Sequence[str]) -> list[Line]:
+def _list_lines(record: RunRecord, tags: Sequence[str], names: Sequence[str]) -> list[content.Line]:
     """Return a line per tag over the epochs that have it; a label has the colour that it has in the pictures."""
     lines = []
     for place, tag in enumerate(tags):
         held = [(line.epoch, line.scalars[tag]) for line in record.history if tag in line.scalars]
         name = _name_line(tag)
         colour = names.index(name) if name in names else place + (len(names) if tag == "val/dice_mean" else 0)
-        lines.append(Line(name=name, xs=[x for x, _ in held], ys=[y for _, y in held], colour=colour))
+        lines.append(content.Line(name=name, xs=[x for x, _ in held], ys=[y for _, y in held], colour=colour))
     return lines
 
 
@@ -249,13 +235,13 @@ def _name_line(tag: str) -> str:
     return (name if name == "step" else name.removeprefix("step_")).replace("_", " ") or kind
 
 
-def show_cases(scores: Scores, overlays: Mapping[str, Path]) -> list[Block]:
+def show_cases(scores: Scores, overlays: Mapping[str, Path]) -> list[content.Block]:
     """Return the pictures of the cases with the lowest and the highest Dice."""
-    shown: list[Block] = []
+    shown: list[content.Block] = []
     worst, best = choose_extremes(scores.cases)
     for title, cases in (("Lowest Dice", worst), ("Highest Dice", best)):
         pictures = [
-            Picture(
+            content.Picture(
                 title=f"{case.name}: Dice {format_value(case.dice, 'Dice')}",
                 alt=f"Sagittal, coronal and axial slice of {case.name} with lines around its label and the prediction; "
                 f"mean Dice {format_value(case.dice, 'Dice')}",
@@ -265,8 +251,10 @@ def show_cases(scores: Scores, overlays: Mapping[str, Path]) -> list[Block]:
             if case.name in overlays
         ]
         if pictures:
-            shown.append(Pictures(title=title, pictures=pictures, legend=() if shown else list(scores.labels.values())))
-    return [Text(EXPLAINED), *shown] if shown else []
+            shown.append(
+                content.Pictures(title=title, pictures=pictures, legend=() if shown else list(scores.labels.values()))
+            )
+    return [content.Text(EXPLAINED), *shown] if shown else []
 
 
 EXPLAINED = (
@@ -276,7 +264,7 @@ EXPLAINED = (
 )
 
 
-def _tell_data(record: RunRecord) -> list[Block]:
+def _tell_data(record: RunRecord) -> list[content.Block]:
     if not any(record.split.values()) and not record.task:
         return []
     labels = {**(record.task.get("labels") or {}), **{name: name for name in record.task.get("regions") or {}}}
@@ -288,11 +276,11 @@ def _tell_data(record: RunRecord) -> list[Block]:
         "Cases": f"{len(record.split['training'])} trained, {len(record.split['validation'])} validated",
         "Patients": record.told.patients.get("summary", ""),
     }
-    lists = [Code(f"Cases: {kind}", "\n".join(cases)) for kind, cases in record.split.items() if cases]
-    return [NamedValues({name: value for name, value in facts.items() if value}), *lists]
+    lists = [content.Code(f"Cases: {kind}", "\n".join(cases)) for kind, cases in record.split.items() if cases]
+    return [content.NamedValues({name: value for name, value in facts.items() if value}), *lists]
 
 
-def _tell_config(record: RunRecord) -> list[Block]:
+def _tell_config(record: RunRecord) -> list[content.Block]:
     config = record.config
     training, patch, network = (config.get(part) or {} for part in ("training", "patch", "network"))
     optimizer, losses = config.get("optimizer") or {}, config.get("losses") or ()
@@ -308,8 +296,8 @@ def _tell_config(record: RunRecord) -> list[Block]:
         "Seed": config.get("seed"),
     }
     return [
-        NamedValues({name: str(value) for name, value in facts.items() if value not in (None, "")}),
-        Code("config.yaml, every value", record.config_text),
+        content.NamedValues({name: str(value) for name, value in facts.items() if value not in (None, "")}),
+        content.Code("config.yaml, every value", record.config_text),
     ]
 
 

@@ -7,7 +7,8 @@ in Triton. cuDNN chooses badly for some sizes of 128 channels or more, where try
 better one: on an H200 21 TFLOP/s for 256 channels of any size. Ours does 440 to 520 on an H100.
 
 Of 32 and 64 channels a tile of 128 rows is filled by the voxels of a group along W, with their channels one behind the
-other in memory, as in ``space_to_channels``. A tap of a group is a run of voxels, whose channels follow one another as well::
+other in memory, as in ``space_to_channels``. A tap of a group is a run of voxels, whose channels follow one another as
+well::
 
     4 voxels of a group, 32 channels           128 rows           g0 g1 g2 g3
     runs of voxels under taps 0 to 4    2 x 128 columns        x0 x1 x2 x3 | x4 x5 x6 x7

@@ -49,23 +49,13 @@ def check_torch(facts: Facts) -> list[MachineFinding]:
     told = f"torch {build.version} ({kind}{f', NCCL {build.nccl}' if build.nccl else ''})"
     version = Version(build.version)
     if version < LEAST_TORCH:
-        return [
-            error(
-                "torch",
-                told,
-                f"volseg and MONAI need torch {LEAST_TORCH} or later",
-                f'{INSTALL} "torch>=2.10" --index-url {_index(build)}',
-            )
-        ]
+        why = f"volseg and MONAI need torch {LEAST_TORCH} or later"
+        remedy = f'{INSTALL} "torch>=2.10" --index-url {_index(build)}'
+        return [error("torch", told, why, remedy)]
     if version.release[:2] == (2, 9):
-        return [
-            warning(
-                "torch",
-                told,
-                "torch 2.9 runs 3D convolutions under autocast up to four times slower, and takes more memory",
-                FOR_VOLTA if _has(build, VOLTA) else f'{INSTALL} "torch>=2.10" --index-url {_index(build)}',
-            )
-        ]
+        why = "torch 2.9 runs 3D convolutions under autocast up to four times slower, and takes more memory"
+        remedy = FOR_VOLTA if _has(build, VOLTA) else f'{INSTALL} "torch>=2.10" --index-url {_index(build)}'
+        return [warning("torch", told, why, remedy)]
     if build.rocm:
         why = "nobody has tried volseg on AMD's GPUs; its fast kernels are for NVIDIA's"
         return [note("torch", told, why)]
@@ -160,14 +150,9 @@ def check_cudnn(facts: Facts) -> list[MachineFinding]:
         return [warning("cudnn", "there is no cuDNN", why, remedy)]
     told = f"cuDNN {build.cudnn // 10000}.{build.cudnn // 100 % 100}.{build.cudnn % 100}"
     if _has(build, VOLTA) and build.cudnn >= FIRST_CUDNN_WITHOUT_VOLTA:
-        return [
-            error(
-                "cudnn",
-                told,
-                "cuDNN from 9.11 on does not run on a V100",
-                f'{FOR_VOLTA} && pip install "nvidia-cudnn-cu12<9.11"',
-            )
-        ]
+        why = "cuDNN from 9.11 on does not run on a V100"
+        remedy = f'{FOR_VOLTA} && pip install "nvidia-cudnn-cu12<9.11"'
+        return [error("cudnn", told, why, remedy)]
     if build.cudnn not in WRONG_CUDNN:
         return [ok("cudnn", told)]
     if Version(build.version) < FIRST_GUARDED:
@@ -219,18 +204,13 @@ def check_driver(facts: Facts) -> list[MachineFinding]:
     cuda = facts.torch.cuda if facts.torch is not None else None
     least = LEAST_BRANCH.get((cuda or "").partition(".")[0])
     if least is not None and branch < least:
-        return [
-            error(
-                "driver",
-                f"{told}, and torch is built for CUDA {cuda}",
-                f"CUDA {cuda} needs branch {least} or later",
-                (
-                    "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
-                    if branch >= LEAST_BRANCH["12"]
-                    else f"sudo apt-get install nvidia-driver-{LAST_WITH_VOLTA}-server, then sudo reboot"
-                ),
-            )
-        ]
+        why = f"CUDA {cuda} needs branch {least} or later"
+        remedy = (
+            "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
+            if branch >= LEAST_BRANCH["12"]
+            else f"sudo apt-get install nvidia-driver-{LAST_WITH_VOLTA}-server, then sudo reboot"
+        )
+        return [error("driver", f"{told}, and torch is built for CUDA {cuda}", why, remedy)]
     return [ok("driver", told)]
 
 

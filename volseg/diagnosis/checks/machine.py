@@ -102,28 +102,16 @@ def check_cores(facts: Facts) -> list[MachineFinding]:
     gpus = len(facts.torch.gpus) if facts.torch is not None else 0
     limited = f" (the container may take {system.core_limit:g})" if (system.core_limit or cores) < system.cores else ""
     told = f"{system.cores} cores{limited}" + (f", {cores / gpus:g} for each GPU" if gpus else "")
-    findings = []
+    findings = [ok("cores", told)]
     if gpus and cores < gpus * CORES_PER_GPU:
-        findings.append(
-            warning(
-                "cores",
-                told,
-                f"with fewer than {CORES_PER_GPU} for each GPU the first epoch waits for cases that are prepared",
-                "docker run --cpus=0 ..., srun --cpus-per-task=16, or keep data.cache so that it happens once",
-            )
-        )
-    else:
-        findings.append(ok("cores", told))
+        why = f"with fewer than {CORES_PER_GPU} for each GPU the first epoch waits for cases that are prepared"
+        remedy = "docker run --cpus=0 ..., srun --cpus-per-task=16, or keep data.cache so that it happens once"
+        findings = [warning("cores", told, why, remedy)]
     threads = facts.torch.threads if facts.torch is not None else 1
     if threads > cores + 1:
-        findings.append(
-            warning(
-                "threads",
-                f"torch computes with {threads} threads on {cores:g} cores",
-                "threads that wait for each other make trainings and preparation on the CPU several times slower",
-                f"export OMP_NUM_THREADS={max(1, int(cores))}",
-            )
-        )
+        told = f"torch computes with {threads} threads on {cores:g} cores"
+        why = "threads that wait for each other make trainings and preparation on the CPU several times slower"
+        findings.append(warning("threads", told, why, f"export OMP_NUM_THREADS={max(1, int(cores))}"))
     return findings
 
 
@@ -133,32 +121,19 @@ def check_open_files(facts: Facts) -> list[MachineFinding]:
     if system is None:
         return []
     told = f"{system.open_files} open files a process"
-    findings = []
-    if system.open_files >= FEW_FILES:
-        findings.append(ok("open_files", told))
-    else:
-        findings.append(
-            MachineFinding(
-                "open_files",
-                "error" if system.open_files < SCARCE_FILES else "warning",
-                told,
-                "cases, libraries and connections between processes end with 'Too many open files'",
-                (
-                    f"ulimit -n {max(FEW_FILES, min(system.open_files_hard, 65536))}"
-                    if system.open_files_hard >= FEW_FILES
-                    else "docker run --ulimit nofile=65536 ..., or nofile in /etc/security/limits.conf"
-                ),
-            )
-        )
+    findings = [ok("open_files", told)]
+    if system.open_files < FEW_FILES:
+        level: Level = "error" if system.open_files < SCARCE_FILES else "warning"
+        why = "cases, libraries and connections between processes end with 'Too many open files'"
+        remedy = "docker run --ulimit nofile=65536 ..., or nofile in /etc/security/limits.conf"
+        if system.open_files_hard >= FEW_FILES:
+            remedy = f"ulimit -n {max(FEW_FILES, min(system.open_files_hard, 65536))}"
+        findings = [MachineFinding("open_files", level, told, why, remedy)]
     if system.processes is not None and system.processes < SCARCE_PROCESSES:
-        findings.append(
-            warning(
-                "processes",
-                f"{system.processes} processes and threads a user",
-                "a training has tens of threads for each GPU; more cannot be started then",
-                "ulimit -u 65536, or docker run --pids-limit=-1 ...",
-            )
-        )
+        told = f"{system.processes} processes and threads a user"
+        remedy = "ulimit -u 65536, or docker run --pids-limit=-1 ..."
+        why = "a training has tens of threads for each GPU; more cannot be started then"
+        findings.append(warning("processes", told, why, remedy))
     return findings
 
 
@@ -203,17 +178,11 @@ def check_clock(facts: Facts) -> list[MachineFinding]:
     findings = []
     if system is not None:
         told = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(system.now))
+        findings = [ok("clock", told)]
         if system.now < system.built - INSTALLED_LATER_S:
-            findings.append(
-                warning(
-                    "clock",
-                    f"{told}, before volseg was installed",
-                    "certificates of downloads are refused, and runs are sorted wrongly",
-                    "sudo timedatectl set-ntp true",
-                )
-            )
-        else:
-            findings.append(ok("clock", told))
+            found = f"{told}, before volseg was installed"
+            why = "certificates of downloads are refused, and runs are sorted wrongly"
+            findings = [warning("clock", found, why, "sudo timedatectl set-ntp true")]
     findings += [
         warning(
             "clock.disk",
@@ -243,14 +212,9 @@ def check_links(facts: Facts) -> list[MachineFinding]:
     if not peers:
         return []
     if wrong := [peer for peer in peers if peer.is_right is False]:
-        return [
-            error(
-                "links",
-                f"values do not arrive: {_name_pairs(wrong)}",
-                "several GPUs would train on broken numbers, silently",
-                "export NCCL_P2P_DISABLE=1, or switch off the IOMMU (ACS) in the machine's firmware",
-            )
-        ]
+        why = "several GPUs would train on broken numbers, silently"
+        remedy = "export NCCL_P2P_DISABLE=1, or switch off the IOMMU (ACS) in the machine's firmware"
+        return [error("links", f"values do not arrive: {_name_pairs(wrong)}", why, remedy)]
     without = [peer for peer in peers if not peer.has_access]
     slow = [peer for peer in peers if peer.gb_per_s is not None and peer.gb_per_s < SLOW_LINK]
     speeds = sorted(peer.gb_per_s for peer in peers if peer.gb_per_s is not None)
@@ -259,13 +223,15 @@ def check_links(facts: Facts) -> list[MachineFinding]:
     told += f", {speeds[0]:.0f} to {speeds[-1]:.0f} GB/s" if speeds else ""
     if without or slow:
         pairs = _name_pairs(without or slow)
+        why = "cut volumes and pipelines copy at every layer; replicas (parallel.data) need little of it"
+        remedy = "volseg train CONFIG --set parallel.data=N, or GPUs that NVLink joins (nvidia-smi topo -m)"
         return [
             MachineFinding(
                 "links",
                 "note" if without and not slow else "warning",
                 f"{told}; {'no peer access' if without else 'slow'}: {pairs}",
-                "cut volumes and pipelines copy at every layer; replicas (parallel.data) need little of it",
-                "volseg train CONFIG --set parallel.data=N, or GPUs that NVLink joins (nvidia-smi topo -m)",
+                why,
+                remedy,
             )
         ]
     return [ok("links", told + ", each reads the other's memory")]
@@ -285,14 +251,9 @@ def check_all_reduce(facts: Facts) -> list[MachineFinding]:
     told = f"{tried.processes} processes add up {tried.size_bytes >> 20} MiB by {tried.backend}, {rate:.3g} GB/s"
     if tried.is_right:
         return [ok("all_reduce", told)]
-    return [
-        error(
-            "all_reduce",
-            f"{told}, to wrong sums",
-            "several GPUs would train on broken numbers, silently",
-            "export NCCL_P2P_DISABLE=1, or switch off the IOMMU (ACS) in the machine's firmware",
-        )
-    ]
+    why = "several GPUs would train on broken numbers, silently"
+    remedy = "export NCCL_P2P_DISABLE=1, or switch off the IOMMU (ACS) in the machine's firmware"
+    return [error("all_reduce", f"{told}, to wrong sums", why, remedy)]
 
 
 def check_compiler(facts: Facts) -> list[MachineFinding]:
@@ -316,13 +277,15 @@ def check_compiler(facts: Facts) -> list[MachineFinding]:
         return [ok("triton", f"Triton {tried.triton} compiled a kernel and ran it, {tried.seconds or 0:.1f} s")]
     said = tried.kernel_refused or f"a kernel gave {tried.kernel} values"
     cause = tried.refused if tried.refused is not None else said
+    why = "training.kernels: auto takes fast kernels, which Triton compiles when they are first used"
+    remedy = _mend_compiler(cause)
     return [
         MachineFinding(
             "triton",
             "error" if takes_fast else "warning",
             f"Triton {tried.triton}: {said}" + (f" ({tried.refused})" if tried.refused else ""),
-            "training.kernels: auto takes fast kernels, which Triton compiles when they are first used",
-            _mend_compiler(cause),
+            why,
+            remedy,
         )
     ]
 

@@ -37,21 +37,8 @@ __all__ = [
 
 
 PREFIXES = (
-    "CUBLAS_",
-    "CUDA_",
-    "CUDNN_",
-    "GLOO_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "NCCL_",
-    "NVIDIA_",
-    "OMP_",
-    "OPENBLAS_",
-    "PYTORCH_",
-    "TORCH_",
-    "TRITON_",
-    "VOLSEG_",
+    *("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "GOMP_", "KMP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_"),
+    *("PYTORCH_", "TORCH_", "TRITON_", "VOLSEG_"),
 )
 NAMES = ("CC", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "PYTHONHOME", "PYTHONPATH", "RANK", "WORLD_SIZE")
 """Variables that change what torch and what it starts do; no others are written down, which may hold secrets."""

@@ -9,25 +9,12 @@ from shlex import quote
 from typing import Any
 
 from volseg.config.yaml_values import dump_yaml
-from volseg.reporting.composing import Composer
-from volseg.reporting.content import (
-    Block,
-    Chart,
-    Charts,
-    Code,
-    Items,
-    Line,
-    ReportContent,
-    Shares,
-    Text,
-    TextTable,
-)
-from volseg.reporting.judged import tell_scores
-from volseg.reporting.needed import add_spans
-from volseg.reporting.published import tabulate_published
+from volseg.reporting import content
+from volseg.reporting.formatting import format_duration, format_value
 from volseg.reporting.reading import RunRecord, Scores, read_json, read_run, read_scores
-from volseg.reporting.run import find_state, name_components, show_cases, tell_environment
-from volseg.reporting.words import format_duration, format_value
+from volseg.reporting.resources import describe_time
+from volseg.reporting.run import describe_environment, find_state, name_components, show_cases
+from volseg.reporting.scores import describe_scores, tabulate_published
 
 __all__ = ["RESULTS", "CrossedRecord", "describe_crossed", "find_fold_folders", "read_crossed"]
 
@@ -68,24 +55,24 @@ def read_crossed(folder: str | Path) -> CrossedRecord:
     return CrossedRecord(folder=folder, results=results or {}, folds=folds, scores=scores, missing=missing)
 
 
-def describe_crossed(record: CrossedRecord) -> ReportContent:
+def describe_crossed(record: CrossedRecord) -> content.ReportContent:
     """Return what is said of a cross-validation."""
-    compose = Composer(record.missing)
+    compose = content.Composer(record.missing)
     first = next(iter(record.folds.values()), None)
     config = record.results.get("config") or (first.config if first else {})
     whole = compose.attempt("How many folds there are to be", lambda: _count_folds(record, config), None)
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, whole), warns=True, brief=True),
         compose.section("Folds", lambda: _tabulate_folds(record), brief=True),
-        *tell_scores(record.scores, compose),
+        *describe_scores(record.scores, compose),
         compose.section("Published results", lambda: _compare(record), brief=True),
         compose.section("Curves", lambda: _draw_curves(record)),
         compose.section("Cases to look at closely", lambda: _show_cases(record)),
-        compose.section("Time", lambda: _tell_time(record), brief=True),
+        compose.section("Time", lambda: _describe_time(record), brief=True),
         compose.section("Config", lambda: _tell_config(config, first)),
         compose.section(
             "Environment",
-            lambda: tell_environment(record.results.get("environment") or (first.environment if first else {})),
+            lambda: describe_environment(record.results.get("environment") or (first.environment if first else {})),
         ),
     ]
     subtitle = compose.attempt("What was trained", lambda: _name_training(record, config, first), "Cross-validation")
@@ -119,14 +106,14 @@ def _find_state(record: CrossedRecord, whole: int | None) -> str:
     return "finished" if whole and done == whole else f"{done} of {whole or 'unknown'} folds"
 
 
-def _list_warnings(record: CrossedRecord, whole: int | None) -> list[Block]:
+def _list_warnings(record: CrossedRecord, whole: int | None) -> list[content.Block]:
     done = [str(fold["fold"]) for fold in record.results.get("folds") or ()]
     warnings = [str(told) for told in (record.results.get("failures") or {}).values()]
     if whole and 0 < len(done) < whole:
         warnings.insert(0, f"Incomplete: fold(s) {', '.join(done)} of {whole}.")
     cut = {number: fold.told.patients.get("warning") for number, fold in record.folds.items()}
     warnings += [f"Fold {number}: {told}." for number, told in cut.items() if told]
-    return [Items(warnings)] if warnings else []
+    return [content.Items(warnings)] if warnings else []
 
 
 def _make_headline(record: CrossedRecord, whole: int | None) -> list[tuple[str, str]]:
@@ -146,9 +133,9 @@ def _make_headline(record: CrossedRecord, whole: int | None) -> list[tuple[str, 
     return [*headline, *([("time of all folds", format_duration(seconds))] if seconds else [])]
 
 
-def _tabulate_folds(record: CrossedRecord) -> list[Block]:
+def _tabulate_folds(record: CrossedRecord) -> list[content.Block]:
     """Return Dice by fold and label, and how the folds stand."""
-    blocks: list[Block] = []
+    blocks: list[content.Block] = []
     finished = [str(fold["fold"]) for fold in record.results.get("folds") or ()]
     if labels := record.results.get("labels"):
         rows = [
@@ -164,10 +151,12 @@ def _tabulate_folds(record: CrossedRecord) -> list[Block]:
         ]
         header = ("label", *(f"fold {number}" for number in finished), "mean of folds", "mean of cases", "SD of cases")
         blocks.append(
-            TextTable(caption="Dice", header=(*header, "95 % interval"), rows=rows, bold=frozenset([len(rows) - 1]))
+            content.TextTable(
+                caption="Dice", header=(*header, "95 % interval"), rows=rows, bold=frozenset([len(rows) - 1])
+            )
         )
         blocks.append(
-            Text(
+            content.Text(
                 "Each case was predicted by the network that did not train on it, and compared on its original grid. "
                 "Intervals are of the mean over the cases, by bootstrap (Efron 1979, doi:10.1214/aos/1176344552); they "
                 "say nothing about training again."
@@ -188,11 +177,11 @@ def _tabulate_folds(record: CrossedRecord) -> list[Block]:
         )
     header = ("fold", "state", "training cases", "validation cases", "epochs", "time")
     summaries = dict.fromkeys(fold.told.patients.get("summary", "") for fold in record.folds.values())
-    blocks += [Text(f"Patients: {summary}.") for summary in summaries if summary]
-    return [*blocks, TextTable(caption="Folds", header=header, rows=rows)] if rows else blocks
+    blocks += [content.Text(f"Patients: {summary}.") for summary in summaries if summary]
+    return [*blocks, content.TextTable(caption="Folds", header=header, rows=rows)] if rows else blocks
 
 
-def _compare(record: CrossedRecord) -> list[Block]:
+def _compare(record: CrossedRecord) -> list[content.Block]:
     published, labels = record.results.get("published"), record.results.get("labels")
     if not published or not labels:
         return []
@@ -202,22 +191,22 @@ def _compare(record: CrossedRecord) -> list[Block]:
     evaluation = f"{record.results.get('num_folds')}-fold cross-validation"
     overall = _number(labels["mean"].get("mean_of_folds"))
     others = sorted({int(row["num_cases"]) for row in published if "cross-validation" in row["evaluation"]} - {cases})
-    told = [Text("Of cross-validations the mean of folds.")]
+    told = [content.Text("Of cross-validations the mean of folds.")]
     if others:
         told.append(
-            Text(
+            content.Text(
                 f"Not the same cases: the published cross-validations trained and validated on {others[0]} cases, this "
                 f"one has {cases}. Compare with that in mind."
             )
         )
     if any("cross-validation" not in row["evaluation"] for row in published):
         told.append(
-            Text("A challenge test set is of other cases, without public labels; ensembles are the rule there.")
+            content.Text("A challenge test set is of other cases, without public labels; ensembles are the rule there.")
         )
     return [tabulate_published(published, names, ("this run", evaluation, cases, own, overall)), *told]
 
 
-def _draw_curves(record: CrossedRecord) -> list[Block]:
+def _draw_curves(record: CrossedRecord) -> list[content.Block]:
     charts = []
     for title, tag in (("Loss", "train/loss"), ("Dice", "val/dice_mean")):
         lines = []
@@ -225,31 +214,25 @@ def _draw_curves(record: CrossedRecord) -> list[Block]:
             held = [(line.epoch, line.scalars[tag]) for line in fold.history if tag in line.scalars]
             if held:
                 xs, ys = zip(*held, strict=True)
-                lines.append(Line(name=f"fold {number}", xs=xs, ys=ys, colour=number))
+                lines.append(content.Line(name=f"fold {number}", xs=xs, ys=ys, colour=number))
         if lines:
-            charts.append(Chart(title=title, lines=lines))
-    return [Text("Over the epochs, counted from 1."), Charts(charts)] if charts else []
+            charts.append(content.Chart(title=title, lines=lines))
+    return [content.Text("Over the epochs, counted from 1."), content.Charts(charts)] if charts else []
 
 
-def _show_cases(record: CrossedRecord) -> list[Block]:
+def _show_cases(record: CrossedRecord) -> list[content.Block]:
     overlays = {case: file for fold in record.folds.values() for case, file in fold.overlays.items()}
     return [] if record.scores is None else show_cases(record.scores, overlays)
 
 
-def _tell_time(record: CrossedRecord) -> list[Block]:
+def _describe_time(record: CrossedRecord) -> list[content.Block]:
     parts = [part for fold in record.folds.values() for part in fold.parts]
-    if not parts:
-        return []
-    spans = add_spans(parts)
-    whole = sum(part.seconds for part in parts)
-    rows = [[name, format_duration(part), f"{100 * part / (whole or 1):.0f} %"] for name, part in spans.items()]
-    table = TextTable(caption="What the time of all folds went by with", header=("", "time", "share"), rows=rows)
-    return [Text(f"{format_duration(whole)} for {len(record.folds)} folds."), Shares(title="Time", parts=spans), table]
+    return describe_time(parts, f"for {len(record.folds)} folds", "What the time of all folds went by with")
 
 
-def _tell_config(config: Mapping[str, Any], first: RunRecord | None) -> list[Block]:
+def _tell_config(config: Mapping[str, Any], first: RunRecord | None) -> list[content.Block]:
     text = dump_yaml(dict(config)) if config else (first.config_text if first else "")
-    return [Code("The config of the folds, every value", text)] if text else []
+    return [content.Code("The config of the folds, every value", text)] if text else []
 
 
 def _list_commands(record: CrossedRecord) -> list[tuple[str, str]]:

@@ -1,14 +1,14 @@
-"""What is said of judged cases: tables by label and by case, boxes, the best and the worst."""
+"""What is said of scores: tables by label and by case, boxes, extremes, and one's own beside published ones."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from volseg.reporting.composing import Composer
-from volseg.reporting.content import Block, Boxes, Charts, Items, Section, Text, TextTable
-from volseg.reporting.reading import ReportedCase, Scores
-from volseg.reporting.words import UNITS, format_value
+from volseg.reporting import content
+from volseg.reporting.formatting import UNITS, format_value
+from volseg.reporting.reading import ReportedCase, Scores, mean
 
-__all__ = ["NUM_EXTREME", "choose_extremes", "tell_scores"]
+__all__ = ["NUM_EXTREME", "choose_extremes", "describe_scores", "tabulate_published"]
 
 NUM_EXTREME = 5
 """Cases at either end that are shown."""
@@ -24,7 +24,7 @@ def choose_extremes(
     return known[:lowest], known[::-1][:highest]
 
 
-def tell_scores(scores: Scores | None, compose: Composer) -> list[Section]:
+def describe_scores(scores: Scores | None, compose: content.Composer) -> list[content.Section]:
     """Return the sections on scores: by label, spread over the cases, and case by case; none without scores."""
     if scores is None:
         return []
@@ -46,13 +46,13 @@ def name_metric(metric: str) -> str:
     )
 
 
-def _tabulate_dice(scores: Scores) -> TextTable:
+def _tabulate_dice(scores: Scores) -> content.TextTable:
     rows = [[name, format_value(scores.of("mean", key, "Dice"), "Dice")] for key, name in scores.labels.items()]
     rows.append(["mean", format_value(scores.dice, "Dice")])
-    return TextTable(caption="Mean Dice", header=("label", "Dice"), rows=rows, bold=frozenset([len(rows) - 1]))
+    return content.TextTable(caption="Mean Dice", header=("label", "Dice"), rows=rows, bold=frozenset([len(rows) - 1]))
 
 
-def _tabulate_labels(scores: Scores) -> list[Block]:
+def _tabulate_labels(scores: Scores) -> list[content.Block]:
     rows = []
     for metric in scores.metrics:
         for key, name in scores.labels.items():
@@ -71,13 +71,13 @@ def _tabulate_labels(scores: Scores) -> list[Block]:
     told = []
     if any(metric in UNITS for metric in scores.metrics):
         told.append(
-            Text("Undefined: cases in which only one of the two has the label; no mean of a distance has them.")
+            content.Text("Undefined: cases in which only one of the two has the label; no mean of a distance has them.")
         )
     tolerances = sorted(set(((scores.summary.get("settings") or {}).get("tolerance_mm") or {}).values()))
     if tolerances:
-        told.append(Text(f"NSD: within {', '.join(f'{each:g}' for each in tolerances)} mm."))
+        told.append(content.Text(f"NSD: within {', '.join(f'{each:g}' for each in tolerances)} mm."))
     return [
-        TextTable(
+        content.TextTable(
             caption=f"Means over {len(scores.cases)} cases; intervals by bootstrap over the cases",
             header=("label", "metric", "mean", "95 % interval", "median", "undefined"),
             rows=rows,
@@ -86,17 +86,19 @@ def _tabulate_labels(scores: Scores) -> list[Block]:
     ]
 
 
-def _list_lowest(scores: Scores) -> list[Block]:
+def _list_lowest(scores: Scores) -> list[content.Block]:
     worst, _ = choose_extremes(scores.cases)
     return (
-        [Text("Lowest:"), Items([f"{case.name}: {format_value(case.dice, 'Dice')}" for case in worst])] if worst else []
+        [content.Text("Lowest:"), content.Items([f"{case.name}: {format_value(case.dice, 'Dice')}" for case in worst])]
+        if worst
+        else []
     )
 
 
-def _draw_boxes(scores: Scores) -> Charts:
-    return Charts(
+def _draw_boxes(scores: Scores) -> content.Charts:
+    return content.Charts(
         [
-            Boxes(
+            content.Boxes(
                 title=metric.replace("_", " ") if metric not in UNITS else name_metric(metric).partition(" (")[0],
                 unit=UNITS.get(metric, ""),
                 groups=[
@@ -109,7 +111,7 @@ def _draw_boxes(scores: Scores) -> Charts:
     )
 
 
-def _tabulate_cases(scores: Scores) -> list[Block]:
+def _tabulate_cases(scores: Scores) -> list[content.Block]:
     columns = [(metric, key, name) for metric in scores.metrics for key, name in scores.labels.items()]
     header = ["case", "mean Dice", *(f"{name}: {name_metric(metric)}" for metric, _, name in columns)]
     rows = [
@@ -121,7 +123,45 @@ def _tabulate_cases(scores: Scores) -> list[Block]:
         for case in sorted(scores.cases, key=lambda case: (math.isnan(case.dice), case.dice, case.name))
     ]
     return [
-        TextTable(
+        content.TextTable(
             caption="Every case, lowest Dice first; press a head to sort", header=header, rows=rows, sortable=True
         )
     ]
+
+
+def tabulate_published(
+    published: Sequence[Mapping[str, Any]], names: Sequence[str], own: tuple[str, str, int, Sequence[float], float]
+) -> content.TextTable:
+    """Return a table of published results below one's own.
+
+    Parameters
+    ----------
+    published : sequence of mapping
+        Of `volseg.evaluation.published.PublishedResult`.
+    names : sequence of str
+        Of the labels.
+    own : tuple
+        Method, evaluation, number of cases, Dice of each label, and their mean.
+    """
+    method, evaluation, cases, dice, overall = own
+    first = [method, evaluation, str(cases), *(format_value(value, "Dice") for value in (*dice, overall)), ""]
+    rows = [
+        [
+            str(row["method"]),
+            str(row["evaluation"]),
+            str(row["num_cases"]),
+            *_format_dice([float(value) for _, value in sorted(row["dice"].items(), key=lambda item: int(item[0]))]),
+            str(row["source"]),
+        ]
+        for row in published
+    ]
+    header = ("method", "evaluation", "cases", *names, "mean", "source")
+    return content.TextTable(
+        caption="Dice beside published results", header=header, rows=[first, *rows], bold=frozenset([0])
+    )
+
+
+def _format_dice(dice: Sequence[float]) -> list[str]:
+    """Return as many digits as the source has, and one more for a mean of its numbers."""
+    digits = max(2, *(len(repr(value).partition(".")[2]) for value in dice))
+    return [*(f"{value:.{digits}f}" for value in dice), f"{mean(dice):.{min(digits + 1, 4)}f}"]

@@ -1,4 +1,4 @@
-"""One line of warning where a training on a CPU will take hours: said after its first batches, not after a night."""
+"""One line of advice where a training will take hours, or waits for its batches."""
 
 import logging
 import time
@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
+from volseg.checkpointing.state import EpochRecord
 from volseg.config.shipped import find_shipped
+from volseg.data.augmented import AugmentedBatches, EpochBatches, GrowingBatches
 from volseg.workflow.hooks import Hook
+from volseg.workflow.spatial_group import GroupBatches
 from volseg.workflow.training import Training
 
-__all__ = ["DurationWarning", "describe_duration"]
+__all__ = ["DurationWarning", "WaitingAdvice", "advice", "describe_duration"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,3 +74,56 @@ def describe_duration(seconds: float) -> str:
     if hours < 2:
         return f"{seconds / 60:.0f} minutes"
     return f"{hours:.0f} h" if hours < 72 else f"{hours / 24:.0f} days"
+
+
+SHARE = 0.1
+"""Of an epoch's seconds, what may go by waiting without a word."""
+
+
+class WaitingAdvice(Hook):
+    """Say once, after the first epoch that waited long, what to change in the config.
+
+    The first epoch of a process is not judged: kernels are compiled and batches recorded in it.
+    """
+
+    def __init__(self) -> None:
+        self._epochs_seen = 0
+        self._said = False
+
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+        """Look at the seconds that the epoch waited."""
+        self._epochs_seen += 1
+        waits = record.seconds_waited > SHARE * record.seconds
+        if self._said or self._epochs_seen == 1 or not waits or not training.is_main_process:
+            return
+        remedy = advice(training.batches)
+        if remedy is None:
+            return
+        self._said = True
+        logger.warning(
+            "epoch %d waited %.1f of its %.1f s for batches; %s",
+            record.epoch + 1,
+            record.seconds_waited,
+            record.seconds,
+            remedy,
+        )
+
+
+def advice(batches: object) -> str | None:
+    """Return what makes ``batches`` come faster, by where their cases are kept.
+
+    None where nothing waits for anything: a CPU makes its batches and trains on them by turns.
+    """
+    source: object | EpochBatches | None = batches.batches if isinstance(batches, GroupBatches) else batches
+    if isinstance(source, GrowingBatches):
+        source = source.of_epoch(0)  # of any size: they share the cases
+    if not isinstance(source, AugmentedBatches):
+        return "make them in more processes, or before the training"
+    lighter = "lower augmentation.margin, so that less is read per patch"
+    bank = source.batches.cache
+    if bank.device.type != "cuda":
+        return None
+    if bank.on_device:
+        return f"the cases lie on the GPU already, so it is the augmentation: {lighter}"
+    away = f"{len(bank) - bank.num_on_device} of {len(bank)} cases lie in main memory"
+    return f"{away}: let more lie on the GPU if it has room (data.keep: auto, data.device_limit), else {lighter}"

@@ -1,7 +1,7 @@
 """Look into a run folder from outside: how far a training is, and whether it still lives; without torch, in a moment.
 
-What is judged is the age of the last heartbeat by this machine's clock. Whether the process is there can be told on
-its own machine alone, in the same space of process ids (a container has its own).
+The age of the last heartbeat is judged by this machine's clock. Whether the process is there is known only on its own
+machine, in the same space of process ids (a container has its own).
 """
 
 import socket
@@ -15,7 +15,13 @@ from volseg.errors import DataError
 from volseg.lifetime import is_running
 from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, read_status
 
-__all__ = ["Look", "find_runs", "look_at", "parse_age", "tell_speed"]
+__all__ = ["Look", "find_runs", "format_speed", "look_at", "parse_age"]
+
+# Look into a run folder from outside: how far a training is, and whether it still lives; without torch, in a moment.
+#
+# What is judged is the age of the last heartbeat by this machine's clock. Whether the process is there can be told on
+# its own machine alone, in the same space of process ids (a container has its own).
+
 
 CLOCKS_DIFFER_SECONDS = 30.0
 """Between the time that a status says and the one at which the disk got it, from which on it is told."""
@@ -51,7 +57,7 @@ class Look:
             return f"its process {self.status.pid} is gone"
         assert self.age is not None
         if self.age > max_age:
-            return f"the last heartbeat is {_tell_seconds(self.age)} old"
+            return f"the last heartbeat is {_format_seconds(self.age)} old"
         return None
 
     def as_json(self) -> dict[str, Any]:
@@ -76,15 +82,15 @@ class Look:
         scores = {"loss": status.loss, "Dice": status.score, "best": status.best}
         if told := [f"{name} {value:.4f}" for name, value in scores.items() if value is not None]:
             lines.append(f"  scores  {', '.join(told)}")
-        speed = [] if status.voxels_per_second is None else [tell_speed(status.voxels_per_second)]
+        speed = [] if status.voxels_per_second is None else [format_speed(status.voxels_per_second)]
         speed += [] if status.memory_gib is None else [f"{status.memory_gib:.1f} GiB of GPU memory"]
         if status.seconds_left is not None and not status.has_ended:
-            speed.insert(0, f"{_tell_seconds(status.seconds_left)} left")
+            speed.insert(0, f"{_format_seconds(status.seconds_left)} left")
         if speed:
             lines.append(f"  time    {', '.join(speed)}")
         doing = "" if status.has_ended or not status.message else f" ({status.message})"
         assert self.age is not None
-        lines.append(f"  alive   {_tell_seconds(self.age)} ago, by process {status.pid} on {status.host}{doing}")
+        lines.append(f"  alive   {_format_seconds(self.age)} ago, by process {status.pid} on {status.host}{doing}")
         return [*lines, *(f"  note    {remark}" for remark in self.remarks)]
 
 
@@ -107,13 +113,13 @@ def look_at(folder: str | Path) -> Look:
     lag = (folder / STATUS).stat().st_mtime - status.time
     if age < -CLOCKS_DIFFER_SECONDS:
         remarks.append(
-            f"the clock of {status.host} is at least {_tell_seconds(-age)} ahead of this machine's, so the age is not "
-            "known"
+            f"the clock of {status.host} is at least {_format_seconds(-age)} ahead of this machine's, so the age is "
+            "not known"
         )
     elif abs(lag) > CLOCKS_DIFFER_SECONDS:
         way = "behind" if lag > 0 else "ahead of"
         remarks.append(
-            f"the clock of {status.host} is {_tell_seconds(abs(lag))} {way} the disk's, or the folder is a copy: the "
+            f"the clock of {status.host} is {_format_seconds(abs(lag))} {way} the disk's, or the folder is a copy: the "
             "age may be wrong by as much"
         )
     is_here = status.host == socket.gethostname() and status.process_space == find_process_space()
@@ -139,10 +145,10 @@ def parse_age(text: str) -> float:
     return seconds
 
 
-def tell_speed(voxels_per_second: float) -> str:
+def format_speed(voxels_per_second: float) -> str:
     """Return how fast a training is, in thousands of voxels where millions would be 0.0.
 
-    >>> tell_speed(45.2e6), tell_speed(1.2e6), tell_speed(11_095)
+    >>> format_speed(45.2e6), format_speed(1.2e6), format_speed(11_095)
     ('45.2 Mvoxel/s', '1.2 Mvoxel/s', '11.1 kvoxel/s')
     """
     factor, letter = (1e6, "M") if voxels_per_second >= 1e6 else (1e3, "k")
@@ -158,10 +164,10 @@ def _tell_progress(status: RunStatus) -> str:
     return f"{told}, batch {status.batch} of {status.batches}" if status.batch else told
 
 
-def _tell_seconds(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     """Return a duration in its two largest units.
 
-    >>> [_tell_seconds(seconds) for seconds in (0.4, 61, 7260, 200000)]
+    >>> [_format_seconds(seconds) for seconds in (0.4, 61, 7260, 200000)]
     ['0 s', '1 min 1 s', '2 h 1 min', '2 d 7 h']
     """
     minutes, rest = divmod(round(seconds), 60)

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from volseg.cli import app
-from volseg.monitoring.looking_in import find_runs, look_at
 from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, write_status
+from volseg.monitoring.run_status import find_runs, look_at
 
 HERE = RunStatus(
     state="training",

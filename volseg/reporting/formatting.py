@@ -1,12 +1,9 @@
-"""Numbers and times in words."""
+"""Numbers and times as text."""
 
 import math
 import time
-from collections.abc import Sequence
 
-from volseg.reporting.content import Section
-
-__all__ = ["UNITS", "format_duration", "format_value", "list_sections", "tell_when"]
+__all__ = ["UNITS", "format_duration", "format_moment", "format_value"]
 
 UNITS = {"HD95": "mm", "HD": "mm", "ASSD": "mm", "volume_diff_ml": "ml"}
 
@@ -42,11 +39,6 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def tell_when(moment: float) -> str:
+def format_moment(moment: float) -> str:
     """Return a moment (seconds since 1970) in UTC, as a page is read elsewhere than it was written."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(moment))
-
-
-def list_sections(sections: Sequence[Section]) -> list[Section]:
-    """Return the sections that have something to say."""
-    return [section for section in sections if section.blocks]
