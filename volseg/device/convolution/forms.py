@@ -1,10 +1,10 @@
 """Which convolutions torch computes in another form: those that were measured to take less time so.
 
 Over groups of voxels, pairs or fours (``space_to_channels``), or with channels of zeros (``padded``). Measured on an
-H200 (bf16, one volume, recorded; torch 2.11, cuDNN 9.19), where nothing else was at least a tenth faster: of 32 channels
-to 32 with 3 x 3 x 3 taps the weight's gradient wins a third over pairs, forward and the input's gradient 4 and 5 %, which
-expanding the weight takes half of. Of channels of zeros the time of copying a volume into more channels, by torch,
-counts; those that are added behind a convolution cost no copy: its result is a slice.
+H200 (bf16, one volume, recorded; torch 2.11, cuDNN 9.19), where nothing else was at least a tenth faster: of 32
+channels to 32 with 3 x 3 x 3 taps the weight's gradient wins a third over pairs, forward and the input's gradient 4
+and 5 %, which expanding the weight takes half of. Of channels of zeros the time of copying a volume into more
+channels, by torch, counts; those that are added behind a convolution cost no copy: its result is a slice.
 
 Forward and the input's gradient may be computed as one another (``flipped_weights``). With 5 x 5 x 5 taps on an H100
 (workflows/benchmarks/results/convolution_h100_turned.json) 64 channels to 64 take 0.75 to 0.89 of torch's time forward,
