@@ -47,9 +47,7 @@ _own_device: torch.device | None = None
 
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
-    """Use this device in the block, without a launcher: the variables of this process's launcher belong to another
-    job.
-    """
+    """Use this device in the block, without a launcher: this process's launcher belongs to another job."""
     global _own_device
     before, _own_device = _own_device, device
     try:
