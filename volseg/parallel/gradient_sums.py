@@ -1,20 +1,20 @@
-"""Gradients summed over replicas, as a part of the backward pass.
+"""Sum gradients over replicas as a part of the backward pass.
 
-A forward pass runs on stand-ins of the parameters. Behind the stand-ins stand nodes of autograd, one for each bucket of
-parameters, that sum the gradients over the replicas; behind those one more, which hands them to the parameters::
+A forward pass runs on stand-ins of the parameters. Autograd nodes behind the stand-ins, one for each bucket of
+parameters, sum the gradients over the replicas; one more node behind them passes the sums to the parameters::
 
     parameters <- edges <- sum of bucket 0 <- sum of bucket 1 <- ... <- tie <- outputs
                                |  stand-ins      |  stand-ins
 
-The sums wait for each other from the last bucket to the first, and the last one for the outputs. So each replica makes
-the same sums in the same order whatever its graph looks like, and none waits for a sum that another one does not make.
-Beside its gradients, each sum counts the replicas that have one, by a number that tells how it lies in memory. Where
-some have and some have not, or have it in another layout, the sum would belong to no network: that is refused, on a GPU
-as soon as the number has come without anybody waiting for it. A parameter that was trained once keeps its place in the
-sums when it is frozen: were it frozen by one replica alone, they would add what does not belong together.
+The sums wait for each other from the last bucket to the first, and the last one waits for the outputs. So each replica
+makes the same sums in the same order for any graph, and none waits for a sum that another one does not make. Beside its
+gradients, each sum counts the replicas that have one, by a number that encodes the memory layout. If only some have a
+gradient, or layouts differ, the sum would belong to no network: this is refused, on a GPU as soon as the number has
+arrived, without a wait. A parameter that was trained once keeps its place in the sums when it is frozen: if only one
+replica froze it, the sums would otherwise add gradients of different parameters.
 
-The nodes are recorded with a step as the rest of its backward pass is. On a GPU they run on a stream of their own, so
-that sums hide behind the backward pass of earlier layers.
+The nodes are recorded with the step like the rest of its backward pass. On a GPU they run on a separate stream, so
+that sums overlap with the backward pass of earlier layers.
 """
 
 import weakref
@@ -40,14 +40,14 @@ from volseg.parallel.layout_numbers import Differences, LayoutNumbers
 __all__ = ["GradientSums", "Marked", "is_trained"]
 
 REFUSAL = (
-    "some replicas used {names} in a step, others did not, so that their gradients belong to no network; let forward() "
-    "use the same parameters in all processes, whatever the samples are (multiply by zero instead of leaving out), "
+    "some replicas used {names} in a step, others did not, so that their gradients belong to no network; let "
+    "forward() use the same parameters in all processes for any sample (multiply by zero instead of skipping), "
     "freeze them in all, and give them the same memory format in all"
 )
 
 
 class Marked(NamedTuple):
-    """Stand-ins of one pass's parameters, and the end of the chain that its outputs are tied to."""
+    """Stand-ins of one pass's parameters, and the end of the chain to which its outputs are tied."""
 
     originals: list[Tensor]
     stand_ins: list[Tensor]
@@ -55,14 +55,14 @@ class Marked(NamedTuple):
 
     @property
     def trained(self) -> list[Tensor]:
-        """The stand-ins of what is trained in this pass."""
+        """Stand-ins of the parameters that are trained in this pass."""
         return [other for original, other in zip(self.originals, self.stand_ins, strict=True) if is_trained(original)]
 
     @contextmanager
     def used(self, net: nn.Module) -> Iterator[None]:
-        """Let a network's modules have the stand-ins in here.
+        """Replace the parameters of a network's modules by the stand-ins within the block.
 
-        ``torch.func.functional_call`` leaves them behind in a module that has two names (DynUNet's have).
+        ``torch.func.functional_call`` fails to restore a module that has two names (DynUNet's have).
         """
         pairs = zip(self.originals, self.stand_ins, strict=True)
         found = {id(original): other for original, other in pairs if is_trained(original)}
@@ -82,38 +82,39 @@ class Marked(NamedTuple):
 
     @staticmethod
     def check_outputs(leaves: Sequence[Any]) -> None:
-        """Refuse a result in which tensors could hide, to which nothing would be tied."""
+        """Refuse a result that may hide tensors, to which no sum would be tied."""
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and describe_plain(leaf) is None:
                 raise ParallelError(
-                    f"the network returns a {type(leaf).__name__}, whose tensors the sums of replicas cannot be tied "
-                    "to; return tensors, in tuples, lists or dicts"
+                    f"the network returns a {type(leaf).__name__}, whose tensors cannot be tied to the sums of "
+                    "replicas; return tensors, in tuples, lists or dicts"
                 )
 
     def tie(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of the pass, whose backward pass makes every sum, whatever it uses.
+        """Tie the outputs of the pass to the sums: its backward pass makes every sum, whichever outputs it uses.
 
-        Each by itself: autograd runs what is behind an output of a function as soon as another of its outputs is used,
-        and parameters of an output that no loss reads would get gradients of zeros, where one device leaves none.
+        Each output is tied by itself: autograd runs the nodes behind one output of a function as soon as another output
+        is
+        used, and parameters of an output that no loss reads would get gradients of zeros instead of none.
         """
         return [_Tie.apply(self.end, output) for output in outputs]
 
 
 class GradientSums:
-    """How gradients are summed over replicas.
+    """Sum gradients over replicas.
 
     Parameters
     ----------
     group
         The processes that hold the same parameters and compute other samples.
     device
-        Where the parameters are.
+        Device of the parameters.
     average
-        Whether the mean is taken instead.
+        Whether to compute the mean instead.
     fixed_order
-        Whether the sum is the same bits on any number of processes; see ``fixed_order``.
+        Whether the sum has the same bits on any number of processes; see ``fixed_order``.
     stream
-        Where sums run on a GPU; one of their own by default.
+        Stream of the sums on a GPU; a separate one by default.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class GradientSums:
         self._edges: weakref.ref[_Edges] | None = None
 
     def mark(self, net: nn.Module) -> Marked | None:
-        """Return stand-ins of a network's parameters for one forward pass; None where none was ever trained."""
+        """Return stand-ins of a network's parameters for one forward pass; None if none was ever trained."""
         self.look()
         known = dict(net.named_parameters())
         self._ever_trained.update(name for name, parameter in known.items() if is_trained(parameter))
@@ -160,7 +161,7 @@ class GradientSums:
         return Marked(parameters, marked, end)
 
     def look(self) -> None:
-        """Refuse what the last steps have found; waits for nothing.
+        """Raise what the last steps have detected; wait for nothing.
 
         Raises
         ------
@@ -171,10 +172,11 @@ class GradientSums:
             differences.look()
 
     def _find_edges(self, parameters: list[Tensor]) -> "_Edges":
-        """Return the edges of passes that are not over, or new ones.
+        """Return the edges of pending passes, or new ones.
 
-        All passes of one backward pass share them, so that each parameter gets one gradient. They may not outlive it:
-        autograd would keep the streams of then for the parameters.
+        All passes of one backward pass share the edges, so that each parameter gets one gradient. The edges must not
+        outlive
+        the backward pass: autograd would keep that pass's streams for the parameters.
         """
         edges = None if self._edges is None else self._edges()
         if edges is None or not edges.lead_to(parameters):
@@ -190,12 +192,12 @@ class GradientSums:
         return self.beside()
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Put work on the stream of the sums, where there are streams."""
+        """Run work on the stream of the sums, on devices with streams."""
         return nullcontext() if self._stream is None else on_stream(self._stream)
 
 
 class _Edges:
-    """Where the sums of a backward pass come out: the edges to the parameters."""
+    """Outputs of a backward pass's sums: the edges to the parameters."""
 
     def __init__(self, parameters: list[Tensor], guard: "_Guard | None") -> None:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
@@ -209,27 +211,27 @@ class _Edges:
 
 
 class _Guard:
-    """Refuses gradients that come to a parameter past the sums, such as a penalty on the weights themselves."""
+    """Refuse gradients that reach a parameter outside the sums, such as a penalty on the weights themselves."""
 
     def __init__(self) -> None:
         self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._expected: dict[int, int] = {}
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
-        """Look at each gradient that a parameter gets."""
+        """Check each gradient that a parameter gets."""
         for parameter in parameters:
             if self._watched.get(id(parameter)) is not parameter:
                 self._watched[id(parameter)] = parameter
                 parameter.register_hook(_Look(weakref.ref(self), id(parameter)))
 
     def expect(self, parameters: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
-        """Note what the parameters will get."""
+        """Set the gradients that the parameters will get."""
         for key, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
                 self._expected[key] = find_address(gradient)
 
     def check(self, key: int, gradient: Tensor) -> None:
-        """Refuse another gradient than was expected."""
+        """Refuse any other gradient than the expected one."""
         if self._expected.pop(key, None) != find_address(gradient):
             raise ParallelError(
                 f"a parameter of shape {tuple(gradient.shape)} got a gradient that was not summed over the replicas: "
@@ -240,7 +242,7 @@ class _Guard:
 
 
 class _Look:
-    """The hook of one parameter; it does nothing once the sums are gone."""
+    """Hook of one parameter; it does nothing once the sums are gone."""
 
     def __init__(self, guard: "weakref.ref[_Guard]", key: int) -> None:
         self._guard, self._key = guard, key
@@ -252,7 +254,7 @@ class _Look:
 
 
 class _Work(NamedTuple):
-    """What the sum of one bucket needs to know."""
+    """Inputs of the sum of one bucket."""
 
     sums: GradientSums
     edges: _Edges
@@ -272,7 +274,7 @@ class _Work(NamedTuple):
 
 
 def is_trained(parameter: Tensor) -> bool:
-    """Say whether a gradient can be asked for; tensors made in inference mode have no versions to know changes by."""
+    """Return whether a tensor can get a gradient; tensors of inference mode have no version counter."""
     return parameter.requires_grad and not parameter.is_inference()
 
 
@@ -282,7 +284,7 @@ class _ToParameters(torch.autograd.Function):
         ctx.guard, ctx.keys = guard, [id(parameter) for parameter in parameters]
         ctx.given = [weakref.ref(parameter) for parameter in parameters]
         ctx.set_materialize_grads(False)
-        # Of a parameter's shape, and without memory: only their gradients matter.
+        # Tensors of a parameter's shape, without memory: only their gradients matter.
         kinds = {(parameter.dtype, parameter.device): parameter for parameter in parameters}
         zeros = {kind: parameter.new_zeros(()) for kind, parameter in kinds.items()}
         return tuple(zeros[parameter.dtype, parameter.device].expand(parameter.shape) for parameter in parameters)
@@ -309,7 +311,7 @@ class _Sum(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, end: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         del end
-        with ctx.work.sums.beside():  # where autograd has put it already, if that is a real stream
+        with ctx.work.sums.beside():  # memory where autograd has put it, on a real stream
             return None, None, *ctx.work.add(gradients)
 
 
@@ -318,7 +320,7 @@ class _Tie(torch.autograd.Function):
     def forward(ctx: Any, end: Tensor, output: Tensor) -> Tensor:
         del end
         ctx.set_materialize_grads(False)
-        return output.clone()  # what is returned as it is given is a view, which may not be changed in place
+        return output.clone()  # an input returned unchanged is a view, which may not be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, Tensor | None]:

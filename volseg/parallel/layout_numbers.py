@@ -1,8 +1,8 @@
-"""Whether processes add gradients of the same parameters, which lie in memory alike.
+"""Check that processes add gradients of the same parameters, in the same memory layout.
 
-Behind the gradients that processes add travels a number for each, which tells how it lies in memory, or that there is
-none. Where their sum is not what it is among equals, the sum of the gradients belongs to no network. On a GPU nobody
-waits to be told so: it is refused as soon as the number has come.
+After the gradients, processes add one number per gradient, which encodes its memory layout, or a missing gradient. If
+the sum differs from the sum of equal numbers, the sum of the gradients belongs to no network. A GPU does not wait for
+the check: the error is raised as soon as the number has arrived.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ __all__ = ["Differences", "LayoutNumbers"]
 
 
 class LayoutNumbers:
-    """The numbers of gradients, kept on their device, as a step waits for no copy.
+    """Layout numbers of gradients, kept on their device, so that a step waits for no copy.
 
     Parameters
     ----------
     count
-        Processes that add.
+        Number of processes that add.
     """
 
     def __init__(self, count: int) -> None:
@@ -31,9 +31,9 @@ class LayoutNumbers:
         self._kept: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def read(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the layout of each gradient, which is its parameter's, as a number, and their sums among equals.
+        """Return the layout number of each gradient, and the sums that equal numbers would give.
 
-        The number of a None is zero.
+        The number of a missing gradient (None) is zero.
         """
         codes = tuple(
             0 if gradient is None else _number_layout(parameter)
@@ -48,16 +48,16 @@ class LayoutNumbers:
 
 
 class Differences:
-    """Of which parameters the sums were none among equals, as the device notes it.
+    """Parameters whose layout numbers differed between processes, recorded on the device.
 
     Parameters
     ----------
     names
-        Of the parameters.
+        Names of the parameters.
     device
-        Where they are.
+        Device of the parameters.
     refusal
-        The message; ``{names}`` stands for the parameters.
+        The message; ``{names}`` is replaced by the parameters.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, refusal: str) -> None:
@@ -67,18 +67,18 @@ class Differences:
         self._copied: torch.cuda.Event | None = None
 
     def note(self, first: int, differ: Tensor) -> None:
-        """Note what differs, from a parameter on; on a CPU it is refused at once."""
+        """Record differences, from a given parameter on; on a CPU raise at once."""
         self.found.narrow(0, first, len(differ)).logical_or_(differ)
         if not on_gpu(self.found):
             self.look()
 
     def look(self) -> None:
-        """Refuse what has been noted; waits for nothing.
+        """Raise for recorded differences; wait for nothing.
 
         Raises
         ------
         ParallelError
-            If processes have added what does not belong together.
+            If processes have added gradients of different parameters or layouts.
         """
         if not has_values(self.found.device):
             return
@@ -96,7 +96,7 @@ class Differences:
 
 
 def _number_layout(parameter: Tensor) -> int:
-    """Return how a gradient lies in memory: small numbers, whose sums are exact in 16 bits too."""
+    """Encode a gradient's memory layout in small numbers, whose sums are exact in 16 bits too."""
     if parameter.is_contiguous():
         return 1
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.ndim)

@@ -1,7 +1,7 @@
-"""The processes of a job as a grid: ``data x spatial``.
+"""Process mesh of a job: ``data x spatial``.
 
-``rank = replica * spatial + shard``: the processes that share a volume have neighbouring ranks, and so lie on one
-machine wherever its number of devices is a multiple of theirs.
+``rank = replica * spatial + shard``: processes that share a volume have neighbouring ranks, so they are on one machine
+if its number of devices is a multiple of theirs.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ __all__ = ["Mesh", "join_mesh"]
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A grid of processes, and the place of this one.
+    """Process mesh of a job, and this process's position.
 
     Attributes
     ----------
     data, spatial
         Processes along each dimension.
     replica, shard
-        The place of this process.
+        Position of this process.
     data_group
-        The processes that hold the same shard of different replicas; None where there is one.
+        The processes that hold the same shard of different replicas; None for one replica.
     spatial_group
-        The processes that share a volume; None where there is one.
+        The processes that share a volume; None for one process per volume.
     """
 
     data: int
@@ -40,15 +40,15 @@ class Mesh:
     spatial_group: dist.ProcessGroup | None = None
 
     def replicas(self, count: int | None = None, fixed_order: bool = False) -> Replicas:
-        """Return the replicas along ``data``; as many as processes, unless ``count`` says how many logical ones."""
+        """Return the replicas along ``data``; ``count`` logical ones if given, otherwise one per process."""
         everyone = dist.group.WORLD if self.data > 1 and self.spatial > 1 else None
         return Replicas(self.data if count is None else count, self.data_group, fixed_order, everyone)
 
 
 def join_mesh(data: int = 1, spatial: int = 1) -> Mesh:
-    """Start the process group where it is not, and find the own place in a grid of its processes.
+    """Start the process group if necessary, and return this process's position in a mesh.
 
-    Every process of the job calls it.
+    Every process of the job must call this.
 
     Raises
     ------
@@ -63,8 +63,8 @@ def join_mesh(data: int = 1, spatial: int = 1) -> Mesh:
     processes = max(count_processes(), count_launched())
     if data < 1 or spatial < 1 or data * spatial != processes:
         raise ParallelError(
-            f"a mesh of data {data} x spatial {spatial} needs {data * spatial} processes, and there are {processes}; "
-            "start as many (torchrun --nproc-per-node), or choose another mesh"
+            f"a mesh of data {data} x spatial {spatial} needs {data * spatial} processes, but there are "
+            f"{processes}; start as many (torchrun --nproc-per-node), or choose another mesh"
         )
     if processes == 1:
         return Mesh(1, 1, 0, 0)

@@ -1,17 +1,17 @@
 """``ModelParallel``: one ``nn.Module`` that runs a plain network over several devices.
 
-The wrapper is a thin dispatcher. A *strategy* object places the network and runs it: that of ``Spatial`` cuts the
-volume into slabs, that of ``Pipeline`` cuts the network into stages. Everything that a training loop does to
-a module (parameters, state, modes) reaches the plain network under the plain network's names.
+The wrapper is a thin dispatcher. A *strategy* object places and runs the network: the strategy of ``Spatial`` cuts the
+volume into slabs, that of ``Pipeline`` cuts the network into stages. All operations of a training loop on a module
+(parameters, state, modes) reach the plain network under the plain network's names.
 
-``strategy="auto"`` chooses at the first batch, as only that says how large volumes are. On several GPUs of one
-process the ways to run it are forecast there (``volseg.estimate``), and the fastest that fits is taken.
-Elsewhere, and where a network cannot be followed, that is the spatial split; and in any case the layers where the first
-volume meets an operator without a sharded form: only the run itself tells what a network calls, and a rehearsal on
-other shapes or devices could take another branch. That first attempt leaves no trace: neither in buffers and
-attributes, nor in random numbers, nor in the input.
+``strategy="auto"`` chooses at the first batch, which defines the size of volumes. On several GPUs of one process,
+``volseg.estimate`` estimates the candidates then, and the fastest that fits is taken. Elsewhere, and if a network
+cannot run on fake tensors, the choice is the spatial split. If the first volume meets an operator without a sharded
+form, the choice falls back to the pipeline: only the run itself shows which functions a network calls, and a rehearsal
+on other shapes or devices could take another branch. That first attempt has no side effects: not on buffers and
+attributes, random numbers, or the input.
 
-It refuses to be moved: ``.cuda()`` and ``.to(device)`` would tear the placement apart, and raise.
+The wrapper refuses to be moved: ``.cuda()`` and ``.to(device)`` would break the placement, and raise.
 """
 
 import copy
@@ -50,19 +50,19 @@ __all__ = ["ModelParallel", "StrategyOptions", "check_network"]
 logger = logging.getLogger(__name__)
 
 CHOOSER = "volseg.estimate.auto_strategy"
-"""Estimates what a network's step needs. It runs models of this module, so it is imported when it is needed."""
+"""Module that estimates a network's step. It runs models of this module, so it is imported only when needed."""
 
 SHARED_REGISTRIES = PARAMETERS, BUFFERS, MODULES, NOT_PERSISTENT
-"""Attributes that the wrapper and its network have in common."""
+"""Attributes that the wrapper and its network share."""
 
 OWN_REGISTRIES = REGISTRIES.difference(SHARED_REGISTRIES)
-"""Attributes in which the wrapper has hooks of its own."""
+"""Attributes in which the wrapper keeps its own hooks."""
 
 Copy = TypeVar("Copy", bound="ModelParallel")
 
 
 class StrategyOptions(TypedDict, total=False):
-    """Options of ``Spatial`` and ``Pipeline`` that ``ModelParallel`` passes on, so that type checkers know them."""
+    """Options of ``Spatial`` and ``Pipeline`` that ``ModelParallel`` accepts, declared for type checkers."""
 
     axes: Sequence[str] | str | None
     grid: Sequence[int] | None
@@ -87,14 +87,14 @@ class ModelParallel(nn.Module):
         Any module. It is used in place (not copied) and stays reachable as ``.module``.
     strategy
         ``Spatial(...)`` cuts volumes into slabs, ``Pipeline(...)`` cuts the layers into stages; ``"spatial"`` and
-        ``"pipeline"`` are these with the options below. ``"auto"`` takes the pipeline where ``split_size`` is given.
-        Else, on several GPUs of one process, it forecasts at the first batch what is fastest of what fits, and takes
-        that. On a CPU, and on several processes, it takes the spatial split, which also divides a batch of one; in one
-        process, and without options of the spatial split, it takes the pipeline after all where the first volume meets
+        ``"pipeline"`` are these with the options below. ``"auto"`` takes the pipeline if ``split_size`` is given.
+        Otherwise, on several GPUs of one process, it estimates the candidates at the first batch and takes the fastest
+        that fits. On a CPU, and on several processes, it takes the spatial split, which also divides a batch of one; in
+        one process, and without options of the spatial split, it falls back to the pipeline if the first volume meets
         an operator without a sharded form.
     devices
-        Devices of this process; all visible GPUs by default (the CPU where there is none). A device may be named
-        several times. Under ``torchrun`` each process has one device, and the shards are the processes of ``mesh``.
+        Devices of this process; all visible GPUs by default (the CPU without GPUs). A device may be named several
+        times. Under ``torchrun`` each process has one device, and the shards are the processes of ``mesh``.
     split_size
         See ``Pipeline``.
     mesh
@@ -103,8 +103,8 @@ class ModelParallel(nn.Module):
     on_unsupported, checkpoint
         See ``Spatial``.
     options
-        Further options of the strategy, see ``Spatial`` and ``Pipeline``. ``replicated=False`` says that all processes
-        hold the same weights already.
+        Further options of the strategy, see ``Spatial`` and ``Pipeline``. ``replicated=False`` states that all
+        processes already hold the same weights.
 
     Attributes
     ----------
@@ -172,7 +172,7 @@ class ModelParallel(nn.Module):
         self.training = net.training
 
     def _share_registries(self) -> None:
-        """Hold the network's own dictionaries, so that recursion over modules sees its plain names."""
+        """Share the network's own dictionaries, so that recursion over modules sees its plain names."""
         for name in SHARED_REGISTRIES:
             object.__setattr__(self, name, getattr(self.module, name))
 
@@ -185,7 +185,7 @@ class ModelParallel(nn.Module):
         return self.strategy(*args, **kwargs)
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run what is chosen, or the spatial split, or the pipeline if that cannot; the choice is made then."""
+        """Run the chosen strategy, or try the spatial split and fall back to the pipeline; record the choice."""
         choice = None if kwargs else import_module(CHOOSER).choose_for_first_batch(self.module, self._devices, args)
         if choice is not None:
             self._take(*choice)
@@ -213,7 +213,7 @@ class ModelParallel(nn.Module):
         return name_devices(self._arguments["devices"])
 
     def _take(self, options: Options, why: str) -> None:
-        """Run by these options from now on."""
+        """Use these options from now on."""
         self.chosen, self.why = options.name, why
         if options != self._options:
             self._options = options
@@ -221,12 +221,12 @@ class ModelParallel(nn.Module):
 
     @property
     def partition(self) -> Any:
-        """Which device does what, as the strategy tells it; print it."""
+        """Assignment of layers or volumes to devices; print it."""
         return self.strategy.partition
 
     @property
     def seeds(self) -> CommonSeeds | None:
-        """What its processes draw alike, for a checkpoint to keep; None where each pass draws as any network does."""
+        """Generators that the processes share, for checkpoints; None if each pass uses the default generators."""
         return self.strategy.seeds
 
     def train(self, mode: bool = True) -> "ModelParallel":
@@ -254,7 +254,7 @@ class ModelParallel(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelParallel":
-        # Devices and process groups are shared; the network is copied. One process may copy alone: nothing is sent.
+        # Devices and process groups are shared; the network is copied. A single process may copy: nothing is sent.
         arguments: dict[str, Any] = {**self._arguments, "replicated": False}
         result = ModelParallel(copy.deepcopy(self.module, memo), **arguments)
         if self.seeds is not None and result.seeds is not None:
@@ -262,17 +262,17 @@ class ModelParallel(nn.Module):
         return self._hand_over(result, memo)
 
     def _hand_over(self, result: Copy, memo: dict[int, Any]) -> Copy:
-        """Give a copy what the wrapper itself holds, and return it."""
-        memo[id(self)] = result  # a hook may be a method of this very object
+        """Copy the wrapper's own attributes to a copy of it, and return the copy."""
+        memo[id(self)] = result  # a hook may be a method of this object
         vars(result).update(copy.deepcopy(self._list_own(), memo))
         return result
 
     def _list_own(self) -> dict[str, Any]:
-        """Return the hooks that were registered on the wrapper itself, for copies and pickles."""
+        """Return the hooks registered on the wrapper itself, for copies and pickles."""
         return {name: value for name in OWN_REGISTRIES if (value := vars(self)[name])}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the network and the arguments; whoever loads them needs the same devices."""
+        """Pickle the network and the arguments; loading requires the same devices."""
         if self._arguments["mesh"] is not None:
             raise ParallelError(
                 "a ModelParallel on a mesh cannot be pickled, as process groups belong to the running processes; save "
@@ -281,24 +281,24 @@ class ModelParallel(nn.Module):
         return _rebuild, (self.module, self._arguments), self._list_own()
 
     def extra_repr(self) -> str:
-        """Name the strategy."""
+        """Format the strategy."""
         return type(self.strategy).__name__
 
 
 def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options, str]:
-    """Return the options of the strategy to begin with, and why."""
+    """Return the options of the initial strategy, and the reason."""
     if isinstance(strategy, Spatial | Pipeline):
         if given:
             raise ParallelError(
                 f"{', '.join(given)} and strategy={type(strategy).__name__}(...) were given: options go into "
                 f"{type(strategy).__name__}(...)"
             )
-        return strategy, "it was asked for"
+        return strategy, "requested"
     if strategy not in ("auto", *STRATEGIES):
         raise ParallelError(
             f"strategy must be one of auto, {', '.join(STRATEGIES)}, got {strategy!r}; or Spatial(...), Pipeline(...)"
         )
-    name, why = str(strategy), "it was asked for"
+    name, why = str(strategy), "requested"
     if strategy == "auto":
         is_cut = "split_size" in given
         name = "pipeline" if is_cut else "spatial"
@@ -328,7 +328,7 @@ def _list_names(options: type[Spatial] | type[Pipeline]) -> set[str]:
 
 
 def check_network(net: nn.Module) -> None:
-    """Refuse what is no network, and parameters whose shape the first batch decides: they are placed before."""
+    """Refuse an object that is no network, and lazy parameters: placement comes before the first batch."""
     if not isinstance(net, nn.Module):
         raise ParallelError(f"the network is a torch.nn.Module, got {net!r}")
     lazy = [name for name, tensor in (*net.named_parameters(), *net.named_buffers()) if is_lazy(tensor)]

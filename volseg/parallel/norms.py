@@ -1,14 +1,14 @@
 """Batch norm over the samples of all replicas.
 
 One process computes the statistics of its whole batch. Replicas do so together: each computes the moments of its own
-rows, all gather them, and each joins them to the same statistics, bit for bit. In the backward pass each replica has
-the gradient of its own part of the loss, to which every sample contributes through the statistics: two sums per channel
-are summed over the replicas.
+rows, all gather the moments, and each merges them to the same statistics, bit for bit. In the backward pass each
+replica has the gradient of its own part of the loss, to which every sample contributes through the statistics: two sums
+per channel are reduced over the replicas.
 
-A replica's forward pass runs in ``norms_over_replicas``, which sees every norm that is called. The sharded form of a
-norm sums over slabs and replicas, so norms of volumes pass through. Ordinary tensors (behind a global pool, tokens, a
-level with fewer planes than shards) are normalised here. All shards of a replica hold the same tensor: sums go over the
-processes that hold the same shard of different replicas, and give the same bits on every shard.
+A replica's forward pass runs in ``norms_over_replicas``, which intercepts every norm. The sharded form of a norm sums
+over slabs and replicas, so norms of volumes pass through. Ordinary tensors (after a global pool, tokens, a level with
+fewer planes than shards) are normalised here. All shards of a replica hold the same tensor: sums run over the processes
+that hold the same shard of different replicas, and give the same bits on every shard.
 """
 
 import sys
@@ -40,16 +40,16 @@ __all__ = ["check_norms", "check_script", "find_norm_of_batch", "norms_over_repl
 BATCH_NORMS = frozenset(
     {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"}
 ) | {"_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update"}
-"""What `F.batch_norm` calls: called directly, each replica would take the statistics of its own samples."""
+"""Functions behind `F.batch_norm`: called directly, each replica would use the statistics of its own samples."""
 
 
 def find_norm_of_batch(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the name of a norm that looks at all samples of a batch, or moves statistics by them; None of all else.
+    """Return the name of a norm that reads all samples of a batch, or updates running statistics; otherwise None.
 
     Parameters
     ----------
     function
-        Any of torch's, or its name.
+        A torch function, or its name.
     args, kwargs
         Its arguments, or their nodes in a graph.
     """
@@ -65,7 +65,7 @@ def find_norm_of_batch(function: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 @contextmanager
 def norms_over_replicas(replicas: Replicas) -> Iterator[None]:
-    """Take the statistics of batch norms over the samples of all replicas in here."""
+    """Compute the statistics of batch norms over the samples of all replicas within the block."""
     with watching_scripts(partial(check_script, replicas)), _NormsOverReplicas(replicas):
         yield
 
@@ -90,14 +90,14 @@ class _NormsOverReplicas(TorchFunctionMode):
             result = func(*args, **kwargs)
             if reason := func.__self__.explain_replicas():  # type: ignore[attr-defined]
                 raise ParallelError(
-                    f"the network of {self._replicas.count} replicas cannot run as torch.compile makes it: {reason}; "
+                    f"the network of {self._replicas.count} replicas cannot run under torch.compile: {reason}; "
                     "run the plain one (in a config training.kernels: torch)"
                 )
             return result
         if name := find_norm_of_batch(func, args, kwargs):
             kind = "InstanceNorm" if name == "instance_norm" else "BatchNorm"
             raise ParallelError(
-                f"torch's {name} is called for training; replicas take torch.nn.functional's, or a module ({kind})"
+                f"torch's {name} is called for training; replicas support torch.nn.functional's, or a module ({kind})"
             )
         return func(*args, **kwargs)
 
@@ -117,8 +117,8 @@ class _NormsOverReplicas(TorchFunctionMode):
         self._replicas.check_norm(True, running_mean is not None)
         if find_saved_tensors_hooks(True) != self._hooks or _is_in_reentrant_checkpoint():
             raise ParallelError(
-                "batch norm stands in a checkpointed block, whose recomputation would know nothing of the other "
-                "replicas; checkpoint by Spatial(checkpoint=...), or leave the norm out of the block"
+                "a batch norm is in a checkpointed block, whose recomputation would ignore the other replicas; "
+                "checkpoint by Spatial(checkpoint=...), or leave the norm out of the block"
             )
         check_sizes(input.shape[1], weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
         running = Running.find(running_mean, running_var, momentum)
@@ -185,7 +185,7 @@ class _BatchNorm(torch.autograd.Function):
         wide, slope = value.to(mean.dtype), gradient.to(mean.dtype)
         normal = (wide - _over(mean, wide)) * _over(rstd, wide)
         total, moment = slope.sum(dims), (slope * normal).sum(dims)
-        # Those of the weights stay the own ones: they are summed with all other gradients.
+        # The sums of the weights stay local: they are reduced with all other gradients.
         weight_gradient = None if weight is None else moment.to(weight.dtype)
         bias_gradient = None if ctx.bias_type is None else total.to(ctx.bias_type)
         total, moment = ctx.replicas.add_up(torch.cat([total, moment])).split(len(total))
@@ -195,7 +195,7 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def _is_in_reentrant_checkpoint() -> bool:
-    """Whether a checkpoint of ``use_reentrant=True`` runs its block without gradients, to run it again with them."""
+    """Return whether a checkpoint of ``use_reentrant=True`` runs its block without gradients."""
     if torch.is_grad_enabled():
         return False
     frame, code = sys._getframe(1), CheckpointFunction.forward.__code__
@@ -214,7 +214,7 @@ def _over(channels: Tensor, like: Tensor) -> Tensor:
 
 
 def check_norms(net: nn.Module, replicas: Replicas) -> None:
-    """Refuse a SyncBatchNorm over other processes than the replicas'; over theirs it is exact."""
+    """Refuse a SyncBatchNorm over processes other than the replicas'; over the replicas' processes it is exact."""
     if replicas.count == 1:
         return
     own = [] if replicas.group is None else dist.get_process_group_ranks(replicas.group)
@@ -225,8 +225,8 @@ def check_norms(net: nn.Module, replicas: Replicas) -> None:
         ranks = [] if group is None else dist.get_process_group_ranks(group)
         if ranks != own or len(replicas.own) > 1:
             raise ParallelError(
-                f"{name} is a SyncBatchNorm over the processes {ranks}, and the replicas are on {own}; use a plain "
-                "BatchNorm, which takes the statistics of the whole batch here"
+                f"{name} is a SyncBatchNorm over the processes {ranks}, and the replicas are on {own}; use a "
+                "plain BatchNorm, which computes the statistics of the whole batch here"
             )
 
 
@@ -234,15 +234,15 @@ _NORMS_OF_SCRIPTS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 
 
 def check_script(replicas: Replicas, script: Any) -> None:
-    """Refuse a TorchScript function or method whose graph holds a norm over the batch: no mode sees its operators."""
+    """Refuse a TorchScript function or method with a norm over the batch: modes do not see its operators."""
     if script not in _NORMS_OF_SCRIPTS:
         _NORMS_OF_SCRIPTS[script] = _find_norm_of_script(script)
     if norm := _NORMS_OF_SCRIPTS[script]:
         graph = script.graph
         owner = f"{next(graph.inputs()).type().name()}." if isinstance(script, ScriptMethod) else ""
         raise ParallelError(
-            f"{owner}{script.name} is compiled by torch.jit and holds a batch norm ({norm}), which would take the "
-            f"samples of one of {replicas.count} replicas only; use the Python function or module, or freeze the "
+            f"{owner}{script.name} is compiled by torch.jit and holds a batch norm ({norm}), which would use the "
+            f"samples of only one of {replicas.count} replicas; use the Python function or module, or freeze the "
             "module in evaluation (torch.jit.freeze)"
         )
 

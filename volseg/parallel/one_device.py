@@ -1,4 +1,4 @@
-"""A replica that is a plain network on one device: what `DataParallel` asks of it, as of a model that is cut."""
+"""The strategy of a replica that is a plain network on one device."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +28,7 @@ class OneDevice:
         devices = {tensor.device for tensor in (*net.parameters(), *net.buffers())}
         if len(devices) > 1:
             raise ParallelError(
-                f"the network lies on {', '.join(sorted(map(str, devices)))}; move it to one device, or place it by "
+                f"the network is on {', '.join(sorted(map(str, devices)))}; move it to one device, or place it by "
                 "ModelParallel(net, strategy='pipeline')"
             )
         self.net, self.replicas = net, replicas
@@ -36,7 +36,7 @@ class OneDevice:
         self.sums: GradientSums | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the network; the backward pass of what it returns sums the gradients."""
+        """Run the network; the backward pass of its outputs sums the gradients."""
         with norms_over_replicas(self.replicas) if self._shares_norms else nullcontext():
             marked = self.sums.mark(self.net) if self.sums is not None and torch.is_grad_enabled() else None
             if marked is None:
@@ -52,30 +52,30 @@ class OneDevice:
 
     @property
     def _shares_norms(self) -> bool:
-        # A network that is evaluated may hold a norm that is trained: by its mode, or by what its forward says.
+        # A network in evaluation may contain a norm in training: by its mode, or by an argument in forward.
         return self.replicas.count > 1 and (self.net.training or torch.is_grad_enabled())
 
     @property
     def partition(self) -> str:
-        """Which device does what."""
+        """Assignment of layers to devices."""
         return f"the network on {self.step_devices[0]}"
 
     @property
     def volumes(self) -> NoReturn:
-        """How volumes are cut.
+        """How volumes are cut: not at all.
 
         Raises
         ------
         ParallelError
-            Always: they are not.
+            Always.
         """
         raise ParallelError("volumes are cut for strategy='spatial', and each replica of this network has whole ones")
 
     def prepare_recording(self) -> list[torch.Generator]:
-        """Make ready for a CUDA graph of a step: nothing to do."""
+        """Prepare a CUDA graph of a step: nothing to do."""
         return []
 
     def replaying(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
-        """Replay in here: nothing to do."""
+        """Replay in this block: nothing to do."""
         assert not generators
         return nullcontext()

@@ -1,8 +1,9 @@
-"""Replicas of a pipeline, whose gradients torch's ``DistributedDataParallel`` adds up.
+"""Replicas of a pipeline, whose gradients torch's ``DistributedDataParallel`` sums.
 
-The stages of a pipeline are recorded with the parameters themselves, so no stand-ins can be put in their place (see
-``gradient_sums``); torch's hooks behind the parameters serve. It averages, which is right for gradients of several
-backward passes too; each gradient is multiplied by the number of replicas before, so that the mean is the sum.
+The stages of a pipeline are recorded with the parameters themselves, so stand-ins cannot replace them (see
+``gradient_sums``); torch's hooks on the parameters work instead. DistributedDataParallel averages, which is right for
+gradients of several backward passes too; each gradient is first multiplied by the number of replicas, so that the mean
+is the sum.
 """
 
 import weakref
@@ -40,7 +41,7 @@ class Piped:
     strategy
         Its strategy.
     replicas
-        Who computes the others.
+        All replicas, and the processes that compute them.
     """
 
     is_shared = False
@@ -59,17 +60,17 @@ class Piped:
 
     @property
     def devices(self) -> Sequence[torch.device]:
-        """Of the stages."""
+        """Devices of the stages."""
         return self._strategy.devices
 
     @property
     def is_replaying(self) -> bool:
-        """Whether stages are replayed by now."""
+        """Whether stages are replayed."""
         return self._strategy.is_replaying
 
     @property
     def partition(self) -> Any:
-        """Which device runs which layers."""
+        """Assignment of layers to devices."""
         return self._strategy.partition
 
     @property
@@ -95,18 +96,18 @@ class Piped:
         if self._replicas.group is None or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         if self._wrapped is None:
-            self._strategy.plan(*args, **kwargs)  # parameters lie where they stay
+            self._strategy.plan(*args, **kwargs)  # parameters stay where they are
             self._wrapped = self._wrap(self._replicas.group)
         self._require_summed()
         return self._wrapped(*args, **kwargs)
 
     def _require_summed(self) -> None:
-        """Refuse to train what `DistributedDataParallel` does not know: it looks at the parameters once."""
+        """Refuse to train parameters that `DistributedDataParallel` does not know: it reads the parameters once."""
         trained = [(name, p) for name, p in self._strategy.net.named_parameters() if p.requires_grad]
         if unknown := [name for name, parameter in trained if self._summed.get(id(parameter)) is not parameter]:
             raise ParallelError(
-                f"{unknown[0]} is trained now, and was frozen or another parameter when the replicas of this pipeline "
-                "first ran, so that its gradient would not be summed; wrap the network anew: "
+                f"{unknown[0]} is trained now, but was frozen or another parameter when the replicas of this "
+                "pipeline first ran, so its gradient would not be summed; wrap the network again: "
                 "DataParallel(ModelParallel(model.module, strategy='pipeline', ...), replicas)"
             )
 
@@ -126,17 +127,17 @@ class Piped:
         return wrapped
 
     def prepare_recording(self) -> list[torch.Generator]:
-        """Make ready for a CUDA graph of a step; never asked, as a pipeline records its stages."""
+        """Prepare a CUDA graph of a step; never called, as a pipeline records its stages."""
         return []
 
     def replaying(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
-        """Replay in here: nothing to do."""
+        """Replay in this block: nothing to do."""
         assert not generators
         return nullcontext()
 
 
 class _Times:
-    """Multiplies a parameter's gradient, as long as the replicas are there."""
+    """Multiply a parameter's gradient, as long as the replicas exist."""
 
     def __init__(self, owner: "weakref.ref[Piped]", factor: int) -> None:
         self._owner, self._factor = owner, factor
@@ -153,7 +154,7 @@ def _average_in_order(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Fu
 
 
 def _check_norms(net: nn.Module) -> None:
-    """Refuse norms whose statistics a pipeline takes of its micro-batches, and which whole batches would need."""
+    """Refuse norms that need statistics of whole batches: a pipeline has those of its micro-batches."""
     for name, module in net.named_modules():
         by_sample = isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
         if not isinstance(module, NormBase) or not (module.training or module.running_mean is None):
@@ -164,13 +165,13 @@ def _check_norms(net: nn.Module) -> None:
 
 def _refuse_norm(what: str) -> ParallelError:
     return ParallelError(
-        f"{what}, which takes the statistics of a whole batch, and each replica of this pipeline sees micro-batches of "
-        "its own rows; use instance or group norm, or data x spatial"
+        f"{what}, which uses the statistics of a whole batch, but each replica of this pipeline sees "
+        "micro-batches of its own rows; use instance or group norm, or data x spatial"
     )
 
 
 class _NoNormsOfBatch(TorchFunctionMode):
-    """Refuses the norms that a network calls as functions."""
+    """Refuse the norms that a network calls as functions."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,11 +1,11 @@
-"""Replay a training step of repeated shape as one CUDA graph, with its collectives.
+"""Capture a training step as a CUDA graph per input shape, with its collectives, and replay it.
 
-At 128^3 per GPU the Python of a step takes as long as its kernels. A recorded step has none: one replay is forward,
-loss, backward and, if the step does it, the optimizer.
+At 128^3 per GPU the Python of a step takes as long as its kernels. A recorded step runs no Python: one replay is
+forward, loss, backward and, if the step contains it, the optimizer.
 
-The first calls run as they are, on the stream that records later: libraries choose kernels then, and optimizers make
-their state. What cannot be recorded (a network that looks at values) goes on as it is, in all processes, and says so
-once.
+The first calls run eagerly, on the stream that records later: libraries choose kernels then, and optimizers create
+their state. A step that cannot be recorded (a network that reads values) stays eager in all processes, and the reason
+is logged once.
 """
 
 from collections.abc import Callable
@@ -33,39 +33,38 @@ from volseg.parallel.state.recorded import RecordedState
 __all__ = ["RecordedStep"]
 
 _MOVED: WeakSet[Optimizer] = WeakSet()
-"""Optimizers whose state was moved together."""
+"""Optimizers whose state was moved into one block of memory."""
 
 _RECORDED: "WeakSet[_RecordedStep]" = WeakSet()
-"""Recordings, of any step: their gradients stay where they are."""
+"""Recordings of all steps: their gradients must stay where they are."""
 
 
 class RecordedStep:
-    """A step function that is recorded per input shape and then replayed.
+    """Record a step function per input shape, and replay it.
 
-    Drop or ``release`` it before ``destroy_process_group()``, which waits for recordings that are alive.
+    Drop or ``release`` it before ``destroy_process_group()``, which waits for existing recordings.
 
     Parameters
     ----------
     model
-        A network on one GPU, or a spatial ``ModelParallel`` with one process per GPU. Its parameters' gradients are
-        those of the last call, recorded or not.
+        A network on one GPU, or a spatial ``ModelParallel`` with one process per GPU. After each call its parameters
+        have that call's gradients, recorded or not.
     step
-        From inputs (tensors and volumes, nested as you like) to tensors. It must do the same on every call: no
-        ``.item()``, no branch on values, ``zero_grad(set_to_none=True)`` inside.
+        Maps inputs (nested tensors and volumes) to tensors. It must do the same on every call: no ``.item()``, no
+        branch
+        on values, ``zero_grad(set_to_none=True)`` inside.
     warm_up
-        Calls per shape that run as they are, before one is recorded: the optimizer's state and cuDNN's choices come
-        into being.
+        Eager calls per shape before a recording: the optimizer's state and cuDNN's choices are made then.
     limit
-        Number of shapes to record; calls with further shapes run as they are.
+        Number of shapes to record; calls with further shapes run eagerly.
     optimizer
-        Whose step is part of ``step``, fused. Its learning rates move to the device, where the recording reads them:
-        change them in place (``group["lr"].fill_(rate)``). Before the first recording its state, and gradients, get
-        new memory: a CUDA graph of one's own that has their addresses must be made afterwards.
+        A fused optimizer, if ``step`` steps it. Its learning rates move to the device, where the recording reads them:
+        change them in place (``group["lr"].fill_(rate)``). Before the first recording its state and gradients get new
+        memory: capture your own CUDA graphs that contain their addresses afterwards.
     shares
-        A step whose recordings and these may take the same memory: what either returns holds until the next call of
-        either.
+        A step whose recordings may share memory with these: a result is valid until the next call of either step.
     messages
-        ``name`` and ``advice`` of `Recorder`: what the step is, if no training's.
+        ``name`` and ``advice`` of `Recorder`: what the step is, if not a training's.
     """
 
     def __init__(
@@ -84,38 +83,38 @@ class RecordedStep:
         self._first: RecordedFunction | None = None
         self._shares = shares
         network = model.module if isinstance(model, ModelParallel) else model
-        # Where the attempt fails, the rates of all processes go back: a tensor rounds to float32, a number does not.
+        # If the attempt fails, the rates of all processes are restored: a tensor rounds to float32, a number does not.
         state = RecordedState(network, optimizer, partial(_prepare, network, optimizer, self.device))
         self._recorder = Recorder(
             self._run, self._record, self._all_agree, warm_up=warm_up, limit=limit, state=state, **messages
         )
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run or replay the step; results of a replay are overwritten by the next one."""
+        """Run or replay the step; the next replay overwrites the results of this one."""
         return self._recorder(*inputs)
 
     @property
     def warm_up(self) -> int:
-        """Calls per shape before one is recorded."""
+        """Eager calls per shape before a recording."""
         return self._recorder.warm_up
 
     @property
     def is_replaying(self) -> bool:
-        """Whether there are recordings by now."""
+        """Whether there are recordings."""
         return self._recorder.is_replaying
 
     @property
     def num_recorded(self) -> int:
-        """Shapes recorded so far."""
+        """Number of recorded shapes."""
         return self._recorder.num_recorded
 
     @property
     def refused(self) -> str | None:
-        """Why nothing is recorded any more, or None."""
+        """Reason why nothing is recorded any more, or None."""
         return self._recorder.refused
 
     def foresee_refusal(self) -> str | None:
-        """Say why an attempt to record will fail, as the calls so far have shown; None where they show nothing."""
+        """Return why an attempt to record will fail, as seen in the calls so far; None if unknown."""
         model = self.model.model if isinstance(self.model, DataParallel) else self.model
         if not isinstance(model, ModelParallel) or not isinstance(model.strategy, SpatialStrategy):
             return None
@@ -124,14 +123,13 @@ class RecordedStep:
         return f"the recomputed block {name} draws random numbers" if block is not None else None
 
     def release(self) -> None:
-        """Free all recordings; later calls run as they are first, as in the beginning."""
+        """Free all recordings; later calls run eagerly first, as after construction."""
         self._first = None
         self._recorder.release()
 
     def _run(self, *inputs: Any) -> Any:
-        """Run the step on the recording's stream: autograd and NCCL remember the stream of what they first did."""
-        # Each stream waits for the other, here and at the next call, so blocks that change hands need no
-        # record_stream.
+        """Run the step on the recording's stream: autograd and NCCL keep the stream of their first use."""
+        # Each stream waits for the other, here and at the next call, so memory that both use needs no record_stream.
         current = find_current_stream(self.device)
         self._stream.wait_stream(current)
         with on_stream(self._stream):
@@ -140,8 +138,8 @@ class RecordedStep:
         return outputs
 
     def _record(self, *inputs: Any) -> "_RecordedStep":
-        _find_gpu(self.model)  # strategy='auto' may have taken a pipeline since
-        if not self._recorder.is_replaying:  # they were freed to be made anew, with the memory that they shared
+        _find_gpu(self.model)  # strategy='auto' may have fallen back to a pipeline
+        if not self._recorder.is_replaying:  # freed, with their shared memory, to be recorded again
             self._first = None
         shares = self._first or (None if self._shares is None else self._shares._first)
         recorded = _RecordedStep(self.model, self.step, inputs, self._stream, shares=shares)
@@ -149,13 +147,13 @@ class RecordedStep:
         return recorded
 
     def _all_agree(self, agrees: bool) -> bool:
-        """Ask the processes that run the step together."""
+        """Agree over the processes that run the step together."""
         group = _find_group(self.model)
         return agrees if group is None else group.agree(agrees)
 
 
 class _RecordedStep:
-    """One recording, with the gradients it leaves and the random numbers it draws."""
+    """One recording, with its gradients and random numbers."""
 
     def __init__(
         self,
@@ -193,9 +191,9 @@ class _RecordedStep:
 
 
 def _prepare(network: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
-    """Move an optimizer's rates to the device, and what the first steps have left together.
+    """Move an optimizer's rates to the device, and defragment the memory that the first steps have left.
 
-    Once: a recording that there is, of this step or another, knows where the optimizer's state lies.
+    Done once: a recording, of this step or another, contains the addresses of the optimizer's state.
     """
     _move_rates(optimizer, device)
     if optimizer is None or optimizer in _MOVED:
@@ -208,7 +206,7 @@ def _prepare(network: nn.Module, optimizer: Optimizer | None, device: torch.devi
 
 
 def _move_rates(optimizer: Optimizer | None, device: torch.device) -> None:
-    """Move the learning rates of an optimizer to the device, where a recording can read them."""
+    """Move the learning rates of an optimizer to the device, where a recording reads them."""
     for group in [] if optimizer is None else optimizer.param_groups:
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
         if "capturable" in group:
@@ -216,7 +214,7 @@ def _move_rates(optimizer: Optimizer | None, device: torch.device) -> None:
 
 
 def _find_group(model: nn.Module) -> Any:
-    """Return the strategy of a model whose recordings need more than the model: agreement, and seeds."""
+    """Return the strategy of a model whose recordings need agreement and seeds."""
     if isinstance(model, DataParallel):
         return model.strategy
     is_spatial = isinstance(model, ModelParallel) and isinstance(model.strategy, SpatialStrategy)
@@ -224,14 +222,14 @@ def _find_group(model: nn.Module) -> Any:
 
 
 def _find_gpu(model: nn.Module) -> torch.device:
-    """Return the one device of a model, on which its step can be recorded."""
+    """Return the single device of a model, on which its step can be recorded."""
     if isinstance(model, ModelParallel):
         devices = set(model.strategy.step_devices)
     else:
         devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or not is_gpu(next(iter(devices))):
         raise ParallelError(
-            f"a step is recorded on one GPU per process, and this model is on {sorted(map(str, devices))}; start one "
-            "process per GPU"
+            f"a step is recorded on one GPU per process, but this model is on {sorted(map(str, devices))}; start "
+            "one process per GPU"
         )
     return next(iter(devices))

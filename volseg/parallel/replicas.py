@@ -1,9 +1,9 @@
-"""Who computes which rows of a batch: logical replicas, and the processes that hold them.
+"""Logical replicas of a network: their rows of each batch, and the processes that compute them.
 
-What is computed depends on the number of logical replicas alone, ``D``: replica ``r`` gets the rows ``deal(batch)[r]``.
-On how many processes they lie decides only who computes them. With ``fixed_order`` every sum over replicas goes by one
-binary tree over the logical replicas, first over processes and then over the rounds of one process, so that 1, 2 and 4
-processes give the same bits.
+Results depend only on the number ``D`` of logical replicas: replica ``r`` gets the rows ``deal(batch)[r]``. The number
+of processes decides only where they are computed. With ``fixed_order`` every sum over replicas follows one binary tree
+over the logical replicas, first over processes and then over the rounds of one process, so that 1, 2 and 4 processes
+give the same bits.
 """
 
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ __all__ = ["Replicas", "Share"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one logical replica computes of a batch.
+    """The part of a batch that one logical replica computes.
 
     Attributes
     ----------
     replica
         Its number.
     rows
-        Its rows among those that this process holds, which are those of all of its own replicas, one after the other.
+        Its rows within this process's rows, which are those of all its replicas, one after the other.
     weight
-        Its part of the whole batch, by which its mean loss is multiplied.
+        Its share of the whole batch, by which its mean loss is multiplied.
     """
 
     replica: int
@@ -41,20 +41,20 @@ class Share:
 
 
 class Replicas:
-    """Logical replicas of a network, and which of them this process computes.
+    """Logical replicas of a network, and those that this process computes.
 
     Parameters
     ----------
     count
         Logical replicas.
     group
-        The processes that compute them (those that hold the same shard of different replicas); None where this process
+        The processes that compute them (those that hold the same shard of different replicas); None if this process
         computes all. Process ``p`` of ``P`` computes the replicas ``p``, ``p + P``, and so on.
     fixed_order
-        Whether sums are taken in one order, whatever the number of processes: the same bits on any of them.
+        Whether sums use one order for any number of processes: the same bits on any of them.
     everyone
         The processes of all shards of all replicas, the shards of one replica after the other; by default ``group``,
-        where each process of it holds a whole replica.
+        if each of its processes holds a whole replica.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Replicas:
     Raises
     ------
     ParallelError
-        If the replicas cannot be dealt evenly to the processes, or their sums could not keep one order.
+        If the replicas cannot be dealt evenly to the processes, or their sums could not use one order.
 
     Examples
     --------
@@ -81,12 +81,12 @@ class Replicas:
     ) -> None:
         processes = 1 if group is None else dist.get_world_size(group)
         if count < 1 or count % processes:
-            raise ParallelError(f"{count} replicas cannot be dealt evenly to {processes} processes; take a divisor")
+            raise ParallelError(f"{count} replicas cannot be dealt evenly to {processes} processes; use a divisor")
         rounds = count // processes
         if processes > 1 and rounds & (rounds - 1):
             raise ParallelError(
-                f"{count} replicas on {processes} processes make {rounds} rounds; sums keep their order where "
-                "that is a power of two, or on one process"
+                f"{count} replicas on {processes} processes make {rounds} rounds; sums keep their order if that "
+                "is a power of two, or on one process"
             )
         rank = 0 if group is None else dist.get_rank(group)
         self.count, self.group, self.fixed_order = count, group, fixed_order
@@ -95,7 +95,7 @@ class Replicas:
         self.own: tuple[int, ...] = tuple(range(rank, count, processes))
 
     def deal(self, batch_size: int) -> list[slice]:
-        """Return the rows of each logical replica; they differ by one row at most.
+        """Return the rows of each logical replica; their numbers differ by at most one.
 
         Raises
         ------
@@ -110,7 +110,7 @@ class Replicas:
         return [slice(*span) for span in spans(batch_size, self.count)]
 
     def shares(self, batch_size: int) -> list[Share]:
-        """Return what each of the own replicas computes of a batch of so many rows, in order.
+        """Return the shares of this process's replicas in a batch, in order.
 
         Parameters
         ----------
@@ -133,12 +133,12 @@ class Replicas:
         return stacked
 
     def require_alike(self, device: torch.device, **numbers: int) -> None:
-        """Refuse numbers that differ between the replicas' processes, all of which call this.
+        """Refuse numbers that differ between the replicas' processes; all of them must call this.
 
         Raises
         ------
         ParallelError
-            Names the first that differs, and each process's.
+            Names the first value that differs, and each process's.
         """
         with host_values():
             found = self.gather(torch.tensor(list(numbers.values()), device=find_readable(device))).tolist()
@@ -147,14 +147,14 @@ class Replicas:
                 raise ParallelError(f"the processes of the replicas must be given one {name}, got {values}")
 
     def join_moments(self, mean: Tensor, variance: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean, biased variance and number of the values of all replicas, by one message; without gradient.
+        """Merge mean, biased variance and number of values over all replicas, by one message; without gradient.
 
         Parameters
         ----------
         mean, variance
-            Of the own values of each channel, ``(C,)``.
+            Of this process's values of each channel, ``(C,)``.
         number
-            Own values of a channel.
+            This process's number of values per channel.
         """
         own = torch.cat([mean, variance, mean.new_full((1,), number)])
         means, variances, numbers = self.gather(own).split([len(mean), len(mean), 1], 1)
@@ -178,8 +178,8 @@ class Replicas:
         """
         if over_batch and len(self.own) > 1:
             raise ParallelError(
-                f"batch norm takes the statistics of a whole batch, and this process computes {len(self.own)} parts of "
-                "it one after the other; start one process per replica, or use instance or group norm"
+                f"batch norm uses the statistics of a whole batch, but this process computes {len(self.own)} "
+                "parts of it one after the other; start one process per replica, or use instance or group norm"
             )
         if not over_batch and has_running:
             raise ParallelError(
@@ -190,7 +190,7 @@ class Replicas:
     def sum_values(self, values: Tensor) -> Tensor:
         """Return a small tensor summed over the replicas' processes, without gradient; the same on all of them.
 
-        The values of several rounds are added by a `RoundSums`.
+        A `RoundSums` adds the values of several rounds.
         """
         if self.group is None:
             return values

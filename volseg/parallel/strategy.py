@@ -1,7 +1,7 @@
-"""What everybody asks of a way to use several devices: ``ModelParallel``, recorded steps, batches, ``verify``.
+"""Interface of a strategy for several devices: used by ``ModelParallel``, recorded steps, batches and ``verify``.
 
-Nobody but the two packages of strategies looks for the class of one. A strategy is built from its options, which are
-values of their own (``Spatial``, ``Pipeline``): neither polices those of the other.
+Only the two packages of strategies test for a strategy's class. A strategy is built from its options, separate frozen
+values (``Spatial``, ``Pipeline``): neither checks the other's.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Devices", "Options", "Strategy"]
 
 Devices: TypeAlias = Sequence[str | int | torch.device] | None
-"""Devices of this process, as a user names them; None for all there are."""
+"""Devices of this process, as a user names them; None for all visible ones."""
 
 
 class Strategy(Protocol):
@@ -25,11 +25,11 @@ class Strategy(Protocol):
 
     @property
     def partition(self) -> Any:
-        """Describe which device does what; printable."""
+        """Assignment of work to devices; printable."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether volumes lie on several processes, all of which run the network together."""
+        """Whether volumes are spread over several processes, all of which run the network together."""
 
     @property
     def is_recordable(self) -> bool:
@@ -37,26 +37,26 @@ class Strategy(Protocol):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether it runs recordings of its own by now."""
+        """Whether it replays recordings of its own."""
 
     @property
     def seeds(self) -> "CommonSeeds | None":
-        """What several processes draw alike for its passes; None where each pass draws from the default generators."""
+        """Generators that several processes share for passes; None if each pass uses the default generators."""
 
     @property
     def step_devices(self) -> Sequence[torch.device]:
-        """Devices of this process that a whole step works on; raises a ParallelError where parts of it are recorded."""
+        """Devices of this process in a whole step; raises a ParallelError if the strategy records parts of it."""
 
     @property
     def volumes(self) -> "SpatialStrategy":
-        """How volumes are cut; raises a ParallelError where they are not."""
+        """How volumes are cut; raises a ParallelError if they are not cut."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network's own ``forward``."""
 
 
 class Options(Protocol):
-    """The options of a strategy: a frozen value, which is copied and pickled with the model."""
+    """Options of a strategy: a frozen value, copied and pickled with the model."""
 
     name: ClassVar[str]
 
@@ -70,5 +70,5 @@ class Options(Protocol):
         devices, mesh
             See ``ModelParallel``.
         replicated
-            Whether it gets the values of the first process, where there are several.
+            Whether it gets the values of the first process, if there are several.
         """

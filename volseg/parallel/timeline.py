@@ -1,10 +1,10 @@
-"""When each stage of a pipeline works, and when it waits: measured in single steps, by events on the devices.
+"""Busy and idle intervals of each stage of a pipeline, measured in single steps by events on the devices.
 
-A device is asked nothing while it works. Events are put into its queue where a micro-batch begins and ends on a stage,
-and are read when the step is over. Outside of `Timeline.watching` nothing is put anywhere.
+Devices are not queried while they work. Events are recorded at the start and end of a micro-batch on a stage, and read
+after the step. Outside `Timeline.watching` no events are recorded.
 
-Not for the spatial split, nor for replicas: there all GPUs work on the same layers at the same time, and one that waits
-for another does so within a kernel, between whose begin and end no event can be put.
+This does not apply to the spatial split or replicas: there all GPUs work on the same layers at the same time, and a GPU
+waits for another inside a kernel, where no event can be recorded.
 """
 
 import time
@@ -22,7 +22,7 @@ Pass = Literal["forward", "backward"]
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Work of one stage on one micro-batch, in milliseconds from the beginning of the step."""
+    """Work of one stage on one micro-batch, in milliseconds from the start of the step."""
 
     stage: int
     device: str
@@ -33,7 +33,7 @@ class Interval:
 
 
 class NotedMoment(NamedTuple):
-    """A moment in the queue of a device."""
+    """A point in the queue of a device."""
 
     stage: int
     device: torch.device
@@ -44,17 +44,17 @@ class NotedMoment(NamedTuple):
 
 
 class Timeline:
-    """Moments of one step.
+    """Recorded points of one step.
 
     Parameters
     ----------
     devices : sequence of device
-        Of the stages.
+        Devices of the stages.
 
     Attributes
     ----------
     micro_batch : int
-        Whose forward pass is being queued.
+        Micro-batch whose forward pass is being queued.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -66,10 +66,10 @@ class Timeline:
 
     @contextmanager
     def watching(self) -> Iterator["Timeline"]:
-        """Note the step in here; waits for the devices before it and after it."""
+        """Record the step in this block; synchronises the devices before and after."""
         global _watched
         self._synchronize()
-        # Clocks of different GPUs cannot be compared: each is read at this one moment, when all have nothing to do.
+        # Clocks of different GPUs cannot be compared: record a common point while all are idle.
         self._zero = {device: self._find_moment(device) for device in self.devices}
         _watched = self
         try:
@@ -81,18 +81,19 @@ class Timeline:
             self._synchronize()
 
     def mark(self, stage: int, device: torch.device, what: Pass, micro_batch: int, *, is_end: bool) -> None:
-        """Note that a micro-batch begins or ends on a stage, when the device comes to what is queued next."""
+        """Record the start or end of a micro-batch on a stage, at the current point of the device's queue."""
         self._marks.append(NotedMoment(stage, device, what, micro_batch, is_end, self._find_moment(device)))
 
     def end_pass(self) -> None:
-        """Note that the backward pass is over, when the devices come to what is queued next, such as the optimizer."""
+        """Record the end of the backward pass; work queued afterwards, such as the optimizer's, does not count."""
         self._ends = {device: self._find_moment(device) for device in self.devices}
 
     def read(self) -> list[Interval]:
-        """Return what was noted; to be called after the step.
+        """Return the recorded intervals; call it after the step.
 
-        A stage begins a micro-batch's backward pass when the gradient has arrived, and ends when its own leaves. The
-        first one sends nothing: it is taken to work until its device begins something else.
+        A stage's backward pass of a micro-batch starts when the gradient has arrived, and ends when the stage's own
+        gradient
+        leaves. The first stage sends none: it counts as busy until its device starts something else.
         """
         at = [(mark, self._measure(mark.device, mark.moment)) for mark in self._marks]
         ends = {device: self._measure(device, moment) for device, moment in self._ends.items()}
@@ -130,12 +131,12 @@ class Timeline:
 def _pair(
     stage: int, what: Pass, at: Sequence[tuple[NotedMoment, float]], ends: Mapping[torch.device, float]
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield micro-batch, begin and end of a stage's work."""
+    """Yield micro-batch, start and end of a stage's work."""
     own = [(mark, moment) for mark, moment in at if (mark.stage, mark.what) == (stage, what)]
     for number in sorted({mark.micro_batch for mark, _ in own}):
         begins = [moment for mark, moment in own if mark.micro_batch == number and not mark.is_end]
         left = [moment for mark, moment in own if mark.micro_batch == number and mark.is_end]
-        if not begins:  # a stage whose output nobody needs
+        if not begins:  # a stage whose output nothing uses
             continue
         device = own[0][0].device
         later = [moment for mark, moment in at if mark.device == device and moment > max(begins)]
@@ -143,16 +144,16 @@ def _pair(
 
 
 _watched: Timeline | None = None
-"""Of the process, as autograd's threads are."""
+"""Timeline of the process (autograd's threads share it)."""
 
 
 def find_timeline() -> Timeline | None:
-    """Return where moments are to be noted; None in nearly every step."""
+    """Return the active timeline; None in nearly every step."""
     return _watched
 
 
 def compute_idle_shares(intervals: Sequence[Interval]) -> dict[int, float]:
-    """Return for each stage the part of the step, from its first to its last work anywhere, in which it did none.
+    """Return the idle share of each stage, between the first and last work of any stage.
 
     >>> work = dict(device="cpu", what="forward", micro_batch=0)
     >>> compute_idle_shares([Interval(stage=0, begin=0, end=3, **work), Interval(stage=1, begin=3, end=4, **work)])

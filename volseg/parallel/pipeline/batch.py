@@ -1,4 +1,4 @@
-"""Let the micro-batches of a batch flow through the stages; or run the network where nothing of it remains."""
+"""Run the micro-batches of a batch through the stages, or run the network without side effects."""
 
 import contextlib
 import logging
@@ -34,11 +34,12 @@ SPLIT_BATCH_NORM = (
 
 
 def run_batch(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Behaviour | None = None) -> Any:
-    """Run the micro-batches; give back to the caller's tensors what forward changes in them.
+    """Run the micro-batches; copy in-place changes back to the caller's tensors.
 
-    Pieces of one tensor share its versions: one that is changed in place would spoil what autograd has saved of
-    another. So where forward was seen to change its arguments, each micro-batch has copies; and where it was not, a
-    tensor with a history is watched. What they do is noted in ``behaviour``.
+    Pieces of one tensor share its version: an in-place change of one would invalidate what autograd has saved of
+    another.
+    So if forward was seen to change its arguments, each micro-batch has copies; otherwise a tensor with a history is
+    watched. Observations are added to ``behaviour``.
     """
     leaves, sizes = pytree.tree_leaves(batch.call), batch.sizes
     if len(batch.calls) == 1 or not torch.is_grad_enabled():
@@ -53,12 +54,12 @@ def run_batch(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: 
     given_back: set[int] = set()
     for number, own in pieces.items():
         if id(leaves[number]) not in given_back and any(get_version(piece) for piece in own):
-            given_back.add(id(leaves[number]))  # once, if it was given twice
+            given_back.add(id(leaves[number]))  # once, if it was passed twice
             leaves[number].copy_(torch.cat(own))
     if not pieces and versions != [get_version(tensor) for tensor in results]:
         raise PartitionError(
-            "forward changes an argument in place that needs a gradient, which it did not when the network was "
-            "measured; change a copy of it, or give the batch whole (split_size)"
+            "forward changes an argument in place that needs a gradient, which it did not do when the network "
+            "was measured; change a copy of it, or use the whole batch as split_size"
         )
     return output
 
@@ -66,8 +67,8 @@ def run_batch(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: 
 def _flow(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Behaviour | None) -> list[Any]:
     """Start the micro-batches one after another.
 
-    Kernels run behind the host: while the second stage computes the first micro-batch, the first stage has been
-    given the second. Every device works through its own queue in the order of the micro-batches.
+    Kernels run behind the host: while the second stage computes the first micro-batch, the first stage already has the
+    second in its queue. Every device works through its own queue in the order of the micro-batches.
     """
     statistics = WholeBatchStatistics(len(batch.calls))
     borrowed: dict[Any, Tensor] = {}
@@ -86,7 +87,7 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Beha
         output, sent = _send_home(output, batch.target)
         outputs.append(output)
         passages += sent
-    # Only now: a wait in between would keep the target from its next micro-batch.
+    # Only now: an earlier wait would keep the target from its next micro-batch.
     for copied, passage in passages:
         passage.wait(copied)
     statistics.commit()
@@ -98,7 +99,7 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Beha
 
 
 def _mark_return(timeline: Timeline, last: Location, index: int, output: Any) -> None:
-    """Note when the last stage begins the backward pass of a micro-batch."""
+    """Record the start of the last stage's backward pass of a micro-batch."""
 
     def mark(gradient: Tensor) -> None:
         timeline.mark(last.stage, gradient.device, "backward", index, is_end=False)
@@ -109,7 +110,7 @@ def _mark_return(timeline: Timeline, last: Location, index: int, output: Any) ->
 
 
 def _send_home(output: Any, target: torch.device) -> tuple[Any, list[tuple[Tensor, Passage]]]:
-    """Start the outputs' way to the target device."""
+    """Start the copies of the outputs to the target device."""
     sent: list[tuple[Tensor, Passage]] = []
 
     def home(tensor: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ def _send_home(output: Any, target: torch.device) -> tuple[Any, list[tuple[Tenso
 def lend_untraced(
     net: nn.Module, placement: Placement | None, devices: Sequence[torch.device], with_hooks: bool
 ) -> Iterator[Callable[[Call], Any]]:
-    """Lend a function that runs the network, on a copy or where it is placed, of which nothing remains."""
+    """Yield a function that runs the network, on a copy or placed, without side effects."""
     if placement is None:
         first = devices[0]
         probe = copy_network(net, first, with_hooks)
@@ -140,7 +141,7 @@ def lend_untraced(
         return
 
     def run_placed(call: Call) -> Any:
-        with PlacedRun(placement, FrozenStatistics(counts_batches=True)):  # the attempt puts them back
+        with PlacedRun(placement, FrozenStatistics(counts_batches=True)):  # the attempt restores them
             return net(*call[0], **call[1])
 
     hooks = contextlib.nullcontext() if with_hooks else runs.set_hooks_aside(net)

@@ -1,12 +1,12 @@
-"""Find out which tensors of a call, and of what it returns, hold one row per sample; never guess it from a length.
+"""Find the tensors of a call, and of its outputs, with one row per sample; never guess from a length.
 
 A factor per channel may be as long as the batch, and a mean over the batch ``(1, ...)`` as a micro-batch of one. So
-the network is run with a number of samples that occurs nowhere else in the call, with each choice of the arguments that
-come into question cut to it and the others whole: where exactly one choice runs, and gives outputs of so many rows,
-that is the answer. Where none or several do, the call is refused with the names in question: ``batched=`` says which.
+the network runs with a number of samples that occurs nowhere else in the call, once for each choice of the candidate
+arguments to cut. If exactly one choice runs, and gives outputs of that many rows, it is the answer. Otherwise the call
+is refused with the names of the candidates: ``batched=`` states the choice.
 
-Runs of this kind count nowhere: they keep nothing for backward, and what they leave behind is put back. Arguments are
-looked at once for each structure of the call, outputs once for each condition of the network.
+These runs have no side effects: they save nothing for backward, and changed state is restored. Arguments are tested
+once for each structure of the call, outputs once for each condition of the network.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -25,18 +25,18 @@ from volseg.parallel.pipeline.micro_batch import PLAIN, Call, check_length, copy
 __all__ = ["Batching", "Runner"]
 
 Runner: TypeAlias = Callable[[bool], AbstractContextManager[Callable[[Call], Any]]]
-"""Lends a function that runs the network without a trace; the flag says whether the user's hooks take part."""
+"""Context manager of a function that runs the network without side effects; the flag enables the user's hooks."""
 
 MOST_CANDIDATES = 5
-"""Arguments as long as the batch that are told apart; each doubles the number of runs."""
+"""Largest number of arguments as long as the batch; each doubles the number of runs."""
 
 MOST_KNOWN = 64
-"""Conditions of the network for which outputs are remembered."""
+"""Conditions of the network for which outputs are cached."""
 
 
 @dataclass(frozen=True)
 class _Returned:
-    """What a run returned, leaf by leaf: the number of dimensions of a tensor, or a plain value."""
+    """Outputs of a run, leaf by leaf: the number of dimensions of a tensor, or a plain value."""
 
     structure: str
     leaves: tuple[Hashable, ...]
@@ -47,7 +47,7 @@ class _Returned:
         return cls(str(structure), tuple(map(_describe_leaf, leaves)))
 
     def covers(self, other: "_Returned") -> bool:
-        """Whether ``other`` returns nothing that was not seen here; nothing is nothing, whoever looks."""
+        """Return whether ``other`` contains only kinds of outputs seen here; NaN equals NaN."""
         pairs = zip(self.leaves, other.leaves, strict=False)
         return self.structure == other.structure and all(
             mine == theirs or theirs == (type(None), None) for mine, theirs in pairs
@@ -61,12 +61,12 @@ def _describe_leaf(leaf: Any) -> Hashable:
 
 
 class Batching:
-    """Which tensors hold one row per sample.
+    """Find the tensors with one row per sample.
 
     Parameters
     ----------
     declared
-        Positions and names of the arguments that do; ``None`` to find out.
+        Positions and names of these arguments; ``None`` to find them.
     """
 
     def __init__(self, declared: Sequence[int | str] | None = None) -> None:
@@ -80,7 +80,7 @@ class Batching:
         Raises
         ------
         ParallelError
-            If that cannot be told, or is not as declared.
+            If the leaves cannot be determined, or differ from those declared.
         """
         if self._declared is not None:
             return _find_declared(call, self._declared)
@@ -114,30 +114,30 @@ class Batching:
                 or "none of them"
             )
             raise ParallelError(
-                f"the arguments {asked} are as long as the batch, and the network runs with {samples} samples where "
-                f"these are cut: {told}; say which hold one row per sample: ModelParallel(..., batched=[...]) with "
-                f"their positions or names"
+                f"the arguments {asked} are as long as the batch, and the network runs with {samples} samples if "
+                f"it cuts {told}; state which have one row per sample: ModelParallel(..., batched=[...]) with "
+                "their positions or names"
             ) from (failures[0] if failures else None)
         return found[0][0]
 
     def check(self, condition: Hashable, call: Call, is_batch: Sequence[bool], size: int, runner: Runner) -> Hashable:
-        """Make sure that the network's outputs grow with the number of samples; return a key for ``confirm``.
+        """Check that the network's outputs grow with the number of samples; return a key for ``confirm``.
 
         Parameters
         ----------
         condition
-            What the outputs' kind may depend on, besides the form of the call.
+            State on which the kind of outputs may depend, besides the form of the call.
         call, is_batch
             The batch, and which of its leaves are cut.
         size
             Samples of each micro-batch.
         runner
-            Runs the network without a trace.
+            Runs the network without side effects.
 
         Raises
         ------
         ParallelError
-            If an output has not as many rows as there are samples.
+            If an output does not have one row per sample.
         """
         key = condition, _describe_form(call), tuple(is_batch), size
         if key not in self._returned:
@@ -147,7 +147,7 @@ class Batching:
         return key
 
     def confirm(self, key: Hashable, output: Any, call: Call, is_batch: Sequence[bool], runner: Runner) -> None:
-        """Make sure that ``output`` is of a kind that was looked at.
+        """Check that ``output`` is of a kind that was tested.
 
         Parameters
         ----------
@@ -181,17 +181,19 @@ class Batching:
         if found:
             return _Returned.of(found[0][1])
         raise ParallelError(
-            f"to tell outputs with one row per sample from others, the pipeline runs {samples} samples instead of "
-            f"{size}, which failed: {failures[0]}. Choose a split_size that leaves a remainder, or the whole batch"
+            f"to distinguish outputs with one row per sample from others, the pipeline ran {samples} samples "
+            f"instead of {size}, which failed: {failures[0]}. Choose a split_size that leaves a remainder, or the "
+            "whole batch"
         ) from failures[0]
 
 
 def _try_all(
     call: Call, choices: Sequence[list[bool]], samples: int, runner: Runner
 ) -> tuple[list[tuple[list[bool], Any]], list[Exception]]:
-    """Run every choice; return those that give ``samples`` rows, with their outputs, and why others fail.
+    """Run every choice; return those that give ``samples`` rows, with their outputs, and the errors of the others.
 
-    Without gradients and hooks if that will do: a network may differentiate inside, or need a hook that changes shapes.
+    First without gradients and hooks, then with both: a network may differentiate inside, or need a hook that changes
+    shapes.
     """
     failures: list[Exception] = []
     for with_grad, with_hooks in _list_ways():
@@ -203,7 +205,7 @@ def _try_all(
                     for number, leaf in enumerate(pytree.tree_leaves(output)):
                         if isinstance(leaf, Tensor):
                             check_length(leaf, samples, number)
-                except Exception as failure:  # an answer: this choice is not the one
+                except Exception as failure:  # an answer: this is not the right choice
                     failures.append(failure)
                 else:
                     found.append((choice, output))
@@ -212,12 +214,12 @@ def _try_all(
     unlike = [failure for failure in failures if isinstance(failure, ParallelError)]
     if unlike and len(choices) == 1:
         raise unlike[0]
-    # A network that cannot run the batch itself has an error of its own to tell.
+    # A network that cannot run the batch itself raises its own error.
     for with_grad, with_hooks in _list_ways():
         with runner(with_hooks) as run, torch.set_grad_enabled(with_grad):
             try:
                 run(copy_call(call))
-            except Exception as failure:  # told below, if the last way fails as well
+            except Exception as failure:  # reported below, if the last attempt fails too
                 last: Exception | None = failure
             else:
                 last = None
@@ -241,7 +243,7 @@ def _choose_unusual_number(call: Call, size: int) -> int:
 
 
 def _describe_form(call: Call) -> Hashable:
-    """Describe a call but for its sizes."""
+    """Describe a call without its sizes."""
     leaves, structure = pytree.tree_flatten(call)
     return str(structure), tuple(map(_describe_leaf, leaves))
 
@@ -263,7 +265,7 @@ def _find_declared(call: Call, declared: Sequence[int | str]) -> list[bool]:
 
 
 def _name_leaves(call: Call) -> list[str]:
-    """Return what to call each leaf in a message."""
+    """Return a name for each leaf, for messages."""
     args, kwargs = call
     return [
         f"{name if isinstance(name, str) else f'number {name}'} {tuple(leaf.shape) if isinstance(leaf, Tensor) else ''}"

@@ -1,4 +1,4 @@
-"""What is refused before anything runs: devices, modules and cuts that a pipeline cannot take."""
+"""Refuse devices, modules and cuts that a pipeline cannot take, before anything runs."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ __all__ = ["choose_devices", "find_start", "refuse_hidden"]
 
 
 def refuse_hidden(net: nn.Module) -> None:
-    """Refuse modules whose functions cannot be followed.
+    """Refuse modules whose functions cannot be intercepted.
 
     Raises
     ------
@@ -30,7 +30,8 @@ def refuse_hidden(net: nn.Module) -> None:
         else:
             continue
         raise PartitionError(
-            f"the pipeline follows what a network does, and {where} ({type(module).__name__}) is {kind}: {remedy}"
+            f"the pipeline intercepts the functions of a network, and {where} ({type(module).__name__}) is "
+            f"{kind}: {remedy}"
         )
 
 
@@ -40,25 +41,24 @@ def choose_devices(devices: Sequence[str | int | torch.device] | None) -> list[t
     Raises
     ------
     ParallelError
-        If there is none.
+        If a device is missing.
     """
-    # Tensors of the host do not remember a number ("cpu:1").
+    # Host tensors do not keep a device number ("cpu:1").
     return [device if is_gpu(device) else torch.device(device.type) for device in name_devices(devices)]
 
 
 def find_start(cut: str, starts: Sequence[str]) -> int:
-    """Return the segment that begins with module ``cut`` or inside it.
+    """Return the segment that starts with module ``cut`` or inside it.
 
     Raises
     ------
     PartitionError
-        If there is none; says where stages can begin.
+        If there is none; lists the possible starts.
     """
     for number, path in enumerate(starts):
         if path == cut or path.startswith(f"{cut}."):
             return number
     raise PartitionError(
-        f"no stage can begin at {cut!r}: it is not called, or lies between the making and the change in place "
-        f"of a tensor. "
-        f"Stages can begin at {', '.join(starts[1:]) or 'no module of this network'}"
+        f"no stage can start at {cut!r}: it is not called, or lies between the creation and an in-place change of "
+        f"a tensor. Stages can start at {', '.join(starts[1:]) or 'no module of this network'}"
     )

@@ -1,9 +1,9 @@
-"""Cut a call's arguments into micro-batches along the batch dimension, and join the outputs.
+"""Split a call's arguments into micro-batches along the batch dimension, and join the outputs.
 
-Every tensor that holds one row per sample is cut; anything else (a scalar, a table, a string) goes whole to each
-micro-batch. Which tensors do is found out by ``batching``, since a length may be equal by accident. Outputs must have
-the batch as first dimension: a network that returns a mean over its batch cannot be run by micro-batches without
-changing its meaning, and is refused.
+Every tensor with one row per sample is split; other values (a scalar, a table, a string) go whole to each micro-batch.
+``batching`` finds the tensors with one row per sample, since a length may be equal by accident. Outputs must have the
+batch as first dimension: micro-batches would change the meaning of a network that returns a mean over its batch, so
+such a network is refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 PLAIN = (bool, int, float, str, type(None))
-"""Outputs that are passed on where all micro-batches agree."""
+"""Output types that are passed on if all micro-batches agree."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -40,18 +40,18 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class CutBatch:
-    """One batch, and the micro-batches it was cut into."""
+    """A batch, and its micro-batches."""
 
     call: Call
-    """All of it."""
+    """The whole call."""
     is_batch: Sequence[bool]
-    """Which of its leaves were cut."""
+    """For each leaf, whether it is split."""
     calls: Sequence[Call]
     """The micro-batches."""
     sizes: Sequence[int]
-    """Their numbers of samples."""
+    """Samples of each micro-batch."""
     target: torch.device
-    """Where outputs go."""
+    """Device of the outputs."""
 
 
 def find_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -85,7 +85,7 @@ def compute_split_sizes(batch: int, split_size: int) -> list[int]:
 
 
 def find_candidates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
-    """Return which leaves of a call are as long as the batch, and so may hold one row per sample."""
+    """Return which leaves of a call are as long as the batch, and so may have one row per sample."""
     batch = find_batch_size(args, kwargs)
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     return [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch for leaf in leaves]
@@ -94,9 +94,9 @@ def find_candidates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool
 def split(
     args: Sequence[Any], kwargs: Mapping[str, Any], split_size: int, is_batch: Sequence[bool] | None = None
 ) -> list[Call]:
-    """Cut the leaves that hold one row per sample into pieces of ``split_size`` samples.
+    """Split the leaves with one row per sample into pieces of ``split_size`` samples.
 
-    ``is_batch`` says which these are; by default all that are as long as the batch.
+    ``is_batch`` marks these leaves; by default all that are as long as the batch.
     """
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     is_batch = find_candidates(args, kwargs) if is_batch is None else is_batch
@@ -106,8 +106,8 @@ def split(
     pieces: list[Sequence[Any]] = []
     for leaf, is_cut in zip(leaves, is_batch, strict=True):
         if is_cut:
-            # Plain tensors: subclasses such as MONAI's MetaTensor bring torch functions of their own. Narrowed one by
-            # one: what ``Tensor.split`` returns may not be changed in place.
+            # Plain tensors: subclasses such as MONAI's MetaTensor override torch functions. Narrowed one by one: the
+            # results of ``Tensor.split`` may not be changed in place.
             plain = as_plain(leaf)
             pieces.append([plain.narrow(0, start, size) for start, size in zip(starts, sizes, strict=True)])
         else:
@@ -116,7 +116,7 @@ def split(
 
 
 def copy_pieces(leaves: Sequence[Any], places: Sequence[int], sizes: Sequence[int]) -> dict[int, list[Tensor]]:
-    """Return copies of the micro-batches' pieces of some leaves, one set for a tensor that is given twice.
+    """Copy the micro-batches' pieces of some leaves, once for a tensor that is passed twice.
 
     Raises
     ------
@@ -136,7 +136,7 @@ def copy_pieces(leaves: Sequence[Any], places: Sequence[int], sizes: Sequence[in
 
 
 def with_pieces(calls: Sequence[Call], pieces: Mapping[int, Sequence[Tensor]]) -> list[Call]:
-    """Return the micro-batches with other pieces for some leaves."""
+    """Return the micro-batches with replaced pieces of some leaves."""
     found = []
     for index, call in enumerate(calls):
         leaves, structure = pytree.tree_flatten(call)
@@ -147,7 +147,7 @@ def with_pieces(calls: Sequence[Call], pieces: Mapping[int, Sequence[Tensor]]) -
 
 
 def resize_call(call: Call, is_batch: Sequence[bool], samples: int) -> Call:
-    """Return a call of ``samples`` samples, the first ones of ``call``, over and over if it has fewer."""
+    """Return a call of ``samples`` samples: the first ones of ``call``, repeated if it has fewer."""
     leaves, structure = pytree.tree_flatten(call)
     with torch.no_grad():
         chosen = [
@@ -158,9 +158,9 @@ def resize_call(call: Call, is_batch: Sequence[bool], samples: int) -> Call:
 
 
 def copy_call(call: Call) -> Call:
-    """Copy the tensors of a call: a network may change its input in place, and a trial must not show.
+    """Copy the tensors of a call: a network may change its input in place, and a trial must have no side effects.
 
-    The copy of a result is a result, which may be changed in place though it needs a gradient.
+    The copy of a non-leaf is a non-leaf, which may be changed in place although it needs a gradient.
     """
 
     def copy_tensor(tensor: Tensor) -> Tensor:
@@ -222,12 +222,12 @@ def _join_leaf(column: Sequence[Any], sizes: Sequence[int], number: int) -> Any:
 
 
 def check_length(leaf: Tensor, size: int, number: int) -> None:
-    """Refuse an output that has not one row per sample.
+    """Refuse an output without one row per sample.
 
     Raises
     ------
     ParallelError
-        If it has not.
+        If the number of rows differs.
     """
     if not leaf.dim() or len(leaf) != size:
         raise ParallelError(

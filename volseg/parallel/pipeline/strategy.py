@@ -50,18 +50,19 @@ class Pipeline:
     Attributes
     ----------
     split_size : int or "auto"
-        Samples per micro-batch; ``"auto"`` measures powers of two and takes the quickest.
+        Samples per micro-batch; ``"auto"`` measures powers of two and takes the fastest.
     cuts : sequence of str, optional
-        Where stages begin, as dotted module paths, instead of measuring. One fewer than there are stages.
+        First modules of the stages after the first, as dotted paths, instead of measuring.
     record : "auto" or bool
-        False runs Python for every micro-batch. True records what a batch gives its devices, as one CUDA graph per
-        stage and micro-batch, and replays it for batches of the same kind, after three eager ones and where ``forward``
-        is found to do the same each time; it keeps the activations of one batch allocated for each kind. Micro-batches
-        share a device by twos or fours where that is quicker in the steps that follow. ``"auto"`` does all this on
-        GPUs, times eager steps as well, and keeps the quickest.
+        False runs Python for every micro-batch. True captures a batch as one CUDA graph per stage and micro-batch, and
+        replays it for batches of the same kind, after three eager ones and if ``forward`` does the same each time; it
+        keeps the activations of one batch allocated for each kind. Micro-batches share a device by twos or fours if
+        that
+        is faster in the following steps. ``"auto"`` does all this on GPUs, times eager steps as well, and keeps the
+        fastest.
     batched : sequence of int or str, optional
-        Positions and names of the arguments that hold one row per sample; others go whole to each micro-batch. Found
-        out by default, by running the network with another number of samples; needed where that leaves a choice.
+        Positions and names of the arguments with one row per sample; others go whole to each micro-batch. By default
+        they are found by running the network with another number of samples; needed if that is ambiguous.
 
     Raises
     ------
@@ -104,7 +105,7 @@ class Pipeline:
         Raises
         ------
         ParallelError
-            For a mesh: replicas of a pipeline are made by ``DistributedDataParallel``.
+            For a mesh: use ``DistributedDataParallel`` for replicas of a pipeline.
         """
         if mesh is not None:
             raise ParallelError(
@@ -115,10 +116,10 @@ class Pipeline:
 
 
 class PipelineStrategy:
-    """A network as stages, and how a batch flows through them.
+    """A network as stages, through which batches flow.
 
-    On the first call the network is measured, cut, and its parameters are moved to their devices; they stay
-    there, since an optimizer keeps its state beside them. Later batches may have other sizes.
+    On the first call the network is measured and cut, and its parameters are moved to their devices; they stay there,
+    since an optimizer keeps its state beside them. Later batches may have other sizes.
 
     Parameters
     ----------
@@ -127,13 +128,13 @@ class PipelineStrategy:
     options
         See ``Pipeline``.
     devices
-        One per stage at most; all visible GPUs by default. Fewer, the first ones, are used where the network has fewer
-        separable layers or more stages would be slower; ``partition`` says so.
+        One per stage at most; all visible GPUs by default. Only the first ones are used if the network has fewer
+        separable layers or more stages would be slower; ``partition`` reports this.
 
     Raises
     ------
     ParallelError
-        If there are more cuts than devices allow, or the devices are not.
+        If there are more cuts than devices allow, or a device is missing.
 
     Notes
     -----
@@ -149,7 +150,7 @@ class PipelineStrategy:
         self.split_size, self.cuts = self.options.split_size, self.options.cuts
         self.devices = choose_devices(devices)
         if any(device.type == "cuda" for device in self.devices):
-            # What a recording hands to autograd comes from the stream that it is replayed on; autograd waits for it.
+            # Gradients of a recording come from the stream of its replay; autograd waits for that stream.
             accept_gradients_of_other_streams()
         if self.cuts is not None and len(self.cuts) >= len(self.devices):
             raise ParallelError(
@@ -157,7 +158,7 @@ class PipelineStrategy:
             )
         self._recorder = BatchRecorder(net, self.options.record, self.devices)
         self._conditions = Conditions(net, _is_hooked)
-        # Whether outputs hold a sample per row does not depend on the features that a network keeps of its last batch.
+        # The features that a network keeps of its last batch do not change whether outputs have one row per sample.
         self._form = Conditions(net, _is_hooked, sees_tensors=False)
         self._batching = Batching(self.options.batched)
         self.placement: Placement | None = None
@@ -169,7 +170,7 @@ class PipelineStrategy:
 
     @property
     def is_shared(self) -> bool:
-        """Whether volumes lie on several processes: never, a pipeline runs in one."""
+        """Whether volumes are spread over several processes: never, a pipeline runs in one."""
         return False
 
     @property
@@ -179,7 +180,7 @@ class PipelineStrategy:
 
     @property
     def step_devices(self) -> NoReturn:
-        """Devices that a whole step works on.
+        """Devices of a whole step.
 
         Raises
         ------
@@ -198,13 +199,13 @@ class PipelineStrategy:
             Always: a pipeline cuts none.
         """
         raise ParallelError(
-            "volumes are cut and batches scattered for strategy='spatial', and this model runs as a pipeline, which "
-            "takes whole batches"
+            "volumes are cut and batches scattered for strategy='spatial', but this model runs as a pipeline, "
+            "which takes whole batches"
         )
 
     @property
     def partition(self) -> Partition:
-        """Which device runs which layers; known after the first call.
+        """Assignment of layers to devices; available after the first call.
 
         Raises
         ------
@@ -213,8 +214,8 @@ class PipelineStrategy:
         """
         if self._partition is None:
             raise ParallelError(
-                "the network has not been cut yet: call the model once, or model.strategy.plan(batch), then ask "
-                "for its partition"
+                "the network is not cut yet: call the model once, or model.strategy.plan(batch), before reading "
+                "its partition"
             )
         return self._partition
 
@@ -225,7 +226,7 @@ class PipelineStrategy:
         batch, is_batch = self._find_batch((args, kwargs))
         placement, split_size = self._prepare(args, kwargs, batch, is_batch)
         calls, sizes = split(args, kwargs, split_size, is_batch), compute_split_sizes(batch, split_size)
-        # Sizes that differ show by themselves whether outputs go with them, and a batch that is not cut asks nothing.
+        # Different sizes show by themselves whether outputs scale with them, and a batch that is not cut needs no test.
         is_open = len(sizes) > 1 and sizes[0] == sizes[-1]
         cut = CutBatch((args, kwargs), is_batch, calls, sizes, target)
         if not is_open and not self._recorder.is_active:
@@ -248,11 +249,11 @@ class PipelineStrategy:
         return output
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A placement holds by identity what is another object after loading; it is measured anew.
+        # A placement refers to objects by identity, which loading changes; it is measured again.
         return PipelineStrategy, (self.net, self.options, self.devices)
 
     def _find_batch(self, call: Call) -> tuple[int, list[bool]]:
-        """Return the number of samples, and which leaves of the call hold one row for each."""
+        """Return the number of samples, and which leaves of the call have one row for each."""
         if self.options.batched is None and find_batch_size(*call) <= (
             self.split_size if isinstance(self.split_size, int) else 1
         ):
@@ -266,16 +267,16 @@ class PipelineStrategy:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether some kind of batch is replayed by now."""
+        """Whether a kind of batch is replayed."""
         return len(self._recorder) > 0
 
     @property
     def lanes(self) -> list[int]:
-        """For each kind of batch that is replayed, how many micro-batches share a device."""
+        """For each replayed kind of batch, the number of micro-batches that share a device."""
         return self._recorder.lanes
 
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
-        """Measure, cut and place without running, as ``DistributedDataParallel`` needs it beforehand."""
+        """Measure, cut and place without running, as ``DistributedDataParallel`` requires beforehand."""
         args, kwargs = self._bring_to_first_stage((args, kwargs))
         self._prepare(args, kwargs, *self._find_batch((args, kwargs)))
         return self.partition
@@ -294,7 +295,7 @@ class PipelineStrategy:
         return self.placement, split_size
 
     def _decide(self, call: Call, batch: int, is_batch: Sequence[bool]) -> int:
-        """Measure what is not known yet; place the network on the first call."""
+        """Measure unknown costs; place the network on the first call."""
         refuse_hidden(self.net)
 
         def micro_batch(samples: int) -> Call:
@@ -316,7 +317,7 @@ class PipelineStrategy:
         return chosen
 
     def _plan(self, micro_batch: Callable[[int], Call], batch: int, split_size: int) -> StagePlan:
-        """Measure a micro-batch and choose a cut, of those that are still free."""
+        """Measure a micro-batch and choose a cut, unless the network is placed."""
         measured = measure(self.net, *micro_batch(split_size), self.devices[0])
         micro_batches = len(compute_split_sizes(batch, split_size))
         limits = read_memory_limits(self.devices)
@@ -330,7 +331,7 @@ class PipelineStrategy:
         self._place(plan.measured.trace, list(plan.measured.layers), list(plan.lengths), samples, plan.held, notes)
 
     def _place_by_hand(self, micro_batch: Callable[[int], Call], batch: int) -> None:
-        """Cut where the user said; nothing is timed."""
+        """Cut at the user's modules; nothing is timed."""
         assert self.cuts is not None
         samples = min(self.split_size, batch) if isinstance(self.split_size, int) else 1
         with own_random_numbers(self.devices[:1]):
@@ -373,7 +374,7 @@ class PipelineStrategy:
         logger.info("pipeline of %d stages:\n%s", len(lengths), self._partition)
 
     def _bring_to_first_stage(self, call: Call) -> Call:
-        """Bring tensors that are on none of the devices to the first one."""
+        """Copy tensors that are on none of the devices to the first one."""
 
         def bring(tensor: Tensor) -> Tensor:
             return tensor if tensor.device in self.devices else tensor.to(self.devices[0], non_blocking=True)
@@ -381,11 +382,11 @@ class PipelineStrategy:
         return pytree.tree_map_only(Tensor, bring, call)
 
     def _find_output_device(self, call: Call) -> torch.device:
-        """Return the device of the first tensor argument, or the first stage's where that is none of ours."""
+        """Return the device of the first tensor argument, or the first stage's if that is none of the pipeline's."""
         found = next((leaf.device for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)), None)
         return found if found is not None and found in self.devices else self.devices[0]
 
 
 def _is_hooked(net: nn.Module) -> bool:
-    """Say whether a network that is followed has hooks of the user's."""
+    """Return whether a watched network has user hooks."""
     return any(map(runs.has_foreign_hooks, net.modules()))

@@ -1,9 +1,9 @@
 """Run the network's own ``forward`` with each layer on its stage's device.
 
-Every leaf call has a stage; a tensor that meets a function on another stage is sent there, straight from where it is
-(a skip never travels through the stages between). What ``forward`` does between the layers happens on the stage
-of the last one called. All of it is ordinary autograd, so backward needs no code: the engine runs one C++ thread per
-device, and the micro-batches flow back as they came.
+Every leaf call has a stage. A tensor that meets a function on another stage is sent there directly (a skip never
+travels through the stages between). Functions that ``forward`` calls between layers run on the stage of the last
+layer. Everything is ordinary autograd, so backward needs no code: the engine runs one C++ thread per device, and the
+micro-batches flow back the way they came.
 """
 
 from collections import defaultdict
@@ -35,7 +35,7 @@ from volseg.parallel.timeline import find_timeline
 __all__ = ["Location", "PlacedRun", "Placement", "place"]
 
 MARKS = ("_volseg_location", "_volseg_order", "_volseg_copies")
-"""Notes on tensors."""
+"""Attributes set on tensors."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,38 +48,38 @@ class Location:
 
 @dataclass(eq=False)
 class Placement:
-    """Where every leaf call, parameter and buffer of a network belongs."""
+    """Stage of every leaf call, parameter and buffer of a network."""
 
     locations: tuple[Location, ...]
     anchors: dict[nn.Module, list[Location]]
-    """For each module that may begin a stage: its location, call by call."""
+    """For each module that may start a stage: its location, call by call."""
     owners: dict[int, Location]
     """Location of each parameter and buffer, by identity."""
     states: tuple[Tensor, ...]
-    """Those parameters and buffers, held so that no other tensor can take an identity over."""
+    """These parameters and buffers, referenced so that no other tensor gets one of the identities."""
     counters: frozenset[int] = frozenset()
     """Identities of the ``num_batches_tracked`` buffers."""
     quiet: frozenset[nn.Module] = frozenset()
-    """Leaves inside of which nothing needs to be brought: their functions are not looked at."""
+    """Leaves whose functions are not intercepted, as none needs a tensor from another stage."""
     aliased: set[int] = field(default_factory=set)
     """Identities of parameters and buffers that forward reaches under another name, such as ``.data``."""
     written: tuple[Tensor, ...] = ()
-    """Parameters and buffers that forward was seen to change."""
+    """Parameters and buffers that forward changed in the observed call."""
     changes_arguments: bool = False
-    """Whether forward was seen to change its arguments in place."""
+    """Whether forward changed its arguments in place in the observed call."""
     buffered: tuple[nn.Module, ...] = ()
     """Modules with buffers."""
     has_warned: bool = False
-    """Whether the user knows that batch norm sees micro-batches."""
+    """Whether the warning about batch norm on micro-batches was given."""
     devices: frozenset[torch.device] = field(init=False)
 
     def __post_init__(self) -> None:
         self.devices = frozenset(location.device for location in self.locations)
 
     def forget_marks(self, outputs: Any) -> None:
-        """Take off what ``forward`` hands out, or leaves in buffers, the notes of where it was made.
+        """Remove the location marks from outputs of ``forward`` and from tensors that it leaves in buffers.
 
-        They would be saved with it.
+        Otherwise saving the tensors would save the marks.
         """
         for tensor in runs.find_tensors(outputs):
             _unmark(tensor)
@@ -89,7 +89,7 @@ class Placement:
                     _unmark(buffer)
 
     def start_late_run(self) -> "PlacedRun":
-        """Return a run for a module called on its own: by the user, or by checkpoint's recomputation in backward."""
+        """Return a run for a module called by itself: by the user, or by checkpoint's recomputation in backward."""
         return PlacedRun(self, FrozenStatistics(keeps_form=True) if runs.in_backward() else None)
 
 
@@ -101,10 +101,10 @@ def _unmark(tensor: Tensor) -> None:
 
 
 def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[torch.device]) -> Placement:
-    """Give the trace's segments, ``lengths`` at a time, to ``devices``, and move parameters and buffers there.
+    """Assign the trace's segments, ``lengths`` at a time, to ``devices``, and move parameters and buffers there.
 
     Each goes to the first stage that uses it, and keeps its identity (``.data`` is replaced), so optimizers and
-    tied weights keep their hold. What the trace never saw goes with the layer registered before it.
+    tied weights stay valid. State that the trace never saw goes with the layer registered before it.
     """
     locations = tuple(Location(stage, device) for stage, (device, _) in enumerate(zip(devices, lengths, strict=False)))
     stage_of = [location for location, length in zip(locations, lengths, strict=True) for _ in range(length)]
@@ -158,7 +158,7 @@ def _find_quiet(net: nn.Module, trace: Trace) -> Iterator[str]:
 
 
 def _is_at_home(module: nn.Module, anchors: Mapping[nn.Module, list[Location]], owners: Mapping[int, Location]) -> bool:
-    """Whether all calls of ``module`` are on the stage that owns its parameters and buffers."""
+    """Return whether all calls of ``module`` are on the stage that owns its parameters and buffers."""
     owned = {owners[id(state)] for state in (*module.parameters(), *module.buffers())}
     return len(owned.union(anchors.get(module, ()))) == 1
 
@@ -169,19 +169,19 @@ def _name_states(net: nn.Module) -> Mapping[str, Tensor]:
 
 
 class PlacedRun(runs.Run):
-    """One micro-batch's passage over the stages.
+    """One micro-batch's run over the stages.
 
-    Inside of leaves that the trace found self-contained, functions run unseen: looking at each costs several
+    Inside leaves that the trace found self-contained, functions are not intercepted: each interception costs several
     microseconds, which the queueing of kernels cannot spare.
 
     Parameters
     ----------
     placement
-        Where everything belongs.
+        Stage of every call and state.
     statistics
-        What to do with running statistics; ``None`` leaves norms alone.
+        Handles running statistics; ``None`` leaves norms unchanged.
     borrowed
-        Copies of parameters for stages that use, but do not own them; shared by the micro-batches of one batch.
+        Copies of parameters for stages that use but do not own them; shared by the micro-batches of one batch.
     """
 
     skips_quiet = True
@@ -219,18 +219,18 @@ class PlacedRun(runs.Run):
         for sender in self._senders:
             tensor = sender()
             if tensor is not None:
-                # What backward keeps must not keep copies that only forward needed.
+                # The tensors that backward keeps must not keep copies that only forward needed.
                 del tensor._volseg_copies  # type: ignore[attr-defined]
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> runs.Arguments | None:
-        """Turn to the stage of ``module`` and bring its arguments there."""
+        """Switch to the stage of ``module`` and send its arguments there."""
         calls = self.placement.anchors.get(module)
         if calls is None:
             return None
         index = self._calls[module]
         self._calls[module] = index + 1
         self.turn_to(calls[min(index, len(calls) - 1)])
-        # What is done here is no part of forward, and must not be brought itself.
+        # Functions called here are no part of forward, and must not be intercepted.
         silence = without_overrides()
         silence.__enter__()
         try:
@@ -244,7 +244,7 @@ class PlacedRun(runs.Run):
                 silence.__exit__(None, None, None)
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """Look at functions again."""
+        """Intercept functions again."""
         if module is self._quiet:
             self._received.clear()
             self._settle(output)
@@ -262,7 +262,7 @@ class PlacedRun(runs.Run):
             self._mark(is_end=False)
 
     def _mark(self, *, is_end: bool) -> None:
-        """Note that the stage begins or ends, if the step is watched."""
+        """Record the start or end of the stage on an active timeline."""
         timeline = find_timeline()
         if timeline is not None:
             timeline.mark(self.here.stage, self.here.device, "forward", timeline.micro_batch, is_end=is_end)
@@ -280,7 +280,7 @@ class PlacedRun(runs.Run):
                 if result is not None:
                     return self._settle(result)
             elif args and id(args[0]) in self.placement.counters and runs.adds_in_place(function):
-                # Counted where it lives, and once per batch.
+                # Counted on its own device, once per batch.
                 return function(*args, **kwargs) if self._statistics.counts_batch(args[0]) else args[0]
         if not self._all_here(args, kwargs):
             args, kwargs = runs.map_tensors(self.bring, args), runs.map_tensors(self.bring, kwargs)
@@ -290,7 +290,7 @@ class PlacedRun(runs.Run):
         return self._settle(result)
 
     def _all_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether every tensor in the arguments is here; written out, since every function comes by."""
+        """Return whether every tensor in the arguments is here; unrolled, as every function passes this check."""
         here = self.here
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
@@ -301,36 +301,35 @@ class PlacedRun(runs.Run):
         return True
 
     def is_here(self, tensor: Tensor) -> bool:
-        """Whether a function of the current stage may read ``tensor`` as it is."""
+        """Return whether a function of the current stage may read ``tensor`` directly."""
         at = getattr(tensor, "_volseg_location", None) or self.placement.owners.get(id(tensor))
         if at is not None:
             return at is self.here
-        # Made elsewhere: only a tensor on another stage's device moves. CPU scalars and indices mix with CUDA
-        # tensors.
+        # Made elsewhere: only a tensor on another stage's device moves. CPU scalars and indices mix with CUDA tensors.
         return tensor.device == self.here.device or tensor.device not in self.placement.devices
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` on the current stage, sent once and remembered."""
+        """Return ``tensor`` on the current stage, sent once and cached."""
         if self.is_here(tensor):
             return tensor
-        # A copy made without grad must not serve a use with grad: it has no way back.
+        # A copy made without grad must not serve a use with grad: no gradient flows through it.
         with_grad = torch.is_grad_enabled()
         copies: dict[Any, Tensor]
         key: Any
         if is_transformed(tensor):
             raise PartitionError(
-                f"a function inside of torch.vmap or torch.func, on stage {self.here.stage}, meets a tensor of another "
-                f"stage: keep the transformed function inside the forward of one layer, or give the cuts by hand "
-                f"(cuts=[...]) so that both are on one device"
+                f"a function inside torch.vmap or torch.func, on stage {self.here.stage}, uses a tensor of "
+                "another stage: keep the transformed function inside the forward of one layer, or set the cuts "
+                "(cuts=[...]) so that both are on one device"
             )
         if id(tensor) in self.placement.owners:
-            # A buffer that forward has changed since is copied again.
+            # A buffer that forward has changed since then is copied again.
             number = runs.read_version(tensor)
             copies, key = self._borrowed, (id(tensor), self.here, with_grad, number)
             if id(tensor) in self.placement.aliased:
                 copies.pop(key, None)
         else:
-            # Kept on the tensor itself, so that the copies live no longer than the original or this passage.
+            # Cached on the tensor itself, so that copies live no longer than the original or this run.
             if not hasattr(tensor, "_volseg_copies"):
                 tensor._volseg_copies = {}  # type: ignore[attr-defined]
                 self._senders.append(ref(tensor))
@@ -345,7 +344,7 @@ class PlacedRun(runs.Run):
     def receive(self, tensor: Tensor) -> Tensor:
         """Send ``tensor`` to the current stage."""
         if id(tensor) in self.placement.owners and not isinstance(tensor, nn.Parameter):
-            # The next micro-batch may change the buffer while this one's copy is on its way.
+            # The next micro-batch may change the buffer during the copy.
             tensor = tensor.clone()
         copied, passage = send(tensor, self.here.device)
         at = getattr(tensor, "_volseg_location", None)
@@ -363,7 +362,7 @@ class PlacedRun(runs.Run):
         return result
 
     def _inherit(self, result: Any, args: tuple[Any, ...]) -> Any:
-        """Let an attribute that is a tensor (``x.T``, ``x.data``) live where its owner does."""
+        """Locate an attribute that is a tensor (``x.T``, ``x.data``) with its owner."""
         if isinstance(result, Tensor) and args and isinstance(args[0], Tensor):
             owner = args[0]
             at = getattr(owner, "_volseg_location", None) or self.placement.owners.get(id(owner))
@@ -376,7 +375,7 @@ class PlacedRun(runs.Run):
     def _without_running(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Bring a norm's arguments, except the running buffers, which it will not touch."""
+        """Send a norm's arguments, except the running buffers, which it will not use."""
         kept = ("running_mean", "running_var")
         return {
             name: value if name in kept else runs.map_tensors(self.bring, value)
@@ -384,14 +383,12 @@ class PlacedRun(runs.Run):
         }
 
     def _check_received(self, function: Callable[..., Any]) -> None:
-        """Refuse a change in place of a copy: the original, on its own stage, would keep the old value."""
+        """Refuse an in-place change of a copy: the original, on its own stage, would keep the old value."""
         if runs.find_changes(self._received):
             name = getattr(function, "__name__", repr(function))
             raise PartitionError(
-                f"{name} changes in place a tensor that lives on stage {self.here.stage - 1} or before, which "
-                f"the partition did not "
-                f"foresee: forward took another way than in the call that was measured. Use the function that "
-                f"is not in "
-                f"place, or give the cuts by hand (cuts=[...]) so that both ends are on one device"
+                f"{name} changes in place a tensor of stage {self.here.stage - 1} or earlier, which the partition "
+                "did not foresee: forward took another branch than in the measured call. Use the out-of-place "
+                "function, or set the cuts (cuts=[...]) so that both are on one device"
             )
         self._received.clear()

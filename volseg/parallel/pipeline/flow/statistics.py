@@ -1,11 +1,11 @@
 """Running statistics of the whole batch from a batch that was normalised in micro-batches.
 
 Batch norm in training normalises each micro-batch with its own mean and variance (waiting for the whole batch
-at every layer would leave no pipeline). Its *running* statistics, which evaluation uses, are updated once per
+at every layer would stall the pipeline). Its *running* statistics, which evaluation uses, are updated once per
 batch with the statistics of the whole batch, as if it had not been cut: "deferred batch norm".
 
-The statistics of a micro-batch cost no extra pass over the activations: batch norm is given blank running
-buffers and a momentum of one, so that it leaves its batch statistics there.
+The statistics of a micro-batch need no extra pass over the activations: batch norm gets blank running buffers and a
+momentum of one, so that it writes its batch statistics there.
 
 References
 ----------
@@ -52,13 +52,13 @@ def find_batch_counters(net: nn.Module) -> frozenset[int]:
 
 
 class RunningStatistics(Protocol):
-    """What a run does where a norm would update its running statistics."""
+    """Handle norms that would update their running statistics."""
 
     def norm(self, site: "NormSite") -> Tensor:
         """Run a norm that uses the batch's statistics."""
 
     def counts_batch(self, counter: Tensor) -> bool:
-        """Whether to increase ``counter``, a ``num_batches_tracked``."""
+        """Return whether to increase ``counter``, a ``num_batches_tracked``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +69,21 @@ class NormSite:
     momentum: float
     by_instance: bool
     device: torch.device
-    """Where it runs; a borrowed layer's buffers live elsewhere."""
+    """Device of the call; a borrowed layer's buffers are on another one."""
     call: Callable[[Tensor | None, Tensor | None, float], Tensor]
-    """Calls the norm with the running buffers and the momentum that it is given."""
+    """Call the norm with given running buffers and momentum."""
 
 
 class FrozenStatistics:
-    """Change nothing: for measurements, and for the recomputation in backward, which has been counted already.
+    """Update nothing: for measurements, and for recomputation in backward, which has been counted.
 
     Parameters
     ----------
     counts_batches
-        Whether counters go up all the same, for somebody who puts the buffers back: norms with ``momentum=None`` divide
-        by theirs, which is 0 before the first batch.
+        Whether counters increase nevertheless, for a caller that restores the buffers: norms with ``momentum=None``
+        divide by theirs, which is 0 before the first batch.
     keeps_form
-        Whether norms get blank running buffers, for a recomputation: torch's checkpoint counts what is saved, and the
+        Whether norms get blank running buffers, for a recomputation: torch's checkpoint counts saved tensors, and the
         forward pass saved such buffers too.
     """
 
@@ -91,14 +91,14 @@ class FrozenStatistics:
         self._counts_batches, self._keeps_form = counts_batches, keeps_form
 
     def norm(self, site: NormSite) -> Tensor:
-        """Normalise with the batch's statistics and forget them."""
+        """Normalise with the batch's statistics and discard them."""
         if not self._keeps_form:
             return site.call(None, None, site.momentum)
         mean, variance = (torch.zeros_like(kept, device=site.device) for kept in site.running)
         return site.call(mean, variance, site.momentum)
 
     def counts_batch(self, counter: Tensor) -> bool:  # noqa: ARG002
-        """Say whether somebody puts it back."""
+        """Return whether the caller restores the counter."""
         return self._counts_batches
 
 
@@ -109,7 +109,7 @@ class _Gathered:
         self.running, self.momentum, self.by_instance = site.running, site.momentum, site.by_instance
         mean = site.running[0]
         self.rows = torch.zeros(2, rows, len(mean), dtype=mean.dtype, device=site.device)
-        # Zero where a micro-batch's forward took another way.
+        # Zero for a micro-batch whose forward took another branch.
         self.counts = [0] * rows
 
 
@@ -117,7 +117,7 @@ class _Gathered:
 def _compute_weights(
     columns: tuple[tuple[tuple[int, ...], int], ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return each part's count ``(parts, C)`` and their totals ``(C,)``; kept, since copies from the host take time.
+    """Return each part's count ``(parts, C)`` and their totals ``(C,)``; cached, since copies from the host take time.
 
     ``columns`` are the counts of a norm call's parts, and its number of channels.
     """
@@ -125,7 +125,7 @@ def _compute_weights(
         widths = torch.tensor([width for _, width in columns]).to(device)
         counts = torch.tensor([counts for counts, _ in columns], dtype=dtype).to(device)
         totals = torch.tensor([sum(counts) for counts, _ in columns], dtype=dtype).to(device)
-        size = sum(width for _, width in columns)  # told, so that nobody waits for it
+        size = sum(width for _, width in columns)  # passed in, to avoid a synchronisation
         spread = counts.repeat_interleave(widths, 0, output_size=size).T.contiguous()
         return spread, totals.repeat_interleave(widths, output_size=size)
 
@@ -133,18 +133,18 @@ def _compute_weights(
 def combine(
     means: Tensor, variances: Tensor, counts: Tensor, totals: Tensor, by_instance: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and unbiased variance of a whole from those of its parts.
+    """Merge means and unbiased variances of parts into those of the whole.
 
     Parameters
     ----------
     means, variances
         ``(parts, C)``.
     counts
-        ``(parts, C)``: values per channel in each part; samples where ``by_instance``. A part of none counts nothing.
+        ``(parts, C)``: values per channel in each part; samples if ``by_instance``. A part of zero values is ignored.
     totals
         ``(C,)``: sum over the parts.
     by_instance
-        Instance norm's running statistics are averages over samples: no spread between the parts enters.
+        Instance norm's running statistics are averages over samples: the spread between the parts is ignored.
     """
     mean = (means * counts).sum(0) / totals
     if by_instance:
@@ -155,9 +155,9 @@ def combine(
 
 
 def _commit(calls: Sequence[_Gathered]) -> None:
-    """Move the running statistics of some norms of one device towards those of all micro-batches together.
+    """Update the running statistics of some norms of one device with those of all micro-batches.
 
-    All at once: a network of fifty norms would otherwise queue hundreds of tiny kernels between forward and loss.
+    One call for all: a network of fifty norms would otherwise queue hundreds of tiny kernels between forward and loss.
     """
     first, widths = calls[0], [kept.rows.shape[2] for kept in calls]
     means, variances = torch.cat([kept.rows for kept in calls], 2)
@@ -177,13 +177,13 @@ class WholeBatchStatistics:
     def __init__(self, micro_batches: int) -> None:
         self.micro_batches = micro_batches
         self.splits_batch_norm = False
-        """Whether a batch norm took the statistics of one micro-batch of several."""
+        """Whether a batch norm used the statistics of one micro-batch of several."""
         self.gathered: dict[tuple[int, int], _Gathered] = {}
         self._calls: dict[int, int] = defaultdict(int)
         self._index = 0
 
     def begin(self, index: int) -> None:
-        """Turn to micro-batch ``index``."""
+        """Continue with micro-batch ``index``."""
         self._index = index
         self._calls.clear()
 
@@ -193,7 +193,7 @@ class WholeBatchStatistics:
 
     def norm(self, site: NormSite) -> Tensor:
         """Normalise with the micro-batch's statistics and keep them."""
-        # A norm that is called twice per forward updates twice: the calls are told apart by their number.
+        # A norm that is called twice per forward updates twice: calls are distinguished by their number.
         buffer = id(site.running[0])
         key = buffer, self._calls[buffer]
         self._calls[buffer] += 1
@@ -216,7 +216,7 @@ class WholeBatchStatistics:
             _commit(calls)
 
     def blank(self) -> None:
-        """Zero what was gathered, so that the same memory can serve the next batch."""
+        """Zero the gathered statistics, so that the next batch can use the same memory."""
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for kept in self.gathered.values():
             by_device[kept.rows.device].append(kept.rows)
@@ -226,12 +226,12 @@ class WholeBatchStatistics:
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    """How a norm is called."""
+    """Signature of a norm function."""
 
     names: tuple[str, ...]
-    """Of its arguments, in order."""
+    """Argument names, in order."""
     flag: str
-    """Of the one that asks for the batch's statistics."""
+    """Name of the argument that requests the batch's statistics."""
     default: bool
     by_instance: bool
 
@@ -257,12 +257,12 @@ def bind_arguments(function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
 def run_norm(
     statistics: RunningStatistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Run one of ``NORMS`` under ``statistics``; ``None`` where it updates nothing.
+    """Run one of ``NORMS`` under ``statistics``; return ``None`` if it updates nothing.
 
     Raises
     ------
     ParallelError
-        If it is a batch norm that gets one value per channel.
+        If a batch norm gets one value per channel.
     """
     form, given = NORMS[function], bind_arguments(function, args, kwargs)
     if not given.get(form.flag, form.default):

@@ -1,16 +1,16 @@
-"""Move a tensor between devices so that neither device waits for the other, forward and backward.
+"""Copy a tensor between devices so that neither device waits for the other, forward and backward.
 
 A plain ``.to()`` between two GPUs waits for *both* devices' current streams: the sender idles until the receiver has
-finished what was queued there. Here a copy runs on a pair of streams of its own, one per ordered pair of devices, and
-only the receiver's compute stream waits, for that copy alone::
+finished its queue. Here a copy runs on its own pair of streams, one pair per ordered pair of devices, and only the
+receiver's compute stream waits, and only for that copy::
 
     source  compute  ──ready──┐                         backward:  Depart waits for the gradient
             out               └─copy─┐
     target  in                       └──arrived──┐
             compute                              └───── the layer that uses it
 
-The gradient takes the same way back. Two autograd nodes are needed: ``_Cross`` runs in the target device's autograd
-thread and starts the copy; ``_Depart`` runs in the source device's thread when the source turns to that gradient, and
+The gradient takes the same path back. Two autograd nodes are needed: ``_Cross`` runs in the target device's autograd
+thread and starts the copy; ``_Depart`` runs in the source device's thread when the source reaches that gradient, and
 only there is the wait queued. Waiting in ``_Cross`` would put all waits before all work.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["Passage", "copy_between", "copy_into", "send", "wait_for_departures"
 
 
 class Passage:
-    """One tensor's way from a device to another; holds the events of its copies."""
+    """Copies of one tensor between two devices; holds their events."""
 
     __slots__ = ("arrived", "home", "noted", "returned")
 
@@ -39,13 +39,13 @@ class Passage:
         self.noted: tuple[int, int | None, int | None] | None = None
 
     def note(self, source: int | None, target: int | None) -> None:
-        """Remember which stages it joins, if the step is watched: the backward pass does not know."""
+        """Set the stages that it joins, for an active timeline: the backward pass does not know them."""
         timeline = find_timeline()
         if timeline is not None:
             self.noted = timeline.micro_batch, source, target
 
     def mark_return(self, device: torch.device, *, is_end: bool) -> None:
-        """Note that the target ends its backward pass, or that the source begins it, if the step is watched."""
+        """Record on an active timeline that the target ends its backward pass, or that the source starts it."""
         timeline = find_timeline()
         if timeline is None or self.noted is None:
             return
@@ -55,7 +55,7 @@ class Passage:
             timeline.mark(stage, device, "backward", number, is_end=is_end)
 
     def wait(self, tensor: Tensor) -> Tensor:
-        """Let the current stream of the tensor's device wait for its arrival."""
+        """Make the current stream of the tensor's device wait for its arrival."""
         if self.arrived is not None:
             stream = find_current_stream(tensor.device)
             stream.wait_event(self.arrived)
@@ -69,14 +69,14 @@ _kept: dict[str, Pairs] = {}
 
 
 def _list_pairs() -> Pairs:
-    """Return the side streams by source and target; a pretence, which keeps other things too, has its own."""
+    """Return the side streams by source and target; each trace on a fake GPU has its own."""
     pairs: Pairs = find_kept(_kept).setdefault("passages", {})
     return pairs
 
 
 def _get_streams(source: torch.device, target: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Side streams for copies from ``source`` to ``target``: one on each device."""
-    # setdefault: forward's and every device's backward thread come here.
+    """Return the side streams for copies from ``source`` to ``target``: one on each device."""
+    # setdefault: called from forward and from every device's backward thread.
     pairs = _list_pairs()
     return pairs.get((source, target)) or pairs.setdefault((source, target), (make_stream(source), make_stream(target)))
 
@@ -84,11 +84,11 @@ def _get_streams(source: torch.device, target: torch.device) -> tuple[torch.cuda
 def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
     """Copy to ``target`` on side streams; return the copy and the event of its arrival.
 
-    The copy starts when the source's current stream has reached this point. It has arrived when the event has; the
-    event is ``None`` where there are no streams.
+    The copy starts when the source's current stream has reached this point. The event is ``None`` for devices without
+    streams.
     """
     if not is_gpu(tensor.device) or not is_gpu(target) or tensor.device == target:
-        # A real copy even on the same device: stages never share memory, whatever the devices.
+        # A real copy even on the same device: stages never share memory, on any devices.
         return (tensor.clone() if tensor.device == target else tensor.to(target, non_blocking=True)), None
     observer().on_sent(tensor.device, "copy", tensor.nbytes)
     leaving, entering = _get_streams(tensor.device, target)
@@ -101,7 +101,7 @@ def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
 
 
 def copy_into(tensor: Tensor, room: Tensor, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
-    """Copy into memory that lives on, once ``free`` has passed there; return the event of the arrival.
+    """Copy into persistent memory, once ``free`` has passed there; return the event of the arrival.
 
     Between devices the copy runs on side streams, as in ``copy_between``; on one device in the current stream.
     """
@@ -122,7 +122,7 @@ def copy_into(tensor: Tensor, room: Tensor, free: torch.cuda.Event | None) -> to
 
 
 def wait_for_departures(devices: Iterable[torch.device]) -> None:
-    """Let the current streams wait until earlier copies have read what they send."""
+    """Make the current streams wait until earlier copies have read their sources."""
     waiting = set(devices)
     for (source, _), (leaving, _) in list(_list_pairs().items()):
         if source in waiting:
@@ -130,7 +130,7 @@ def wait_for_departures(devices: Iterable[torch.device]) -> None:
 
 
 class _Depart(torch.autograd.Function):
-    """Identity; backward waits, on the source, for the gradient to come back."""
+    """Identity; backward waits, on the source, for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, passage: Passage) -> Tensor:

@@ -1,1 +1,1 @@
-"""Follow a forward pass: what it calls, in which order, at what cost."""
+"""Trace a forward pass: calls, their order and their cost."""

@@ -1,8 +1,8 @@
-"""Measure what each part of a network costs, by running it.
+"""Measure the cost of each part of a network by running it.
 
-The network's copy runs on one device, part by part: each part's inputs are cut off from autograd, its forward
-is timed, then its backward at once, and its activations are let go before the next part begins. So the memory
-needed is that of the largest part, and a network can be measured that one device could not train.
+A copy of the network runs on one device, part by part: each part's inputs are detached from autograd, its forward
+is timed, then its backward, and its activations are freed before the next part starts. So the memory needed is that of
+the largest part, and a network can be measured that one device could not train.
 """
 
 import contextlib
@@ -33,10 +33,11 @@ from volseg.parallel.state.random import own_random_numbers
 __all__ = ["Measured", "copy_network", "find_activations", "measure", "move_call", "observe_copy"]
 
 REPEATS = 2
-"""Timed passes on a GPU after one to warm up; the quickest counts. On a host the first pass counts: observing the
-network has warmed it up, and three passes would take longer than the batch."""
+"""Timed passes on a GPU after one warm-up; the fastest counts. On a host the first pass counts: observing the network
+has
+warmed it up, and three passes would take longer than the batch."""
 
-# Long enough for the host to queue a part before the device starts on it, else the host would be timed.
+# Long enough for the host to queue a part before the device starts it, otherwise the host would be timed.
 SLEEP_CYCLES = 2_000_000
 
 
@@ -49,7 +50,7 @@ class Measured:
     layers: tuple[LayerCost, ...]
     activations: tuple[KeptActivation, ...]
     host_ms: float
-    """Host time in which one micro-batch's forward is queued; 0 where functions run on the host anyway."""
+    """Host time to queue one micro-batch's forward; 0 where functions run on the host anyway."""
 
 
 def observe_copy(
@@ -57,8 +58,9 @@ def observe_copy(
 ) -> tuple[nn.Module, Trace, Observer]:
     """Copy the network to ``device``, watch the copy, and record one forward of it.
 
-    Without the user's hooks, and without keeping what backward needs, if that will do: a hook may change shapes, and a
-    network may differentiate inside.
+    First without the user's hooks, and without saved tensors, then with both: a hook may change shapes, and a network
+    may
+    differentiate inside.
     """
     first: Exception | None = None
     ways = ((False, True), (False, False), (True, True), (True, False))
@@ -67,7 +69,7 @@ def observe_copy(
         own_args, own_kwargs = move_call((args, kwargs), device)
         try:
             trace, observer = observe(probe, own_args, own_kwargs, counts)
-        except Exception as failure:  # that of the first way is the network's own
+        except Exception as failure:  # the error of the first attempt is the network's own
             first = first or failure
             continue
         return probe, trace, observer
@@ -92,7 +94,7 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
     Raises
     ------
     PartitionError
-        If it cannot be copied.
+        If copying fails.
     """
     try:
         with copying_by_clones():
@@ -118,11 +120,11 @@ def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devic
     Parameters
     ----------
     net
-        The network, which stays as it is.
+        The network, which is not changed.
     args, kwargs
         A micro-batch.
     device
-        Where to run.
+        Device of the measurement.
 
     Raises
     ------
@@ -161,11 +163,11 @@ def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devic
 
 
 def find_activations(observer: Observer, parts: Sequence[Segment]) -> list[KeptActivation]:
-    """Return what outlives an operation, by the segments that handle it."""
+    """Return the memory that outlives an operation, with the segments that use it."""
     segment_of = {operation: number for number, part in enumerate(parts) for operation in part.operations}
 
     def name_segments(operations: set[int]) -> tuple[int, ...]:
-        # The caller's number is one more than the last operation's, and than the last segment's.
+        # The caller's number is one more than the last operation's or segment's.
         return tuple(sorted({segment_of.get(operation, len(parts)) for operation in operations}))
 
     found = [
@@ -178,7 +180,7 @@ def find_activations(observer: Observer, parts: Sequence[Segment]) -> list[KeptA
 
 
 def _measure_host_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Return the host time of one forward that keeps nothing."""
+    """Return the host time of one forward without saved tensors."""
 
     def drop(tensor: Any) -> Any:  # noqa: ARG001 (a hook's signature)
         return None
@@ -193,7 +195,7 @@ def _measure_host_ms(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class Stopwatch(runs.Run):
-    """Time each segment's forward and backward on its own."""
+    """Time each segment's forward and backward separately."""
 
     def __init__(self, net: nn.Module, parts: Sequence[Segment], device: torch.device) -> None:
         super().__init__()
@@ -224,23 +226,23 @@ class Stopwatch(runs.Run):
         """End the current segment: stop the clock, then time its backward."""
         forward = self._stop()
         sent = [tensor for tensor in self._sent if tensor.requires_grad and tensor.grad_fn is not None]
-        # Recomputation inside is backward's: it is neither counted nor cut.
+        # Recomputation inside belongs to backward: it is neither counted nor cut.
         self._paused = True
         try:
             backward = self._backward(sent) if sent else 0.0
         except RuntimeError as failure:
-            # Every result is differentiated here, also those whose gradient the network does not need: there saved
-            # tensors may be overwritten, or a derivative be missing. A reentrant checkpoint hands its gradient past the
-            # cut, to a segment that is done. An error of a needed gradient is raised again by the training. The time is
-            # estimated as a second forward, and twice that for the gradients.
+            # Every result is differentiated here, also those whose gradient the network does not need: their saved
+            # tensors may have been overwritten, or a derivative may be missing. A reentrant checkpoint passes its
+            # gradient beyond the cut, to a finished segment. The training raises an error of a needed gradient again.
+            # The time is estimated as a second forward, and twice that for the gradients.
             if isinstance(failure, torch.OutOfMemoryError | VolsegError):
                 raise
             backward = 3 * forward
         self._paused = False
         for parameter in self._parameters:
             parameter.grad = None
-        # What was cut off looks like a weight to autocast, which would keep its cast copy, and by that the activation
-        # and its gradient, up to the end of the batch: the whole network's, in place of the largest part's.
+        # Autocast takes a detached tensor for a weight and would keep its cast copy, with the activation and its
+        # gradient, until the end of the batch: memory of the whole network instead of the largest part.
         torch.clear_autocast_cache()
         row = self.times[self._segment]  # a path may return to a segment
         row[:] = np.nansum((row, (forward, backward)), 0)
@@ -253,7 +255,7 @@ class Stopwatch(runs.Run):
         return stop()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> runs.Arguments | None:
-        """Begin the next segment where this call does; cut its arguments off."""
+        """Start the next segment at its first call; detach the call's arguments."""
         if self._paused:
             return None
         index = self._calls[module]
@@ -265,7 +267,7 @@ class Stopwatch(runs.Run):
             self.finish()
             self._begin()
             self._segment = number
-        # What is done here is no part of forward: it must be neither counted nor marked.
+        # Functions called here are no part of forward: they must be neither counted nor marked.
         with without_overrides():
             return runs.map_tensors(self._cut_off, args), runs.map_tensors(self._cut_off, kwargs)
 

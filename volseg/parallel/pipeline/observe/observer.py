@@ -1,6 +1,6 @@
-"""Write one forward down as a ``Trace``: module calls, torch functions, what they read, keep and change.
+"""Record one forward as a ``Trace``: module calls, torch functions, and the tensors they read, keep and change.
 
-Nothing is kept for backward (saved tensors are counted and dropped), so observing needs little more memory than
+No tensors are kept for backward (saved tensors are counted and dropped), so observing needs little more memory than
 inference.
 """
 
@@ -27,19 +27,19 @@ DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of memory, which several tensors may view."""
+    """A block of memory, which several tensors may view."""
 
     num_bytes: int
     made: int
     """The operation that made it, or first read it."""
     read: set[int] = field(default_factory=set)
-    """Operations that use it."""
+    """Operations that read it."""
     kept: set[int] = field(default_factory=set)
-    """Operations that keep it for backward."""
+    """Operations that save it for backward."""
 
 
 class _Memory:
-    """The blocks that operations make and read; those of ``states`` are not listed."""
+    """The blocks that operations make and read, without those of ``states``."""
 
     def __init__(self, states: Iterable[tuple[str, Tensor]]) -> None:
         self.blocks: list[Block] = []
@@ -48,19 +48,19 @@ class _Memory:
         self._known: dict[int, tuple[StorageWeakRef, Block]] = {}
 
     def find_state(self, tensor: Tensor) -> str | None:
-        """Return the name of the parameter or buffer in whose memory ``tensor`` is."""
+        """Return the name of the parameter or buffer that owns the memory of ``tensor``."""
         if tensor.layout != torch.strided:
             return None
         return self._states.get(StorageWeakRef(tensor.untyped_storage()).cdata)
 
     def see(self, tensor: Tensor, number: int) -> Block:
-        """Return the memory of ``tensor``, made by operation ``number`` if it is new."""
+        """Return the block of ``tensor``, made by operation ``number`` if it is new."""
         if tensor.layout != torch.strided:
             return Block(0, number)
         storage = tensor.untyped_storage()
         weak = StorageWeakRef(storage)
         known = self._known.get(weak.cdata)
-        # An address is used again once its memory has been freed.
+        # An address is reused once its memory has been freed.
         if known is None or known[0].expired():
             self._known[weak.cdata] = known = (weak, Block(storage.nbytes(), number))
             if weak.cdata not in self._states:
@@ -69,7 +69,7 @@ class _Memory:
 
 
 class Observer(runs.Run):
-    """Write down what a forward does."""
+    """Record a forward."""
 
     def __init__(self, net: nn.Module, counts: bool = True) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Observer(runs.Run):
         self._hooks.__exit__(*failure)
 
     def _count(self, tensor: Tensor) -> None:
-        """Note a tensor that backward would need, and let it go."""
+        """Count a tensor that backward would need, and drop it."""
         self._memory.see(tensor, self._number).kept.add(self._number)
 
     def note_arguments(self, values: Any) -> None:
@@ -110,18 +110,18 @@ class Observer(runs.Run):
 
     @property
     def blocks(self) -> list[Block]:
-        """All memory that was used but that of parameters and buffers."""
+        """All used memory except that of parameters and buffers."""
         return self._memory.blocks
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write the beginning of a module call."""
+        """Record the start of a module call."""
         path = self._paths[module]
         call = Call(path, self._calls[path])
         self._calls[path] += 1
         self.events.append(Enter(call, self._find_makers((args, kwargs)), self._number_guard()))
 
     def leave(self, module: nn.Module, output: Any) -> None:  # noqa: ARG002 (calls nest)
-        """Write the end of a module call."""
+        """Record the end of a module call."""
         self.events.append(Leave())
 
     def __torch_function__(
@@ -140,14 +140,14 @@ class Observer(runs.Run):
         dice = _read_random_state(read)
         result = None
         if function in NORMS:
-            # Whole-batch statistics tie no two calls of a norm together.
+            # Whole-batch statistics do not tie two calls of a norm together.
             result = run_norm(FrozenStatistics(), function, args, kwargs)
         result = function(*args, **kwargs) if result is None else result
         changed = {id(tensor) for tensor in runs.find_changes(versions)} - self._counters
         rewritten = [(tensor, block) for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed]
         self._written.update(name for tensor, _ in rewritten if (name := self._memory.find_state(tensor)))
         self._changes_arguments |= any(block in self._arguments for _, block in rewritten)
-        # What lies between the differentiated tensor and the derivative stays together.
+        # The functions between the differentiated tensor and the derivative stay together.
         since = [block.made for block in (blocks if differentiates else [block for _, block in rewritten])]
         named = (self._states.get(id(tensor)) or getattr(tensor, "_volseg_alias", None) for tensor in read)
         states = dict.fromkeys(name for name in named if name is not None)
@@ -166,10 +166,10 @@ class Observer(runs.Run):
         return result
 
     def _ask(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what only asks something of a tensor, and note what is another name of a parameter or buffer."""
+        """Run a function that only queries a tensor; record aliases of parameters and buffers."""
         result = function(*args, **kwargs)
         if isinstance(result, Tensor) and args and id(args[0]) in self._states:
-            # Another tensor in the same memory: what is done to it is done to the parameter or buffer.
+            # Another tensor in the same memory: a change of it changes the parameter or buffer.
             result._volseg_alias = self._states[id(args[0])]  # type: ignore[attr-defined]
             self._aliased.add(result._volseg_alias)  # type: ignore[attr-defined]
         return result
@@ -188,18 +188,18 @@ class Observer(runs.Run):
         return tuple(dict.fromkeys(mark[1] for mark in marks if mark is not None and mark[0] is self))
 
     def _number_guard(self) -> int:
-        """Return a number for the surroundings that checkpoint changes: hooks for saved tensors, and grad mode."""
+        """Return a number for the state that checkpoint changes: hooks for saved tensors, and grad mode."""
         hooks = find_saved_tensors_hooks(False)
         pack, with_grad = hooks[0] if hooks else None, torch.is_grad_enabled()
         for number, (known, mode) in enumerate(self._guards):
             if known is pack and mode == with_grad:
                 return number
-        # Kept alive, so that its identity is not used again.
+        # Kept alive, so that its identity is not reused.
         self._guards.append((pack, with_grad))
         return len(self._guards) - 1
 
     def make_trace(self, output: Any) -> Trace:
-        """Return what was recorded; note that the caller reads the output."""
+        """Return the trace; mark the outputs as read by the caller."""
         for tensor in runs.find_tensors(output):
             self._memory.see(tensor, self._number).read.add(self._number)
         made = self._find_makers(pytree.tree_leaves(output))
@@ -213,7 +213,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 def _read_random_state(read: list[Tensor]) -> Tensor:
-    """Return the state of the generator that a function of these tensors would draw from."""
+    """Return the state of the generator from which a function of these tensors would draw."""
     device = read[0].device if read else torch.device("cpu")
     with host_values():
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -222,12 +222,12 @@ def _read_random_state(read: list[Tensor]) -> Tensor:
 def observe(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counts: bool = True
 ) -> tuple[Trace, Observer]:
-    """Run a watched network once and return what it did.
+    """Run a watched network once and return its trace.
 
-    Unless it ``counts`` what backward needs, that is kept: for networks that differentiate inside.
+    Unless it ``counts`` the tensors that backward needs, they are kept: for networks that differentiate inside.
     """
     with torch.enable_grad(), Observer(net, counts) as observer:
-        # Arguments that forward changes in place are there from the beginning.
+        # Arguments that forward changes in place exist from the start.
         observer.note_arguments((args, kwargs))
         output = net(*args, **kwargs)
     return observer.make_trace(output), observer

@@ -1,11 +1,11 @@
-"""Follow a network's own ``forward`` from outside: its torch functions and module calls pass through a ``Run``.
+"""Intercept a network's own ``forward``: its torch functions and module calls pass through a ``Run``.
 
 A ``Run`` is a torch-function mode (it sees the functions that ``forward`` calls, above autograd) and the receiver of
-the module hooks of ``install_hooks`` (it sees which module is being called). Subclasses write the calls down, measure
-them, place them on devices, or record their kernels. ``forward`` itself is never replaced, reordered or traced into a
-graph, so skips, reused modules and functional code need no special case.
+the module hooks of ``install_hooks`` (it sees each module call). Subclasses record the calls, measure them, place them
+on devices, or capture their kernels. ``forward`` itself is never replaced, reordered or traced into a graph, so skips,
+reused modules and functional code need no special case.
 
-The hooks are plain functions without state: copying or saving a network that has them copies nothing of a run.
+The hooks are plain functions without state: copying or saving a network that has them copies no run.
 """
 
 import contextlib
@@ -64,10 +64,10 @@ HOOKS = (FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS)
 HOOK_FLAGS = (FORWARD_HOOKS_WITH_KWARGS, FORWARD_HOOKS_ALWAYS_CALLED, FORWARD_PRE_HOOKS_WITH_KWARGS)
 
 latecomers: "WeakKeyDictionary[nn.Module, ref[Any]]" = WeakKeyDictionary()
-"""What to run a placed module under when it is called outside of its network's forward: the recomputation of
-``torch.utils.checkpoint`` during backward, or a direct call of a submodule."""
+"""Run for a placed module that is called outside its network's forward: by the recomputation of
+``torch.utils.checkpoint`` during backward, or by a direct call of a submodule."""
 
-# Asking these of a tensor needs no data, so the tensor may stay where it is.
+# These queries need no data, so the tensor may stay where it is.
 _QUESTIONS = frozenset(
     (
         *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "dim_order"),
@@ -92,13 +92,13 @@ _QUESTIONS = frozenset(
 
 @cache
 def keeps_place(function: Callable[..., Any]) -> bool:
-    """Whether ``function`` only asks something of its tensors, or reads an attribute."""
+    """Return whether ``function`` only queries its tensors, or reads an attribute."""
     name = getattr(function, "__name__", "")
     return name in _QUESTIONS or name in ("__get__", "__set__", "__delete__")
 
 
 def adds_in_place(function: Callable[..., Any]) -> bool:
-    """Whether ``function`` is ``x.add_`` or ``x += ...``."""
+    """Return whether ``function`` is ``x.add_`` or ``x += ...``."""
     return getattr(function, "__name__", "") in ("add_", "__iadd__")
 
 
@@ -115,7 +115,7 @@ def find_tensors(values: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """Apply ``function`` to the tensors in plain tuples, lists and dictionaries; leave anything else alone."""
+    """Apply ``function`` to the tensors in plain tuples, lists and dictionaries; keep other values."""
     if isinstance(values, Tensor):
         return function(values)
     kind = type(values)
@@ -129,27 +129,27 @@ def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 def unwrap(tensor: Tensor) -> Tensor:
-    """Return the tensor inside of what ``torch.func`` and ``torch.vmap`` wrap around it."""
+    """Return the tensor inside a wrapper of ``torch.func`` or ``torch.vmap``."""
     while is_transformed(tensor):
         tensor = unwrap_transformed(tensor)
     return tensor
 
 
 def read_version(tensor: Tensor) -> int:
-    """Return the number of changes in place that ``tensor`` has seen; those made in inference mode count none."""
+    """Return a tensor's count of in-place changes; changes in inference mode do not count."""
     return 0 if tensor.is_inference() else get_version(tensor)
 
 
 def find_changes(read: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """Return the tensors whose version has moved on."""
+    """Return the tensors whose version has increased."""
     return [tensor for tensor, before in read if read_version(tensor) != before]
 
 
 class Run(TorchFunctionMode):
-    """One passage through ``forward``; used as a context manager around the call."""
+    """One run of ``forward``; a context manager around the call."""
 
     root: nn.Module | None = None
-    """The module whose end ends the run, where the hooks started it."""
+    """Module whose end ends the run, if the hooks started the run."""
 
     def __enter__(self) -> "Run":
         self._outer = getattr(_active, "run", None)
@@ -162,10 +162,10 @@ class Run(TorchFunctionMode):
         _active.run = self._outer
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Learn that ``module`` is about to be called; may return other arguments."""
+        """Handle the start of a call of ``module``; may return other arguments."""
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """Learn that the call of ``module`` has ended, by return or, with no output, by exception."""
+        """Handle the end of a call of ``module``, by return or, without an output, by exception."""
 
 
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -191,7 +191,7 @@ def _after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 (
 
 
 def install_hooks(net: nn.Module) -> None:
-    """Install the hooks on every module of ``net``; doing it twice changes nothing."""
+    """Install the hooks on every module of ``net``; a second call changes nothing."""
     for module in net.modules():
         if _before not in get_forward_pre_hooks(module).values():
             module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)  # type: ignore[arg-type]
@@ -199,14 +199,14 @@ def install_hooks(net: nn.Module) -> None:
 
 
 def remove_hooks(net: nn.Module) -> None:
-    """Remove every hook of ``net``, the user's too: for a copy that is measured and thrown away."""
+    """Remove every hook of ``net``, including the user's: for a copy that is measured and discarded."""
     for module in net.modules():
         for name in (*HOOKS, *HOOK_FLAGS):
             getattr(module, name).clear()
 
 
 def is_hooked(net: nn.Module) -> bool:
-    """Whether a module has hooks of the user's, watched or not."""
+    """Return whether a module has user hooks, watched or not."""
     return any(
         hook not in (_before, _after)
         for module in net.modules()
@@ -217,7 +217,7 @@ def is_hooked(net: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def set_hooks_aside(net: nn.Module) -> Iterator[None]:
-    """Take the user's hooks off for a run that does not count."""
+    """Remove the user's hooks for a run without side effects, and restore them."""
     kept = [
         (registry, dict(registry)) for module in net.modules() for name in HOOKS if (registry := getattr(module, name))
     ]
@@ -233,7 +233,7 @@ def set_hooks_aside(net: nn.Module) -> Iterator[None]:
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Whether a watched module has hooks besides these."""
+    """Return whether a watched module has hooks besides these."""
     return bool(
         len(get_forward_pre_hooks(module)) > 1
         or len(get_forward_hooks(module)) > 1
@@ -243,5 +243,5 @@ def has_foreign_hooks(module: nn.Module) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside an autograd backward pass (that of checkpoint's recomputation)."""
+    """Return whether this thread is inside a backward pass of autograd (checkpoint's recomputation)."""
     return find_backward_pass() != -1

@@ -1,12 +1,12 @@
-"""What one ``forward`` did, as a flat list of events, and the runs of module calls that must stay together.
+"""Trace of one ``forward`` as a flat list of events, and the runs of module calls that must stay together.
 
-Pure: reads the events that an ``Observer`` wrote. A pipeline may be cut only just before the call of a *leaf* (a
-module during whose call no other module is called), and not everywhere:
+Pure: this module reads the events of an ``Observer``. A pipeline may be cut only just before the call of a *leaf* (a
+module that calls no other module), and not everywhere:
 
-* A tensor that is changed in place must not have been copied to another device in between, or the original would
-  keep its old value. No cut falls between the making of such memory and its last change.
-* ``torch.utils.checkpoint`` runs a function again during backward, from the inputs it was given. The module whose
-  ``forward`` calls it stays whole, so those inputs are on one device. Where the outermost network itself
+* A tensor that is changed in place must not have been copied to another device before, or the original would
+  keep its old value. No cut falls between the creation of such memory and its last change.
+* ``torch.utils.checkpoint`` runs a function again during backward, from its original inputs. The module whose
+  ``forward`` calls it stays whole, so those inputs are on one device. If the outermost network itself
   checkpoints its children, each child stays whole; and no cut falls just before one that draws random numbers,
   because checkpoint restores the generators of its inputs' devices only.
 """
@@ -28,13 +28,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """A module call begins."""
+    """A module call starts."""
 
     call: Call
     uses: tuple[int, ...] = ()
     """Operations whose results are its arguments."""
     guard: int = 0
-    """Differs from the caller's where ``checkpoint`` stands in between."""
+    """Differs from the caller's if ``checkpoint`` is in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Operation:
     states: tuple[str, ...] = ()
     """Parameters and buffers it reads, by name."""
     changed_since: int | None = None
-    """The operation that made (or first read) the oldest memory which this one changes in place."""
+    """The operation that made (or first read) the oldest memory that this one changes in place."""
     is_random: bool = False
     """Whether it drew from a generator."""
     guard: int = 0
@@ -69,8 +69,8 @@ class Trace:
     events: tuple[Event, ...]
     outputs: tuple[int, ...] = ()
     aliased: frozenset[str] = frozenset()
-    """Parameters and buffers that forward reaches under another name, such as ``.data``: a change of that leaves no
-    new version, so copies of them serve once."""
+    """Parameters and buffers that forward reaches under another name, such as ``.data``: changing that name does not
+    increase the version, so copies of them are valid only once."""
     written: frozenset[str] = frozenset()
     """Parameters and buffers that forward changes."""
     changes_arguments: bool = False
@@ -91,7 +91,7 @@ class Segment:
 
 @dataclass(slots=True)
 class _Frame:
-    """A module call being reconstructed."""
+    """A module call during reconstruction."""
 
     call: Call
     position: int
@@ -105,7 +105,7 @@ class _Frame:
     operations: list[Operation] = field(default_factory=list)
 
     def within_whole(self) -> bool:
-        """Whether a caller is already kept whole."""
+        """Whether a caller is kept whole."""
         return self.parent is not None and (self.parent.is_whole or self.parent.within_whole())
 
 
@@ -138,10 +138,10 @@ def _rebuild_frames(trace: Trace) -> list[_Frame]:
 
 
 def find_self_contained(trace: Trace) -> dict[str, list[Operation]]:
-    """Return the leaves that read only their arguments, what they make of them, and parameters and buffers.
+    """Return the leaves that read only their arguments, tensors made from them, and parameters and buffers.
 
-    With the operations of all their calls. Nothing in such a call needs to be brought from another stage, once
-    its arguments have been and if its states live there.
+    Each leaf comes with the operations of all its calls. Such a call needs no tensor from another stage besides its
+    arguments, if its states are on its stage.
     """
     found: dict[str, list[Operation]] = {}
     refused: set[str] = set()
@@ -164,7 +164,7 @@ def _keep_whole(caller: _Frame, called: _Frame | None) -> None:
 def find_segments(trace: Trace) -> list[Segment]:
     """Return the smallest runs of calls that a cut may separate, in order.
 
-    Operations between two leaves belong to the former. There is always at least one segment.
+    Operations between two leaves belong to the first. There is always at least one segment.
     """
     frames = _rebuild_frames(trace)
     anchors = [frame for frame in frames if not frame.within_whole() and (frame.is_whole or not frame.has_calls)]
@@ -188,14 +188,14 @@ def find_segments(trace: Trace) -> list[Segment]:
 
 
 def _find_anchor(starts: Sequence[int], operation: int) -> int:
-    """Index of the last anchor that starts at or before ``operation``."""
+    """Return the index of the last anchor that starts at or before ``operation``."""
     return max(number for number, start in enumerate(starts) if start <= operation)
 
 
 def _describe_segments(
     trace: Trace, runs: Sequence[tuple[list[_Frame], range]], operations: Sequence[Operation]
 ) -> list[Segment]:
-    """Add to each run of anchors what it reads first and what it sends on."""
+    """Add to each run of anchors the states it reads first and the results it sends."""
     consumers: list[tuple[int, int]] = [
         (used, number)
         for number, (anchors, span) in enumerate(runs)

@@ -1,1 +1,1 @@
-"""Where a network is cut: pure arithmetic over measured costs."""
+"""Choose the cuts of a network: pure arithmetic over measured costs."""

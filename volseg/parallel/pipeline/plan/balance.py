@@ -1,17 +1,17 @@
-"""Cut a sequence of layers into stages, and predict how long a batch will take: pure arithmetic, exact.
+"""Cut a sequence of layers into stages, and predict the time of a batch: pure arithmetic, exact.
 
-A loss comes after the last micro-batch, so all forwards end before a backward begins::
+A loss comes after the last micro-batch, so all forwards end before a backward starts::
 
     stage 0  F0 F1 F2 F3                    B3 B2 B1 B0
     stage 1     F0 F1 F2 F3              B3 B2 B1 B0
     stage 2        F0 F1 F2 F3 (loss) B3 B2 B1 B0
 
-The forward phase is as fast as the stage that is slowest forward, the backward phase as the one that is slowest
+The forward phase is as fast as the stage with the slowest forward, the backward phase as the one with the slowest
 backward, and these need not be the same: the cut minimises the sum of the two. (Balancing forward and backward
-together, as if they interleaved, would cost MONAI's V-Net 7 % on four stages, by its layers' times on an H200.) Of
-cuts that are as fast within ``TOLERANCE``, the one whose fullest device holds least is taken; if that one still holds
-more than ``EVEN`` times the mean, and phases slower by up to ``PRICE`` mend it, they are accepted. More time is never
-given away: where memory is scarce, the devices' limits decide. Nothing here touches a module or a device.
+together, as if they interleaved, would cost MONAI's V-Net 7 % on four stages, by its layers' times on an H200.) Of cuts
+within ``TOLERANCE`` of the fastest, the one whose fullest device holds least is taken. If that device still holds more
+than ``EVEN`` times the mean, phases slower by up to ``PRICE`` are accepted to fix that. No further time is traded: if
+memory is scarce, the devices' limits decide. Nothing here touches a module or a device.
 """
 
 from collections.abc import Sequence
@@ -33,26 +33,26 @@ __all__ = [
 ]
 
 TOLERANCE = 0.02
-"""How much slower than the best each phase may be where that evens out memory."""
+"""Accepted slowdown of each phase, relative to the fastest, to even out memory."""
 
 EVEN = 1.3
-"""How many times the mean the fullest device may hold where layers allow it."""
+"""Accepted ratio of the fullest device to the mean, if the layers allow it."""
 
 PRICE = 0.1
-"""How much slower each phase may become for that."""
+"""Accepted slowdown of each phase to reach ``EVEN``."""
 
-# Sums of floats taken as differences differ in the last bits from sums taken in order.
+# Differences of float sums differ in the last bits from sums taken in order.
 SLACK = 1 + 1e-9
 
 PRICES = (0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
-"""Shares of time at which an even cut is looked for, to say what it would cost."""
+"""Slowdowns at which an even cut is searched, to report its cost."""
 
 UNLIMITED = float("inf")
 
 TINY_MS = 1e-9
 
 Found = tuple[tuple[float, ...], tuple[int, ...]]
-"""The most expensive stage of a cut in each cost, and its lengths."""
+"""Largest stage of a cut in each cost, and the cut's lengths."""
 
 
 def balance(
@@ -64,7 +64,7 @@ def balance(
     tolerance: float = TOLERANCE,
     price: float = PRICE,
 ) -> list[int]:
-    """Cut layers into consecutive non-empty stages with the least slowest forward plus slowest backward.
+    """Cut layers into consecutive non-empty stages, minimising the slowest forward plus the slowest backward.
 
     Parameters
     ----------
@@ -73,14 +73,14 @@ def balance(
     stages
         Between one and the number of layers.
     held
-        Bytes of every possible stage. Of cuts whose phases are within ``tolerance`` of the fastest's, the least
-        fullest stage wins.
+        Bytes of every possible stage. Of cuts whose phases are within ``tolerance`` of the fastest's, the one whose
+        fullest stage holds least wins.
     memory_limits
         Bytes that each stage may hold.
     tolerance
         Relative slack in time, of each phase.
     price
-        The slack where it makes the fullest stage hold at most ``EVEN`` times the mean, which it would exceed.
+        The slack if the fullest stage then holds at most ``EVEN`` times the mean, and otherwise more.
 
     Returns
     -------
@@ -128,18 +128,18 @@ def balance(
 def _find_least_full(
     phases: Sequence[Held], fastest: Sequence[float], held: Held, limits: Sequence[float], tolerance: float
 ) -> tuple[int, ...]:
-    """Return the cut of the least fullest stage among those that are about as quick as the fastest.
+    """Return the cut whose fullest stage holds least, among those that are nearly as fast as the fastest.
 
     Parameters
     ----------
     phases
-        What a stage takes forward, and backward.
+        Forward and backward time of every possible stage.
     fastest
-        The slowest stage of the fastest cut in each of them.
+        The slowest stage of the fastest cut, in each phase.
     held, limits
-        What a stage holds, and what each may.
+        Bytes of every possible stage, and the limit of each stage.
     tolerance
-        By how much more a phase may take, as a share.
+        Relative slack of a phase.
     """
     quick = [[phase * (1 + tolerance)] * len(limits) for phase in fastest]
     ((_, lengths),) = _compute_front([held, *phases], [limits, *quick], minimised=1)
@@ -147,7 +147,7 @@ def _find_least_full(
 
 
 def list_held(held: Held, lengths: Sequence[int]) -> list[float]:
-    """Return what each stage holds.
+    """Return the bytes that each stage holds.
 
     Examples
     --------
@@ -158,7 +158,7 @@ def list_held(held: Held, lengths: Sequence[int]) -> list[float]:
 
 
 def measure_unevenness(held: Held, lengths: Sequence[int]) -> float:
-    """Return what the fullest stage holds, as a multiple of the mean."""
+    """Return the bytes of the fullest stage, as a multiple of the mean."""
     stages = list_held(held, lengths)
     return max(stages) * len(stages) / sum(stages) if sum(stages) else 1.0
 
@@ -166,9 +166,9 @@ def measure_unevenness(held: Held, lengths: Sequence[int]) -> float:
 def compute_price_of_evenness(
     forward: Sequence[float], backward: Sequence[float], held: Held, lengths: Sequence[int]
 ) -> float | None:
-    """Return how much slower a cut would be whose fullest stage holds at most ``EVEN`` times the mean.
+    """Return the slowdown of a cut whose fullest stage holds at most ``EVEN`` times the mean.
 
-    As a share of the phases of the cut ``lengths``; ``None`` if none was found up to twice as slow.
+    The slowdown is relative to the phases of the cut ``lengths``; ``None`` if no cut up to twice as slow exists.
 
     Examples
     --------
@@ -191,17 +191,18 @@ def find_most_even(held: Held, stages: int) -> list[int]:
 
 
 def _find_fastest(phases: Sequence[Held], held: Held, limits: Sequence[float]) -> Found | None:
-    """Return the cut of the least sum of phases within the limits."""
+    """Return the cut with the least sum of phases within the limits."""
     free = [UNLIMITED] * len(limits)
     front = _compute_front([*phases, held], [free, free, limits], minimised=2)
     return min(front, key=lambda found: (sum(found[0]), found), default=None)
 
 
 def _compute_front(costs: Sequence[Held], limits: Sequence[Sequence[float]], minimised: int) -> list[Found]:
-    """Return the cuts that no other cut beats in every one of the first ``minimised`` costs (one or two).
+    """Return the Pareto front of cuts in the first ``minimised`` costs (one or two).
 
-    A cut counts by its most expensive stage in each cost; every stage keeps to its ``limits[cost][stage]``. Each comes
-    with these maxima. Dynamic programming over the layers; the fronts stay short, a dozen cuts.
+    A cut's cost is its largest stage in each cost; every stage respects its ``limits[cost][stage]``. Each cut comes
+    with
+    these maxima. Dynamic programming over the layers; the fronts stay short, a dozen cuts.
     """
     layers = len(costs[0]) - 1
     best: list[list[Found]] = [[((0.0,) * minimised, ())], *([] for _ in range(layers))]
@@ -246,18 +247,18 @@ def predict_ms(
     """Return the time of a batch over stages.
 
     In each phase, the first micro-batch flows through all stages, and each further one adds the slowest stage, or the
-    host's time where that is longer.
+    host's time if that is longer.
 
     Parameters
     ----------
     forward, backward
         Milliseconds of each stage for one micro-batch.
     micro_batches
-        How many the batch has.
+        Number per batch.
     host_ms
-        In which the host queues one micro-batch.
+        Host time to queue one micro-batch.
     copy_ms
-        What the first one's way between all stages takes.
+        Time of the first micro-batch's copies between all stages.
 
     Examples
     --------
@@ -270,7 +271,7 @@ def predict_ms(
 
 
 def choose_quickest(candidates: dict[int, float]) -> int:
-    """Return the split size, or number of stages, of the least time; of equals within 2 %, the largest.
+    """Return the fastest split size, or number of stages; within 2 % the largest.
 
     A larger micro-batch queues fewer kernels, and more stages hold less each.
 

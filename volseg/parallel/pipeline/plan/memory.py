@@ -1,9 +1,10 @@
-"""What each possible stage of a network holds for one micro-batch: pure arithmetic, exact.
+"""Memory that each possible stage of a network holds for one micro-batch: pure arithmetic, exact.
 
-Layers do not add up. A tensor that several layers keep for backward is held once by a stage that has them all, and once
-by each of the stages that share them: a skip, and what an activation in place makes for the convolution behind a cut.
-A recorded batch holds more. What crosses a cut has memory of its own on both sides, and so has its gradient, since
-copies between graphs need fixed places (``record``): a stage that only passes a tensor on holds it, too.
+The memory of layers does not add up. A tensor that several layers keep for backward is held once by a stage with all of
+them, and once by each of the stages that share them: a skip, and the result of an in-place activation for the
+convolution behind a cut. A recorded batch holds more. A tensor that crosses a cut has memory on both sides, and so has
+its gradient, since copies between graphs need fixed addresses (``record``): a stage that only passes a tensor on also
+holds the tensor.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,19 +15,19 @@ import torch
 __all__ = ["Held", "KeptActivation", "compute_held_bytes", "sum_runs"]
 
 Held = Sequence[Sequence[float]]
-"""``held[start][end]``: what a stage of the layers [start, end) costs, for 0 <= start < end."""
+"""``held[start][end]``: cost of a stage of the layers [start, end), for 0 <= start < end."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptActivation:
-    """One piece of memory of one micro-batch, by the numbers of the layers that handle it."""
+    """A block of memory of one micro-batch, by the numbers of the layers that use it."""
 
     num_bytes: int
     made: int
     read: tuple[int, ...] = ()
-    """The number of layers itself stands for the caller."""
+    """The number of layers itself is the caller."""
     kept: tuple[int, ...] = ()
-    """Those that keep it for backward."""
+    """Layers that keep it for backward."""
 
 
 def compute_held_bytes(activations: Iterable[KeptActivation], layers: int, is_recorded: bool) -> list[list[float]]:
@@ -69,7 +70,7 @@ def _find_any_within(layers: Sequence[int], count: int) -> torch.Tensor:
 
 
 def sum_runs(values: Sequence[float]) -> list[list[float]]:
-    """Return the table of a cost that adds up.
+    """Return the table of an additive cost.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Which device runs which layers, what that costs, and what bounds it: printable, and free of modules and devices.
+"""Partition of layers into stages, with its costs and bounds: printable, without modules and devices.
 
 References
 ----------
@@ -17,10 +17,10 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
-    """What one indivisible run of module calls costs for one micro-batch."""
+    """Cost for one micro-batch of an indivisible run of module calls."""
 
     modules: tuple[str, ...]
-    """Dotted paths, in the order in which they are called."""
+    """Dotted paths, in the order of the calls."""
     forward_ms: float
     backward_ms: float = 0.0
     parameter_bytes: int = 0
@@ -72,7 +72,7 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Which device runs which layers, what that costs, and what bounds it. ``print`` it.
+    """Partition of layers into stages, with costs and bounds. ``print`` it.
 
     Examples
     --------
@@ -86,9 +86,9 @@ class Partition:
 
     stages: tuple[StageCost, ...]
     samples: int
-    """Samples of the micro-batch that was measured."""
+    """Samples of the measured micro-batch."""
     notes: tuple[str, ...] = ()
-    """Which devices are idle or fuller than others, and why."""
+    """Notes on idle devices, and on devices that are fuller than others."""
 
     @classmethod
     def from_lengths(
@@ -105,15 +105,15 @@ class Partition:
         Parameters
         ----------
         layers, lengths
-            All layers, and how many of them each stage has.
+            All layers, and the number of layers per stage.
         devices
-            Of the stages.
+            Devices of the stages.
         samples
-            Of a micro-batch, for which all this was measured.
+            Samples of the measured micro-batch.
         held
             Bytes of activations that each stage holds.
         notes
-            What is to be said about it.
+            Lines for the printed partition.
         """
         ends = [0, *accumulate(lengths)]
         return cls(
@@ -137,7 +137,7 @@ class Partition:
 
     @property
     def heaviest(self) -> LayerCost:
-        """The layer that no number of devices can divide."""
+        """The layer with the largest cost, which no number of devices can divide."""
         return max((layer for stage in self.stages for layer in stage.layers), key=lambda layer: layer.ms)
 
     def bound(self, micro_batches: int) -> float:
@@ -163,19 +163,18 @@ class Partition:
         return "\n".join([*lines, *self._limits(), *self.notes])
 
     def _limits(self) -> list[str]:
-        """Say which layer bounds time, and which memory."""
+        """Describe the layers that bound time and memory."""
         if not self.total_ms:
             return [f"costs not measured (cut by hand); {self.samples} samples per micro-batch"]
         heavy, even = self.heaviest, self.total_ms / len(self.stages)
         lines = [
             f"one micro-batch of {self.samples}: {self.total_ms:.3f} ms in all, slowest stage "
-            f"{self.slowest_ms:.3f} ms; "
-            f"at most {self.total_ms / self.slowest_ms:.2f}x of one device however many micro-batches"
+            f"{self.slowest_ms:.3f} ms; at most {self.total_ms / self.slowest_ms:.2f}x of one device for any "
+            "number of micro-batches"
         ]
         if heavy.ms > even:
             lines.append(
-                f"{_name(heavy)} alone takes {heavy.ms / self.total_ms:.0%} of the time: layers cannot bring "
-                f"more than "
+                f"{_name(heavy)} takes {heavy.ms / self.total_ms:.0%} of the time: layers cannot gain more than "
                 f"{self.total_ms / heavy.ms:.2f}x"
             )
         layers = [layer for stage in self.stages for layer in stage.layers]
@@ -183,8 +182,8 @@ class Partition:
         kept = sum(layer.activation_bytes for layer in layers)
         if fullest.activation_bytes * len(self.stages) > 1.3 * kept:
             lines.append(
-                f"{_name(fullest)} alone keeps {fullest.activation_bytes / kept:.0%} of the activations: "
-                f"its device holds that share whatever the cut"
+                f"{_name(fullest)} keeps {fullest.activation_bytes / kept:.0%} of the activations: its device "
+                "holds that share for any cut"
             )
         return lines
 

@@ -1,8 +1,8 @@
-"""Choose, from measured layers, how many devices to use and what each runs; nothing is moved.
+"""Choose the number of devices and the layers of each from measured costs; nothing is moved.
 
-More stages are not always quicker: with few micro-batches the copies between stages outweigh what is gained, and a
-layer that alone takes a third of the time cannot be divided. So every number of stages is predicted, and devices stay
-idle where they would not help; the partition says so.
+More stages are not always faster: with few micro-batches the copies between stages outweigh the gain, and a layer that
+takes a third of the time by itself cannot be divided. So every number of stages is predicted, and devices stay idle if
+they would not help; the partition reports this.
 """
 
 import gc
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 # Parameter, gradient, and Adam's two moments.
 STATE_COPIES = 4
 
-# A copy between two H200 took 13 us, and 390 GB/s; the host's part of it takes longer.
+# A copy between two H200 took 13 us, and 390 GB/s; the host's part takes longer.
 COPY_MS = 0.05
 COPY_BYTES_PER_MS = 200e6
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A cut, and how long a batch should take by it."""
+    """A cut, and the predicted time of a batch."""
 
     measured: Measured
     lengths: tuple[int, ...]
@@ -51,20 +51,20 @@ class StagePlan:
     predicted_ms: dict[int, float]
     """Time of a batch, by the number of stages that fit into the devices' memory."""
     num_devices: int
-    """Devices that there are."""
+    """Number of available devices."""
     held: Sequence[float]
     """Activations of one micro-batch on each stage, in bytes."""
     memory_note: str = ""
-    """Why one device holds much more than the others, if it does."""
+    """Reason why one device holds much more than the others, if it does."""
 
     @property
     def ms(self) -> float:
-        """Time of a batch, as chosen; infinite where memory may not suffice."""
+        """Time of a batch for the chosen cut; infinite if memory may not suffice."""
         return self.predicted_ms.get(len(self.lengths), float("inf"))
 
     @property
     def note(self) -> str:
-        """Say why devices are idle."""
+        """Reason for idle devices."""
         stages = len(self.lengths)
         if stages == self.num_devices:
             return ""
@@ -84,7 +84,7 @@ def plan_stages(
     limits: Sequence[float] | None,
     is_recorded: bool,
 ) -> StagePlan:
-    """Choose the quickest number of stages, and for it the quickest cut that fits.
+    """Choose the fastest number of stages, and for it the fastest cut that fits.
 
     Parameters
     ----------
@@ -93,9 +93,9 @@ def plan_stages(
     devices
         In the order of the stages.
     micro_batches
-        Of a batch.
+        Number per batch.
     limits
-        Bytes that each device can give.
+        Bytes available on each device.
     is_recorded
         Whether batches will be replayed, so that the host takes no time.
     """
@@ -124,14 +124,14 @@ def plan_stages(
         lengths = tuple(cuts[choose_quickest(predicted)])
         note = _describe_memory(memory, lengths, forward, backward)
         return StagePlan(measured, lengths, predicted, len(devices), list_held(held, lengths), note)
-    # An estimate must not forbid what may fit: even memory out and let the device decide.
+    # An estimate must not forbid a batch that may fit: even memory out and let the device decide.
     logger.warning("%s; cutting for even memory", failure)
     lengths = tuple(find_most_even(memory, min(len(devices), len(layers))))
     return StagePlan(measured, lengths, {}, len(devices), list_held(held, lengths))
 
 
 def _describe_memory(memory: Held, lengths: Sequence[int], forward: Sequence[float], backward: Sequence[float]) -> str:
-    """Say how uneven memory is, and what evenness would cost."""
+    """Describe the unevenness of memory, and the cost of evenness."""
     stages, ratio = list_held(memory, lengths), measure_unevenness(memory, lengths)
     if ratio <= EVEN:
         return ""
@@ -148,18 +148,18 @@ def _describe_memory(memory: Held, lengths: Sequence[int], forward: Sequence[flo
 
 
 def _predict_copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> float:
-    """Return the time of one micro-batch's way between all stages."""
+    """Return the time of one micro-batch's copies between all stages."""
     ends = [sum(lengths[:stage]) for stage in range(1, len(lengths))]
     return sum(COPY_MS + layers[end - 1].sent_bytes / COPY_BYTES_PER_MS for end in ends)
 
 
 def read_memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
-    """Return the bytes that each device can give, or ``None`` for hosts."""
+    """Return the bytes available on each device, or ``None`` for hosts."""
     if not all(map(is_gpu, devices)):
         return None
-    # What measuring has left behind is not in use.
+    # Cached memory of the measurement is available.
     gc.collect()
     for device in devices:
         empty_cache(device)
-    # A device that is named for several stages is shared by them.
+    # Stages share a device that is named several times.
     return [count_free_bytes(device) / list(devices).count(device) for device in devices]

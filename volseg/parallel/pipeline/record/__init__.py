@@ -1,1 +1,1 @@
-"""Record what a batch gives each stage to do, and replay it."""
+"""Capture the work of a batch on each stage, and replay it."""

@@ -1,18 +1,19 @@
-"""Decide whether a batch may be replayed, and find out whether ``forward`` always does the same.
+"""Decide whether a batch may be replayed: detect whether ``forward`` always does the same.
 
-A recording repeats kernels, not Python. It may stand for ``forward`` only where Python would do the same again, so:
+A recording repeats kernels, not Python. It may replace ``forward`` only if Python would do the same again, so:
 
-* the first batches of each kind run eagerly, and a *summary* of every micro-batch (each function, what it reads,
-  its plain arguments) must come out the same each time: a layer dropped at random, a drawn factor or a counter shows;
-* whatever Python could read is part of the kind: shapes, plain arguments, modes, autocast, and the network's condition
-  (``state.conditions``);
-* hooks of the user's are Python that must run, and what ``forward`` leaves behind (buffers, attributes, changed
-  arguments) would not be left by a replay: such networks stay eager.
+* the first batches of each kind run eagerly, and a *summary* of every micro-batch (each function, the tensors it
+  reads, its plain arguments) must be equal each time: this detects a layer dropped at random, a drawn factor or a
+  counter;
+* all values that Python could read are part of the kind: shapes, plain arguments, modes, autocast, and the network's
+  condition (``state.conditions``);
+* hooks of the user are Python that must run, and a replay would not repeat side effects of ``forward`` (on buffers,
+  attributes, arguments): such networks stay eager.
 
-An attempt to record runs ``forward`` more often than the user did; whether it succeeds or is refused, nothing shows.
+An attempt to record runs ``forward`` more often than the user did; it has no side effects, whether it succeeds or not.
 
-Some steps are then timed in each way that there is (eagerly, recorded, recorded with two micro-batches beside one
-another), and the quickest is kept. How many recordings there are, and which give way, is ``device.record_policy``'s.
+Some steps are then timed in each available way (eagerly, recorded, recorded with two concurrent micro-batches), and the
+fastest is kept. ``device.record_policy`` decides how many recordings there are, and which are dropped.
 """
 
 import gc
@@ -47,16 +48,16 @@ WARM_UP = 3
 """Eager batches before one is recorded."""
 
 FOLLOWED = 2
-"""Of these where the step is only followed: the first makes what lives on, the second finds it."""
+"""Of these, batches that are only traced: the first creates persistent state, the second finds it."""
 
 MOST_RECORDINGS = 3
-"""Kinds of batches kept as recordings: training, validation and one to spare."""
+"""Kinds of batches kept as recordings: training, validation and one spare."""
 
 RECORDED = (1, 2, 4)
 """Numbers of lanes that are tried."""
 
 LONG = 200
-"""Batches after which an unused recording gives way."""
+"""Batches after which an unused recording may be replaced."""
 
 SHOWN = 3
 """Changes named in a message."""
@@ -65,7 +66,7 @@ SHOWN = 3
 def identify_batch(
     condition: Hashable | None, call: Call, target: torch.device, usual_modes: int = 0
 ) -> Hashable | None:
-    """Return what a recording depends on, or ``None`` where nothing can be recorded.
+    """Return a key of everything on which a recording depends, or ``None`` if nothing can be recorded.
 
     Parameters
     ----------
@@ -74,9 +75,9 @@ def identify_batch(
     call
         The batch.
     target
-        Where its outputs go.
+        Device of its outputs.
     usual_modes
-        Of torch's dispatch modes, those that follow a step and do not change it.
+        Active dispatch modes of torch that observe a step and do not change it.
     """
     if condition is None or count_dispatch_modes() > usual_modes:
         return None
@@ -85,7 +86,7 @@ def identify_batch(
 
 
 class Behaviour:
-    """What the eager batches of one kind did."""
+    """Behaviour of the eager batches of one kind."""
 
     def __init__(self) -> None:
         self.changed: set[str] = set()
@@ -93,7 +94,7 @@ class Behaviour:
         self._summaries: dict[int, set[int]] = {}
 
     def note(self, samples: int, summary: int, changed: Iterable[str] = ()) -> None:
-        """Add that of one micro-batch, and the functions that changed parameters or buffers in it."""
+        """Add the summary of one micro-batch, and the functions that changed parameters or buffers in it."""
         self._summaries.setdefault(samples, set()).add(summary)
         self.changed.update(changed)
 
@@ -104,7 +105,7 @@ class Behaviour:
 
     @property
     def objection(self) -> str | None:
-        """Why a replay would not do the same, or None."""
+        """Reason why a replay would not do the same, or None."""
         if self.changed:
             return f"forward changes its own state ({', '.join(sorted(self.changed))})"
         return None if self.is_steady else "forward does not do the same for each"
@@ -117,22 +118,22 @@ class BatchKind(Kind[Replay]):
     behaviour: Behaviour = field(default_factory=Behaviour)
     trial: Trial | None = None
     draws: bool = False
-    """Whether forward was found to draw random numbers, which allows for one lane only."""
+    """Whether forward draws random numbers, which allows only one lane."""
 
 
 class BatchRecorder:
-    """Records the kinds of batches that come often, after they have been observed.
+    """Record the kinds of batches that recur, after observing them.
 
-    Each recording holds a batch's activations, so there are few: a new kind takes the place of one that has not come
-    for long, else it stays eager. Volumes of ever new sizes therefore run eagerly.
+    Each recording holds a batch's activations, so there are few: a new kind replaces one that has been unused for long,
+    otherwise it stays eager. Volumes of ever new sizes therefore run eagerly.
 
     Parameters
     ----------
     net
         The network.
     record
-        False for no recordings, True for recordings wherever they are right, ``"auto"`` for those that are quicker as
-        well.
+        False for no recordings, True for recordings wherever they are correct, ``"auto"`` for those that are also
+        faster.
     devices
         Of the pipeline.
     """
@@ -145,7 +146,8 @@ class BatchRecorder:
         recorded = RECORDED if has_gpu else RECORDED[:1]
         times_eager = record == "auto" and has_values()
         self._ways = (EAGER, *recorded) if times_eager else recorded
-        # Without a GPU there is nothing to time: the way with most lanes, which holds most, comes first and stays.
+        # Without a GPU there is nothing to time: the way with most lanes, which holds most memory, comes first and
+        # stays.
         self._follows = not has_values()
         self._modes = count_dispatch_modes() if self._follows else 0
         warm_up = FOLLOWED if self._follows else WARM_UP
@@ -156,21 +158,21 @@ class BatchRecorder:
 
     @property
     def lanes(self) -> list[int]:
-        """Of each recording."""
+        """Number of lanes of each recording."""
         return [kind.recording.lanes for kind in self._recordings.kept if kind.recording is not None]
 
     def find_kind(self, condition: Hashable | None, call: Call, target: torch.device) -> BatchKind | None:
-        """Return the kind of a batch, or ``None`` where nothing can be recorded; see ``identify_batch``."""
+        """Return the kind of a batch, or ``None`` if nothing can be recorded; see ``identify_batch``."""
         key = identify_batch(condition, call, target, self._modes) if self.is_active else None
         return None if key is None else self._recordings.find_kind(key)
 
     def observe(self, kind: BatchKind) -> Behaviour | None:
-        """Return what to note an eager batch of this kind in, or ``None`` where it has been seen often enough."""
+        """Return where to record the behaviour of an eager batch, or ``None`` after enough batches."""
         self._recordings.count(kind)
         return kind.behaviour if kind.calls <= WARM_UP else None
 
     def find(self, kind: BatchKind, placement: Placement, batch: CutBatch) -> Replay | None:
-        """Return a recording for batches of this kind that can be used now, made if it is time to."""
+        """Return a usable recording for batches of this kind; make one if it is due."""
         if kind.recording is None and not self._is_time(kind):
             return None
         if kind.trial is None:
@@ -178,7 +180,7 @@ class BatchRecorder:
             kind.trial = Trial(make_clock(self._devices), ways[::-1] if self._follows else ways)
         trial = kind.trial
         if kind.recording is not None and not kind.recording.is_free:
-            # Run eagerly though there is a recording: not what is to be timed.
+            # An eager run although a recording exists: not to be timed.
             trial.end()
             return None
         is_undecided = not trial.is_over
@@ -193,10 +195,10 @@ class BatchRecorder:
         return replay
 
     def _record_next(self, kind: BatchKind, trial: Trial, placement: Placement, batch: CutBatch) -> bool:
-        """Make the recording that is to be tried next; False where that is an eager step."""
+        """Make the recording that is to be tried next; return False if the next trial is an eager step."""
         if kind.recording is not None:
             self._recordings.drop(kind)
-            # Two would not fit beside one another.
+            # Two would not fit at the same time.
             _free_memory(self._devices)
         while trial.way != EAGER:
             try:
@@ -214,18 +216,18 @@ class BatchRecorder:
         return False
 
     def _record(self, kind: BatchKind, placement: Placement, batch: CutBatch, lanes: int) -> Replay:
-        """Record, and compare with an eager passage; nothing of it remains but the recording."""
+        """Record, and compare with an eager run, without side effects."""
         _check_draws(kind, lanes)
         hooked = [name for name, parameter in self._net.named_parameters() if get_backward_hooks(parameter)]
         if hooked:
-            raise RecordRefusedError(f"the hook of {hooked[0]} would be called for gradients that do not count")
+            raise RecordRefusedError(f"the hook of {hooked[0]} would be called for gradients of the attempt")
         observer().on_mark("lanes")
-        # What is recorded on GPUs draws from their generators, which a recording leaves alone.
+        # Recorded GPU work draws from the GPUs' generators, which a recording does not advance.
         with Attempt(self._net, written=placement.written) as attempt:
             rehearsal = rehearse(self._net, placement, batch.calls, batch.sizes)
             if changed := attempt.network.changes():
                 raise RecordRefusedError(f"forward changes {', '.join(changed[:SHOWN])}, which a replay would not")
-            # Recordings have memory of their own; what eager batches left behind is wanted there.
+            # Recordings have their own memory; they need the memory that eager batches have cached.
             _free_memory(self._devices)
             kind.draws = rehearsal is None
             _check_draws(kind, lanes)
@@ -240,7 +242,7 @@ class BatchRecorder:
             return replay
 
     def _is_time(self, kind: BatchKind) -> bool:
-        """Whether batches of this kind have been observed, and may be recorded."""
+        """Return whether batches of this kind have been observed, and may be recorded."""
         if not self._recordings.is_warm(kind):
             return False
         if (objection := kind.behaviour.objection) is not None:
@@ -256,7 +258,7 @@ def _read_address(tensor: Tensor) -> int:
 
 def _check_draws(kind: BatchKind, lanes: int) -> None:
     if kind.draws and lanes > 1:
-        raise RecordRefusedError("graphs that run beside one another would draw the same random numbers")
+        raise RecordRefusedError("concurrent graphs would draw the same random numbers")
 
 
 def _choose_ways(ways: Sequence[int], stages: int, micro_batches: int) -> list[int]:
@@ -281,7 +283,7 @@ def _free_memory(devices: Sequence[torch.device]) -> None:
 
 
 class ObservedRun(PlacedRun):
-    """A placed run that sums up what it did in ``summary``."""
+    """A placed run that collects a ``summary`` of its functions."""
 
     skips_quiet = False
     summary = 0
@@ -290,7 +292,7 @@ class ObservedRun(PlacedRun):
     def __enter__(self) -> "ObservedRun":
         super().__enter__()
         self.changed: set[str] = set()
-        # By memory, not identity: ``.data`` is another tensor, with versions of its own.
+        # By memory, not identity: ``.data`` is another tensor, with its own version.
         self._memory = {get_storage_key(state.untyped_storage()) for state in self.placement.states}
         return self
 

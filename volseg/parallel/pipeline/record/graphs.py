@@ -1,7 +1,7 @@
-"""The graphs of a recorded batch, their streams and memory: CUDA graphs, and their stand-in on hosts.
+"""Graphs of a recorded batch, their streams and memory: CUDA graphs, and their stand-in on hosts.
 
-``HostGraph`` exists so that everything built on graphs is exercised by tests without a GPU: it records
-ATen functions and repeats them into the same memory. It is no faster than running them.
+``HostGraph`` exists so that tests without a GPU exercise everything built on graphs: it records ATen functions and
+repeats them into the same memory. It is no faster than running them.
 """
 
 import contextlib
@@ -21,32 +21,32 @@ __all__ = ["HostGraph", "Lanes", "StageGraph", "Unrecorded"]
 
 
 _numbers: dict[str, "itertools.count[int]"] = {}
-"""By which recordings are told apart."""
+"""Counter that numbers recordings."""
 
 
 class StageGraph(Protocol):
     """Work of one device, recorded between ``begin`` and ``end``."""
 
     def begin(self) -> None:
-        """Start to record what this thread gives the device."""
+        """Start recording this thread's work on the device."""
 
     def end(self) -> None:
-        """Record no more."""
+        """Stop recording."""
 
     def replay(self) -> None:
         """Run the recorded work on the device's current stream."""
 
 
 class Lanes:
-    """Makes the graphs of a batch, and holds their streams and memory.
+    """Make the graphs of a batch, and hold their streams and memory.
 
     A device has one stream and one memory pool per *lane*. The graphs of a lane must be replayed in the order of
-    recording; those of different lanes run beside one another, so that kernels too small for a whole GPU share it.
+    recording; those of different lanes run concurrently, so that kernels too small for a whole GPU share it.
 
     Parameters
     ----------
     count
-        How many.
+        Number of lanes.
     """
 
     def __init__(self, count: int = 1) -> None:
@@ -70,7 +70,7 @@ class Lanes:
 
     @contextlib.contextmanager
     def on_streams(self, devices: Iterable[torch.device]) -> Iterator[dict[torch.device, torch.cuda.Stream]]:
-        """Work on the streams of lane 0, after what the caller has queued and before what it will queue."""
+        """Work on the streams of lane 0, after the caller's earlier work and before its later work."""
         gpus = [device for device in devices if is_gpu(device)]
         callers = {device: find_current_stream(device) for device in gpus}
         streams = {device: self._get_stream(device, 0) for device in gpus}
@@ -84,7 +84,7 @@ class Lanes:
                 caller.wait_stream(self._get_stream(device, lane))
 
     def fan_out(self, devices: Iterable[torch.device]) -> None:
-        """Let the other lanes begin after what lane 0 has queued."""
+        """Make the other lanes wait for the queued work of lane 0."""
         for device in devices:
             for lane in range(1, self.count if is_gpu(device) else 1):
                 self._get_stream(device, lane).wait_stream(self._get_stream(device, 0))
@@ -98,7 +98,7 @@ class Lanes:
 
 
 class Unrecorded:
-    """Runs its work and forgets it."""
+    """Run the work without recording it."""
 
     def begin(self) -> None:
         """Record nothing."""
@@ -118,11 +118,11 @@ class HostGraph(TorchDispatchMode):
         self._steps: list[tuple[Any, Any, Any, Any]] = []
 
     def begin(self) -> None:
-        """Record from now on."""
+        """Start recording."""
         self.__enter__()
 
     def end(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self.__exit__(None, None, None)
 
     def __torch_dispatch__(
@@ -135,10 +135,10 @@ class HostGraph(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run every function again and put fresh results where the first ones are; views need nothing."""
+        """Run every function again and copy fresh results into the first ones; views need nothing."""
         for function, _, _, result in self._steps:
             for old, _ in _find_fresh(function, result, result):
-                # As on a GPU, where graphs share memory: what was here is gone.
+                # As on a GPU, where graphs share memory: earlier contents are gone.
                 old.fill_(float("nan") if old.is_floating_point() else 0)
         for function, args, kwargs, result in self._steps:
             returns = get_schema(function).returns
@@ -149,7 +149,7 @@ class HostGraph(TorchDispatchMode):
 
 
 def _find_fresh(function: Any, first: Any, again: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the results for which ``function`` allocated memory, the first ones and others of the same call."""
+    """Yield the results for which ``function`` allocated memory, the first ones with others of the same call."""
     returns = get_schema(function).returns
     olds, news = ((value,) if isinstance(value, Tensor) else value for value in (first, again))
     if not isinstance(olds, tuple | list):

@@ -1,4 +1,4 @@
-"""What a recorded batch is made of: slots (micro-batches), their parts (stages), and the edges between them."""
+"""Parts of a recorded batch: slots (micro-batches), their parts (stages), and the edges between them."""
 
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -13,15 +13,15 @@ __all__ = ["CountedStatistics", "Edge", "Loan", "Loans", "Output", "Part", "Reco
 
 
 class CountedStatistics(WholeBatchStatistics):
-    """Leaves ``num_batches_tracked`` to the replay."""
+    """Leave ``num_batches_tracked`` to the replay."""
 
     def __init__(self, micro_batches: int) -> None:
         super().__init__(micro_batches)
         self.counters: list[Tensor] = []
-        """Each as often as one batch increases it."""
+        """Each counter as often as one batch increases it."""
 
     def counts_batch(self, counter: Tensor) -> bool:
-        """Remember; never now."""
+        """Count later; return False."""
         if super().counts_batch(counter):
             self.counters.append(counter)
         return False
@@ -33,31 +33,32 @@ class CountedStatistics(WholeBatchStatistics):
             counter.add_(1)
 
     def forget(self) -> None:
-        """Begin anew in the same memory."""
+        """Clear the statistics in the same memory."""
         self.counters.clear()
         self.blank()
 
 
 @dataclass(eq=False)
 class Edge:
-    """A tensor's way from where it is made to a stage that uses it, and its gradient's way back."""
+    """Copy of a tensor from its maker to a stage that uses it, and of its gradient back."""
 
     source: Tensor
     target: Tensor
     returned: Tensor | None = None
     """Gradient of ``target``."""
     landing: Tensor | None = None
-    """Where it arrives, beside ``source``."""
+    """Where the gradient arrives, beside ``source``."""
     input: int | None = None
     """Which tensor of the call ``source`` is, if any."""
 
 
 @dataclass(eq=False)
 class Loan:
-    """A parameter or buffer as the graphs of one stage see it.
+    """A parameter or buffer as seen by the graphs of one stage.
 
-    Parameters are never used themselves: their gradient accumulators may date from an eager batch on another
-    stream, which a recording must not touch. On the owner's stage an alias stands in, elsewhere a copy.
+    Parameters are never used themselves: their gradient accumulators may stem from an eager batch on another stream,
+    which
+    a recording must not touch. On the owner's stage an alias replaces the parameter, elsewhere a copy.
     """
 
     state: Tensor
@@ -75,7 +76,7 @@ class Output:
 
     source: Tensor
     landing: Tensor | None = None
-    """Where its gradient is put."""
+    """Where its gradient is written."""
     reaches: frozenset[int] = frozenset()
     """Identities of the leaves that its gradient reaches."""
 
@@ -87,9 +88,9 @@ class Part:
     location: Location
     forward: StageGraph
     edges: list[Edge] = field(default_factory=list)
-    """What it receives."""
+    """Edges that it receives."""
     sends: list[Edge] = field(default_factory=list)
-    """What it sends and gets a gradient for."""
+    """Edges that it sends, and whose gradient it gets."""
     leaves: dict[int, Tensor] = field(default_factory=dict)
     """Stand-ins for the parameters that it uses, by identity."""
     backward: StageGraph | None = None
@@ -104,18 +105,18 @@ class Slot:
     outputs: list[Output]
     structure: Any
     leaves: list[Any]
-    """What was returned, flat; an ``Output`` for each tensor."""
+    """Outputs, flat; an ``Output`` for each tensor."""
     lane: int = 0
 
 
 @dataclass(eq=False)
 class RecordedBatch:
-    """Everything that a replay needs."""
+    """All data that a replay needs."""
 
     slots: list[Slot]
     lanes: Lanes
     statistics: CountedStatistics
     loans: Loans
-    """Copies are made once per batch."""
+    """Copied once per batch."""
     gradients: dict[int, Tensor]
     """Sum over the micro-batches of a lane, by the identity of the stand-in."""

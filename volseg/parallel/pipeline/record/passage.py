@@ -1,4 +1,4 @@
-"""Run one micro-batch while its parts are being recorded, and beforehand to make the memory that they receive into."""
+"""Run one micro-batch while recording its parts, and before that to allocate the memory into which they receive."""
 
 from collections import deque
 from collections.abc import Callable
@@ -38,11 +38,11 @@ class RecordingRun(PlacedRun):
     placement, statistics
         As for any placed run.
     lanes, lane
-        What makes the graphs, and in which of them this micro-batch is.
+        Maker of the graphs, and this micro-batch's lane.
     loans
         Stand-ins for parameters and buffers, shared by the micro-batches.
     rooms
-        Memory for what is received, in the order of receiving.
+        Memory for received tensors, in the order of receiving.
     """
 
     skips_quiet = False
@@ -73,14 +73,14 @@ class RecordingRun(PlacedRun):
             super().__exit__(*failure)
 
     def turn_to(self, location: Location) -> None:
-        """End the current part and begin the next."""
+        """End the current part and start the next."""
         if location.stage != self.here.stage:
             self.parts[-1].forward.end()
             super().turn_to(location)
             self._begin(location)
 
     def _begin(self, location: Location) -> None:
-        # A place of its own for each part: its tensors are no other part's.
+        # A separate location for each part: its tensors belong to no other part.
         self.here = Location(location.stage, location.device)
         self.parts.append(Part(self.here, self.make_graph(location.device)))
         self.parts[-1].forward.begin()
@@ -97,7 +97,7 @@ class RecordingRun(PlacedRun):
         return room
 
     def is_here(self, tensor: Tensor) -> bool:
-        """Whether this very part made ``tensor``, or its stage owns it."""
+        """Return whether this part made ``tensor``, or its stage owns it."""
         at = getattr(tensor, "_volseg_location", None)
         if at is not None:
             return at is self.here
@@ -126,7 +126,7 @@ class RecordingRun(PlacedRun):
         return result
 
     def receive(self, tensor: Tensor) -> Tensor:
-        """Make room for ``tensor`` here; a replay fills it."""
+        """Allocate memory for ``tensor`` here; a replay fills it."""
         part = self.parts[-1]
         wants_grad = tensor.requires_grad and torch.is_grad_enabled()
         if id(tensor) in self.placement.owners:
@@ -150,7 +150,7 @@ class RecordingRun(PlacedRun):
 
 
 class _NoValues(TorchDispatchMode):
-    """Refuses functions whose result Python sees, or whose shape depends on values: a replay asks nobody."""
+    """Refuse functions whose result Python reads, or whose shape depends on values: a replay runs no Python."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -158,7 +158,7 @@ class _NoValues(TorchDispatchMode):
         by_mask = function is torch.ops.aten.index.Tensor and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
-        # Indexing bears the tag for the sake of masks.
+        # Indexing has this tag because of masks.
         tags = set(function.tags) & VALUES if function is not torch.ops.aten.index.Tensor else set()
         if by_mask or tags:
             raise RecordRefusedError(f"forward reads values of a tensor ({function}), which a replay would not")
@@ -166,9 +166,9 @@ class _NoValues(TorchDispatchMode):
 
 
 class Survey(RecordingRun):
-    """Run one micro-batch unrecorded and make the memory that its recording will receive into.
+    """Run one micro-batch unrecorded and allocate the memory into which its recording will receive.
 
-    Libraries also set themselves up here for the streams of the recording.
+    Libraries also initialise themselves here for the streams of the recording.
     """
 
     def __enter__(self) -> "Survey":

@@ -1,8 +1,8 @@
-"""Record a batch's passage as CUDA graphs, one per micro-batch and stage, forward and backward.
+"""Capture a batch as CUDA graphs, one per micro-batch and stage, forward and backward.
 
-The module's own ``forward`` runs once per micro-batch under ``RecordingRun``, which ends a graph and begins
-the next where ``forward`` turns to another stage. Tensors do not cross: what another stage made is *received*
-into memory of its own, a leaf of autograd, so that each stage's backward is a piece of its own as well::
+The module's own ``forward`` runs once per micro-batch under ``RecordingRun``, which ends a graph and starts
+the next when ``forward`` switches to another stage. Tensors do not cross: a tensor of another stage is *received* into
+separate memory, a leaf of autograd, so that each stage's backward is separate as well::
 
     F[stage][micro-batch]    for each micro-batch, then for each stage
     B[stage][micro-batch]    both the other way round
@@ -10,9 +10,9 @@ into memory of its own, a leaf of autograd, so that each stage's backward is a p
 Between graphs, ``replay`` copies along the ``Edge``s. Python does not run again: ``choice`` decides when
 that is safe.
 
-Memory that a copy fills before a graph runs must not come from the graph: a block that an earlier layer of
-the same graph has used and freed would be handed out for it, and each replay would overwrite the copy. So every
-micro-batch runs once unrecorded, a ``Survey``, which makes the memory; recording takes it in the same order.
+Memory that a copy fills before a graph runs must not come from the graph: the allocator would reuse a block that an
+earlier layer of the same graph has freed, and each replay would overwrite the copy. So every micro-batch runs once
+unrecorded, in a ``Survey``, which allocates the memory; recording takes the memory in the same order.
 """
 
 from collections import deque
@@ -40,9 +40,9 @@ INPUT = Location(-1, torch.device("cpu"))
 
 
 def record_batch(net: nn.Module, placement: Placement, calls: Sequence[Call], lanes: int = 1) -> RecordedBatch:
-    """Record ``net`` for micro-batches of these shapes; the tensors' values play no part.
+    """Record ``net`` for micro-batches of these shapes; the tensors' values do not matter.
 
-    Micro-batches take turns on ``lanes`` streams of each device.
+    Micro-batches alternate among ``lanes`` streams of each device.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def record_batch(net: nn.Module, placement: Placement, calls: Sequence[Call], la
 def _survey(
     net: nn.Module, placement: Placement, inputs: "Sequence[_Inputs]", recorded: RecordedBatch
 ) -> list["deque[Tensor]"]:
-    """Return the memory that each micro-batch receives into; make that of the statistics, which the lanes share."""
+    """Return the memory into which each micro-batch receives; allocate the statistics, which the lanes share."""
     rooms: list[deque[Tensor]] = []
     loans: Loans = {}
     lanes, devices = recorded.lanes, placement.devices
@@ -82,7 +82,7 @@ def _survey(
     del run
     lanes.turn_to(0, devices)
     recorded.statistics.forget()
-    # What the survey has left behind is wanted by the recording, which has memory of its own.
+    # The recording has its own memory, and needs what the survey has cached.
     release_cache(devices)
     return rooms
 
@@ -101,9 +101,9 @@ def _record(
     net, placement
         The network on its stages.
     inputs, rooms
-        Of each micro-batch: its arguments, and the memory that it receives into.
+        Of each micro-batch: its arguments, and the memory into which it receives.
     recorded
-        Has its lanes and statistics already.
+        Contains the lanes and statistics.
     """
     for index, (given, room) in enumerate(zip(inputs, rooms, strict=True)):
         recorded.statistics.begin(index)
@@ -118,14 +118,14 @@ def _record(
         for part in reversed(slot.parts):
             _backward(slot, part, recorded)
         for output in slot.outputs:
-            # Lets the autograd graph go; the memory stays.
+            # Drops the autograd graph; the memory stays.
             output.source = output.source.detach()
         for edge in (edge for part in slot.parts for edge in part.edges):
             edge.source = edge.source.detach()
 
 
 class _Inputs:
-    """A micro-batch's arguments, copied to where every batch will be copied."""
+    """A micro-batch's arguments, copied to the memory of all later batches."""
 
     def __init__(self, call: Call) -> None:
         leaves, structure = pytree.tree_flatten(call)
@@ -147,16 +147,14 @@ def _forward(net: nn.Module, given: _Inputs, run: RecordingRun) -> Slot:
     places = [part.location for part in run.parts]
     for result in results:
         if isinstance(result, Tensor) and not any(getattr(result, "_volseg_location", None) is at for at in places):
-            raise RecordRefusedError(
-                "an output is an input, a parameter, or made by code that torch functions do not show"
-            )
+            raise RecordRefusedError("an output is an input, a parameter, or made by code outside torch functions")
     found = [Output(result) if isinstance(result, Tensor) else result for result in results]
     outputs = [leaf for leaf in found if isinstance(leaf, Output)]
     return Slot(given.tensors, run.parts, outputs, structure, found, run.lane)
 
 
 def _make_landings(slot: Slot) -> None:
-    """Allocate where gradients arrive, before the graphs that read them."""
+    """Allocate the memory of arriving gradients, before the graphs that read it."""
     for edge in (edge for part in slot.parts for edge in part.edges):
         if edge.target.requires_grad:
             edge.landing = torch.zeros_like(edge.source.detach())
@@ -181,14 +179,14 @@ def _walk_back(tensor: Tensor, slot: Slot) -> Iterator[int]:
         variable = getattr(node, "variable", None)
         if variable is not None:
             yield id(variable)
-            # A received tensor may itself be one that its sender had received.
+            # A received tensor may itself have been received by its sender.
             while id(variable) in sources:
                 variable = sources[id(variable)]
                 todo.append(variable.grad_fn)
 
 
 def _backward(slot: Slot, part: Part, recorded: RecordedBatch) -> None:
-    """Record the gradients of one part from those of what it sent."""
+    """Record the gradients of one part from those of its sent tensors."""
     arriving: dict[int, tuple[Tensor, list[Tensor]]] = {}
     edges = [edge for other in slot.parts for edge in other.edges if edge.returned is not None]
     holders: list[Edge | Output] = [*edges, *slot.outputs]
@@ -231,7 +229,7 @@ def _backward(slot: Slot, part: Part, recorded: RecordedBatch) -> None:
 
 
 def _check_closed(slot: Slot) -> None:
-    """Make sure that no part's autograd graph reaches into another's: its gradient would be lost."""
+    """Refuse a part whose autograd graph reaches into another's: its gradient would be lost."""
     seen: dict[Any, Location] = {}
     allowed = {part.location: {*part.leaves, *(id(edge.target) for edge in part.edges)} for part in slot.parts}
     sent = [output.source for output in slot.outputs]
@@ -248,7 +246,7 @@ def _check_closed(slot: Slot) -> None:
             variable = getattr(node, "variable", None)
             foreign = node in seen if variable is None else id(variable) not in allowed[location]
             if foreign:
-                raise RecordRefusedError("code that torch functions do not show connects two stages")
+                raise RecordRefusedError("code outside torch functions connects two stages")
             if variable is None:
                 seen[node] = location
                 todo += [following for following, _ in node.next_functions]

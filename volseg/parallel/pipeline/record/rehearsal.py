@@ -1,7 +1,7 @@
-"""Hold a new recording against an eager passage of the same batch, outputs and gradients, before it is trusted.
+"""Compare a new recording with an eager run of the same batch, outputs and gradients, before trusting it.
 
-Once per recording, so that whatever a recording may get wrong on some device or version of torch costs speed, not
-right numbers. Networks that draw random numbers cannot be compared and are let through.
+Done once per recording, so that an error of a recording on some device or version of torch costs speed, not
+correctness. Networks that draw random numbers cannot be compared and are accepted.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from volseg.parallel.state.random import RandomState
 
 __all__ = ["Rehearsal", "rehearse"]
 
-# The same kernels on the same shapes: what may differ is the order of atomic sums, and TF32 within float32.
+# The same kernels on the same shapes: only the order of atomic sums may differ, and TF32 within float32.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2}
 HALF = 5e-2
 
@@ -34,7 +34,7 @@ SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What an eager passage gave."""
+    """Results of an eager run."""
 
     outputs: list[Tensor]
     gradients: dict[int, Tensor]
@@ -42,9 +42,9 @@ class Rehearsal:
     names: dict[int, str]
 
     def find_disagreement(self, replay: Replay, tensors: Sequence[Tensor]) -> str | None:
-        """Replay the same batch; say where it differs, or return ``None``."""
+        """Replay the same batch; describe a difference, or return ``None``."""
         found = replay.forward(tensors, commits=False)
-        if not all(has_values(output.device) for output in found):  # without values all agree, and memory is taken
+        if not all(has_values(output.device) for output in found):  # fake tensors agree, and only memory is taken
             if self.gradients:
                 replay.backward([_make_cotangent(output) for output in found], len(tensors))
             return None
@@ -54,7 +54,7 @@ class Rehearsal:
                 wrong = [str(index) for index, (one, other) in enumerate(pieces) if not _agree(one, other, expected)]
                 distance = _describe_distance(mine, expected, expected)
                 return (
-                    f"output {number} is not that of the eager passage: off by {distance} in micro-batches "
+                    f"output {number} differs from the eager run: off by {distance} in micro-batches "
                     f"{', '.join(wrong)} of {len(replay.sizes)}"
                 )
         if not self.gradients:
@@ -62,8 +62,8 @@ class Rehearsal:
         gradients = replay.backward([_make_cotangent(output) for output in found], len(tensors))[len(tensors) :]
         got = {id(p): g for p, g in zip(replay.parameters, gradients, strict=True) if g is not None}
         if got.keys() != self.gradients.keys():
-            return "gradients reach other parameters than in the eager passage"
-        # A bias before a norm has a gradient of nothing but round-off: the largest of all gives the scale.
+            return "gradients reach other parameters than in the eager run"
+        # A bias before a norm has a gradient of pure round-off: scale by the largest of all gradients.
         scale = max(self.gradients.values(), key=lambda gradient: float(gradient.abs().max()))
         off = [
             f"{self.names[key]} by {_describe_distance(got[key], expected, scale)}"
@@ -71,19 +71,19 @@ class Rehearsal:
             if not _agree(got[key], expected, scale)
         ]
         if off:
-            return f"a gradient is not that of the eager passage: {', '.join(off[:SHOWN])}" + (
+            return f"a gradient differs from the eager run: {', '.join(off[:SHOWN])}" + (
                 f" and {len(off) - SHOWN} more" if len(off) > SHOWN else ""
             )
         return None
 
 
 def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes: Sequence[int]) -> Rehearsal | None:
-    """Run copies of the micro-batches eagerly; ``None`` where they draw random numbers.
+    """Run copies of the micro-batches eagerly; ``None`` if they draw random numbers.
 
     Raises
     ------
     RecordRefusedError
-        If forward changes its arguments, or draws numbers that a replay would not.
+        If forward changes its arguments, or draws numbers that a replay would not draw.
     """
     devices = [at.device for at in placement.locations]
     drawn, on_host = RandomState(devices), RandomState([], foreign=False)
@@ -117,7 +117,7 @@ def rehearse(net: nn.Module, placement: Placement, calls: Sequence[Call], sizes:
 
 
 class _Drawing(TorchDispatchMode):
-    """Notes whether random numbers are drawn: without values no generator moves on."""
+    """Detect random draws: on fake tensors no generator advances."""
 
     draws = False
 
@@ -129,7 +129,7 @@ class _Drawing(TorchDispatchMode):
 
 
 def _make_cotangent(output: Tensor) -> Tensor | None:
-    """Return some gradient of ``output``, the same each time, without drawing it."""
+    """Return a gradient of ``output``, the same each time, without drawing it."""
     if not output.is_floating_point():
         return None
     steps = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
@@ -137,7 +137,7 @@ def _make_cotangent(output: Tensor) -> Tensor | None:
 
 
 def _agree(mine: Tensor, expected: Tensor, scale: Tensor) -> bool:
-    """Whether two tensors differ by no more than round-off of ``scale``; both infinite or undefined is agreement."""
+    """Return whether two tensors differ by at most round-off of ``scale``; both infinite or both NaN agree."""
     if mine.shape != expected.shape or mine.dtype != expected.dtype:
         return False
     if not mine.is_floating_point():

@@ -1,9 +1,8 @@
-"""Run a batch by replaying its recorded graphs: a few hundred calls of the driver instead of a few ten thousand.
+"""Run a batch by replaying its graphs: a few hundred calls of the driver instead of tens of thousands.
 
-One autograd node stands for the whole network. Its forward copies the batch into the recorded inputs, then
-replays the micro-batches one after another, each stage's graph as soon as its tensors have arrived;
-backward goes the other way round. The memory of a recording holds one batch: ``Replay.is_free`` says whether a
-backward still needs it.
+One autograd node represents the whole network. Its forward copies the batch into the recorded inputs, then replays the
+micro-batches one after another, each stage's graph as soon as its tensors have arrived; backward goes the other way.
+The memory of a recording holds one batch: ``Replay.is_free`` tells whether a backward still needs it.
 """
 
 import contextlib
@@ -36,7 +35,7 @@ Events = dict[torch.device, "torch.cuda.Event | None"]
 
 
 class _Ticket:
-    """Held by the autograd node of one forward: while it lives unused, its activations are needed."""
+    """Held by the autograd node of one forward: while it exists unused, its activations are needed."""
 
     is_used = False
 
@@ -51,7 +50,7 @@ class Replay:
     sizes
         Samples of each micro-batch.
     target
-        Where outputs go.
+        Device of the outputs.
     is_batch
         Which tensors of the call were cut.
     """
@@ -73,7 +72,7 @@ class Replay:
 
     @property
     def lanes(self) -> int:
-        """On how many streams of each device the micro-batches take turns."""
+        """Number of streams per device among which the micro-batches alternate."""
         return self.recorded.lanes.count
 
     @property
@@ -91,10 +90,10 @@ class Replay:
         return pytree.tree_unflatten(leaves, slot.structure)
 
     def release(self) -> None:
-        """Let go: the memory is free once no forward waits for its backward, which holds it."""
+        """Drop the recording: its memory is freed once no forward waits for its backward, which holds the memory."""
 
     def take_ticket(self) -> _Ticket:
-        """Mark the activations as needed while the returned object lives."""
+        """Mark the activations as needed while the returned object exists."""
         ticket = _Ticket()
         self._ticket = weakref.ref(ticket)
         return ticket
@@ -102,7 +101,7 @@ class Replay:
     def forward(self, tensors: Sequence[Tensor], commits: bool = True) -> tuple[Tensor, ...]:
         """Replay every forward graph; return new tensors, and update running statistics if it ``commits``."""
         recorded = self.recorded
-        # Made on the caller's stream, where they will be freed.
+        # Allocated on the caller's stream, where they will be freed.
         rooms = [
             torch.empty(sum(self.sizes), *output.source.shape[1:], dtype=output.source.dtype, device=self.target)
             for output in recorded.slots[0].outputs
@@ -112,7 +111,7 @@ class Replay:
             recorded.statistics.blank()
             for loan in self._copied:
                 _copy(loan.state.detach(), loan.leaf, free)
-            # All at once: a copy leaves after what its device was given before, and must not wait for a micro-batch.
+            # All at once: a copy starts after the earlier work of its device, and must not wait for a micro-batch.
             for index, slot in enumerate(recorded.slots):
                 for tensor, static, is_cut in zip(tensors, slot.inputs, self._is_batch, strict=True):
                     _copy(self._cut_piece(tensor, index) if is_cut else tensor, static, free)
@@ -126,7 +125,7 @@ class Replay:
                         part.forward.replay()
                 for output, room in zip(slot.outputs, rooms, strict=True):
                     arrivals.append((copy_into(output.source, self._cut_piece(room, index), free[self.target]), room))
-            # Only now: a wait in between would keep the target from its next micro-batch.
+            # Only now: an earlier wait would keep the target from its next micro-batch.
             for event, room in arrivals:
                 _wait(event, room)
         # On the caller's streams, which wait for every lane.
@@ -140,8 +139,8 @@ class Replay:
         with self._work_on_own_streams() as free:
             for totals in _group_by_device(recorded.gradients.values()):
                 zero_each_(totals)
-            # All at once, in the order of use: a copy that was queued after a micro-batch's backward on the loss's
-            # device would leave only then, and the stages would take turns.
+            # All at once, in the order of use: a copy queued after a micro-batch's backward on the loss's device would
+            # start only then, and the stages would alternate.
             landings = [self._land(gradients, index, free) for index in reversed(range(len(recorded.slots)))]
             recorded.lanes.fan_out(self.devices)
             numbered = reversed(list(enumerate(recorded.slots)))
@@ -170,7 +169,7 @@ class Replay:
     def _land(
         self, gradients: Sequence[Tensor | None], index: int, free: Events
     ) -> list[tuple["torch.cuda.Event | None", Tensor]]:
-        """Start the way of the outputs' gradients to micro-batch ``index``; return what to wait for."""
+        """Start the copies of the outputs' gradients to micro-batch ``index``; return the events to wait for."""
         landed: list[tuple[torch.cuda.Event | None, Tensor]] = []
         for output, gradient in zip(self.recorded.slots[index].outputs, gradients, strict=True):
             landing = output.landing
@@ -181,9 +180,10 @@ class Replay:
         return landed
 
     def _sum_own_gradients(self, reached: set[int]) -> list[Tensor | None]:
-        """Return each parameter's gradient, ``None``, as from autograd, where none reaches it.
+        """Return each parameter's gradient, ``None`` where none arrives, as from autograd.
 
-        Summed over the stages and lanes that use it, and copied: the next batch overwrites the recording's own.
+        Gradients are summed over the stages and lanes that use the parameter, and copied: the next batch overwrites the
+        recording's own.
         """
         found = [
             [self.recorded.gradients[key].to(parameter.device) for key in keys if key in reached]
@@ -205,7 +205,7 @@ class Replay:
         return own
 
     def _join_input_gradient(self, number: int) -> Tensor | None:
-        """Join the gradients of one tensor of the call; sum them where every micro-batch got all of it."""
+        """Join the gradients of one tensor of the call; sum them if every micro-batch got the whole tensor."""
         parts = []
         for slot in self.recorded.slots:
             landed = [
@@ -221,18 +221,18 @@ class Replay:
         return torch.cat(parts) if self._is_batch[number] else torch.stack(parts).sum(0)
 
     def _cut_piece(self, tensor: Tensor, index: int) -> Tensor:
-        """Return the part of a whole batch that micro-batch ``index`` has."""
+        """Return micro-batch ``index``'s part of a whole batch."""
         return tensor.narrow(0, index * self.sizes[0], self.sizes[index])
 
     @contextlib.contextmanager
     def _work_on_own_streams(self) -> Iterator[Events]:
-        """Work on the lanes' streams, after what the caller has queued and before what it will queue."""
+        """Work on the lanes' streams, after the caller's earlier work and before its later work."""
         free: Events = dict.fromkeys(self.devices)
         with torch.no_grad(), self.recorded.lanes.on_streams(self.devices) as streams:
             wait_for_departures(streams)
             free.update({device: stream.record_event() for device, stream in streams.items()})
             yield free
-            # The caller may free what it handed over.
+            # The caller may free its arguments.
             self.recorded.lanes.turn_to(0, streams)
             wait_for_departures(streams)
 
@@ -246,7 +246,7 @@ def _group_by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 @contextlib.contextmanager
 def _noted(part: Part, what: Pass, micro_batch: int) -> Iterator[None]:
-    """Note when a stage works on a micro-batch, if the step is watched."""
+    """Record when a stage works on a micro-batch, on an active timeline."""
     timeline, place = find_timeline(), part.location
     if timeline is not None:
         timeline.mark(place.stage, place.device, what, micro_batch, is_end=False)
@@ -261,12 +261,12 @@ def _wait(event: "torch.cuda.Event | None", tensor: Tensor) -> None:
 
 
 def _copy(tensor: Tensor, room: Tensor, free: Events) -> None:
-    """Copy, and let the receiver wait for the arrival."""
+    """Copy, and make the receiver wait for the arrival."""
     _wait(copy_into(tensor, room.detach(), free[room.device]), room)
 
 
 def _return(edge: Edge, free: Events) -> None:
-    """Bring an edge's gradient back."""
+    """Copy an edge's gradient back."""
     assert edge.returned is not None
     assert edge.landing is not None
     _copy(edge.returned, edge.landing, free)
@@ -291,8 +291,8 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if ctx.ticket.is_used:
             raise ParallelError(
-                "backward through a recorded pipeline ran a second time, and its activations are gone; "
-                "for retain_graph=True use ModelParallel(..., record=False)"
+                "backward through a recorded pipeline ran a second time, and its activations are gone; for "
+                "retain_graph=True use ModelParallel(..., record=False)"
             )
         ctx.ticket.is_used = True
         return None, None, *ctx.replay.backward(gradients, ctx.num_inputs)

@@ -1,9 +1,10 @@
-"""Time whole steps of training, run in several ways, to keep the quickest.
+"""Time whole training steps, run in several ways, to keep the fastest.
 
-Which way is quickest depends on the network, the GPU and the host. Small kernels are bound by Python, large ones are
-not, and a recording holds a batch's activations for good, so it must pay. Micro-batches that share a GPU fill it better
-where one leaves multiprocessors idle, but fill and drain the pipeline by pairs. What is timed is the way from one call
-of the network to the next, with whatever the training loop does in between, since that is what a user waits for.
+The fastest way depends on the network, the GPU and the host. Small kernels are bound by Python, large ones are not, and
+a recording holds a batch's activations permanently, so it must pay. Micro-batches that share a GPU fill it better if
+one
+leaves multiprocessors idle, but fill and drain the pipeline in pairs. The timed interval is from one call of the
+network to the next, including the training loop between them, since that is what a user waits for.
 """
 
 import time
@@ -17,14 +18,14 @@ EAGER = 0
 """The way without a recording; others are numbers of lanes."""
 
 TIMED = 2
-"""Steps timed of each; the quicker counts, since a validation or a slow disk may fall into one."""
+"""Timed steps per way; the faster counts, since a validation or a slow disk may fall into one."""
 
 WORTH = 0.97
 """A later way is taken if its steps take less than this share of an earlier one's."""
 
 
 def make_clock(devices: Iterable[torch.device]) -> Callable[[], float]:
-    """Return a clock that reads the time at which all that was queued on ``devices`` has been done."""
+    """Return a clock that waits for all queued work on ``devices`` before it reads the time."""
 
     def now() -> float:
         for device in devices:
@@ -64,19 +65,19 @@ class Trial:
         self._since = 0.0
 
     def end(self) -> None:
-        """Note that the step before, if any was timed, has ended."""
+        """Record the end of the previous step, if it was timed."""
         if self._running is not None:
             self._seconds[self._running].append(self._clock() - self._since)
         self._running = None
 
     def begin(self, way: int) -> None:
-        """Note that a step begins that is run in ``way``."""
+        """Record the start of a step that runs in ``way``."""
         self.end()
         if not self.is_over:
             self._running, self._since = way, self._clock()
 
     def exclude(self, way: int) -> None:
-        """Take a way out that turned out impossible."""
+        """Remove an impossible way."""
         del self._seconds[way]
 
     @property
@@ -90,7 +91,7 @@ class Trial:
 
     @property
     def way(self) -> int:
-        """The next to be timed, or the best."""
+        """The next way to time, or the best."""
         if not self._seconds:
             return EAGER
         if not self.is_over:
