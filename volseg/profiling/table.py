@@ -263,9 +263,9 @@ def _tell_nearness(row: KindRow, peaks: DevicePeaks | None) -> str:
     return f" at {share:.2f} of {where}"
 
 
-def find_far(layers: Sequence[LayerRow], *, times: float = FAR) -> list[LayerRow]:
-    """Return the layers that take more than ``times`` their bound, those first of which most is to be had."""
-    far = [row for row in layers if row.times_bound is not None and row.times_bound > times]
+def find_far(layers: Sequence[LayerRow]) -> list[LayerRow]:
+    """Return the layers that take more than `FAR` times their bound, those first of which most is to be had."""
+    far = [row for row in layers if row.times_bound is not None and row.times_bound > FAR]
     return sorted(far, key=lambda row: -(row.seconds - (row.bound or 0.0)))
 
 

@@ -84,22 +84,18 @@ def place_work(run: KernelRun, place: StepPlace, gpu: GpuKind | None = None, dev
     moved = [kernel.least_bytes or kernel.bytes_moved for kernel in classes]
     flops = sum(kernel.flops for kernel in classes)
     kind = {LOSS: "loss", OPTIMIZER: "optimizer"}.get(place.layer) or find_kind(run.name)
+    work = PlacedWork(name=run.name, place=place, kind=kind, flops=flops, bytes_moved=sum(moved), device=device)
     if gpu is None:
-        return PlacedWork(name=run.name, place=place, kind=kind, flops=flops, bytes_moved=sum(moved), device=device)
+        return work
     peaks = gpu.peaks
     by_bytes = [count / peaks.bandwidth for count in moved]
     by_flops = [kernel.flops / (peaks.half if kernel.dtype == HALF else peaks.full) for kernel in classes]
-    return PlacedWork(
-        name=run.name,
-        place=place,
-        kind=kind,
-        flops=flops,
-        bytes_moved=sum(moved),
+    return replace(
+        work,
         byte_bound=sum(by_bytes),
         flop_bound=sum(by_flops),
         bound=sum(map(max, by_bytes, by_flops)),
         forecast=gpu.seconds(run),
-        device=device,
     )
 
 

@@ -8,19 +8,17 @@ from volseg.reporting import content
 from volseg.reporting.formatting import UNITS, format_value
 from volseg.reporting.reading import ReportedCase, Scores, mean
 
-__all__ = ["NUM_EXTREME", "choose_extremes", "describe_scores", "tabulate_published"]
+__all__ = ["choose_extremes", "describe_scores", "tabulate_published"]
 
 NUM_EXTREME = 5
 """Cases at either end that are shown."""
 
 
-def choose_extremes(
-    cases: Sequence[ReportedCase], count: int = NUM_EXTREME
-) -> tuple[list[ReportedCase], list[ReportedCase]]:
+def choose_extremes(cases: Sequence[ReportedCase]) -> tuple[list[ReportedCase], list[ReportedCase]]:
     """Return the cases with the lowest and with the highest mean Dice, from the outermost on; none is among both."""
     known = sorted((case for case in cases if math.isfinite(case.dice)), key=lambda case: (case.dice, case.name))
-    lowest = min(count, -(-len(known) // 2))
-    highest = min(count, len(known) - lowest)
+    lowest = min(NUM_EXTREME, -(-len(known) // 2))
+    highest = min(NUM_EXTREME, len(known) - lowest)
     return known[:lowest], known[::-1][:highest]
 
 
