@@ -1,4 +1,4 @@
-"""What people write wrong into a config or on the command line, and what they are told: needed, came, how to mend."""
+"""What people write wrong into a config or on the command line, and what they are told: needed, came, how to fix."""
 
 import re
 from pathlib import Path

@@ -92,7 +92,7 @@ def test_truncated_file(case, task):
         (np.full_like(IMAGE, 7), "is constant: every voxel is 7; export the image again"),
         (
             np.stack([IMAGE, IMAGE], -1),
-            "has 2 channel(s) (a time series?), but the task declares 1 (MRI); mend the file, or what the task",
+            "has 2 channel(s) (a time series?), but the task declares 1 (MRI); correct the file, or what the task",
         ),
     ],
     ids=["nan", "inf", "beyond float32", "constant", "channels"],
@@ -108,7 +108,7 @@ def test_bad_images(case, task, image, message):
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        (changed(LABEL, 5), "holds 5 in 1 voxel(s), but the task declares [0, 1, 2]; mend the label map"),
+        (changed(LABEL, 5), "holds 5 in 1 voxel(s), but the task declares [0, 1, 2]; correct the label map"),
         (changed(LABEL, -1), "holds -1 in 1 voxel(s), but the task declares [0, 1, 2]"),
         (changed(LABEL, 0.5), "holds values that are no integers (0.5); it was probably resampled linearly"),
         (changed(LABEL, np.nan), "holds 1 voxel(s) that are NaN or infinite"),

@@ -150,7 +150,7 @@ def test_an_affine_that_flattens_the_patient(save, ramp):
     content = bytearray(path.read_bytes())
     content[312:328] = bytes(16)  # srow_z: every slice at the same height
     path.write_bytes(content)
-    with pytest.raises(ReaderError, match="does not place voxels in three dimensions; mend the header"):
+    with pytest.raises(ReaderError, match="does not place voxels in three dimensions; correct the header"):
         read_volume(path)
 
 

@@ -62,7 +62,7 @@ def test_rounded_affines_agree_and_shifted_ones_do_not():
         (torch.zeros(2, 2, 2, 2), GridError, "must have the same shape"),
         (torch.full((1, 2, 2, 2), 0.5), DataError, "prediction must hold whole numbers, got 0.5"),
         (torch.full((1, 2, 2, 2), float("nan")), DataError, "prediction must hold whole numbers, got nan"),
-        (torch.full((1, 2, 2, 2), 3), DataError, r"label values \[3\], declared are \[0, 1, 2\]; mend"),
+        (torch.full((1, 2, 2, 2), 3), DataError, r"label values \[3\], declared are \[0, 1, 2\]; correct"),
         (torch.full((1, 2, 2, 2), -1), DataError, "an image, not a label map"),
         (torch.full((1, 2, 2, 2), 70000), DataError, "an image, not a label map"),
     ],

@@ -60,7 +60,9 @@ def test_a_wrong_unit_is_named_for_image_and_label(task, factor, said):
     assert [(problem.case, problem.file) for problem in problems] == [
         (task.training[2]["case"], task.training[2][field]) for field in ("image", "label")
     ]
-    assert all(said in problem.message and "mend the spacing in the header" in problem.message for problem in problems)
+    assert all(
+        said in problem.message and "correct the spacing in the header" in problem.message for problem in problems
+    )
 
 
 def test_a_resampling_that_no_memory_holds_is_refused_before_it_begins():

@@ -132,7 +132,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         if point in self._loaded:
             return self._loaded[point]
         told = f"{self.kind} {point.name} of the {_source_of(point)} cannot be loaded"
-        remedy = f"its entry point in {self.group} is {point.value}: mend or update the package, or choose another"
+        remedy = f"its entry point in {self.group} is {point.value}: fix or update the package, or choose another"
         try:
             component = point.load()
         except Exception as fault:  # whatever the package's own code raises

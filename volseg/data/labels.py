@@ -58,7 +58,7 @@ def to_classes(label_map: Tensor, task: Task, case: Case | None = None) -> Tenso
         holds = "the label map holds" if case is None else f"case {case['case']}: its label holds"
         raise DataError(
             f"{holds} {voxels[strange].double().unique()[:5].tolist()}, but the values of {task.name} are "
-            f"{sorted(known)}; mend the label map or declare the value"
+            f"{sorted(known)}; correct the label map or declare the value"
         )
     return _with_metadata(found.to(torch.uint8), label_map)
 

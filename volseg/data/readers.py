@@ -263,7 +263,9 @@ def require_header(path: str | Path) -> None:
         if _is_nifti(path):
             read_nifti_affine(path)
     except OSError as fault:  # no right to read it, a share that is gone
-        raise ReaderError(f"{path} cannot be read ({fault.strerror or fault}); mend that, or leave it out") from fault
+        raise ReaderError(
+            f"{path} cannot be read ({fault.strerror or fault}); fix that, or leave the file out"
+        ) from fault
 
 
 def _is_nifti(path: Path) -> bool:

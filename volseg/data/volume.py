@@ -65,7 +65,7 @@ def as_volume(
     if not np.isfinite(affine).all() or np.linalg.matrix_rank(affine[:3, :3]) < 3:
         raise ReaderError(
             f"{path} has the affine {affine[:3].tolist()}, which does not place voxels in three dimensions; "
-            "mend the header (spacing and direction)"
+            "correct the header (spacing and direction)"
         )
     data = torch.from_numpy(_order_voxels(voxels))
     meta = {

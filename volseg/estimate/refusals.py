@@ -39,7 +39,7 @@ def explaining_refusals() -> Iterator[None]:
             raise
         raise FollowError(
             f"the network refuses this step: {_locate(fault)} raised {type(fault).__name__}: {_shorten(fault)}; give "
-            "it volumes that it takes, or mend it"
+            "it volumes that it takes, or fix it"
         ) from fault
 
 

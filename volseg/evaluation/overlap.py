@@ -186,7 +186,7 @@ def _index_values(label_map: LabelMap, name: str, known: list[int]) -> Places:
         if values[0] < 0 or values[-1] > OF_UINT16:
             raise DataError(f"{name} holds {voxels.min():.0f} to {voxels.max():.0f}: an image, not a label map")
         raise DataError(
-            f"{name} has the label values {values[:5].tolist()}, declared are {known}; mend the dataset.json"
+            f"{name} has the label values {values[:5].tolist()}, declared are {known}; correct the dataset.json"
         )
     return places
 

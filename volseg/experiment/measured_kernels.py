@@ -128,7 +128,7 @@ def choose_fastest(milliseconds: Mapping[str, float], refused: Mapping[str, str]
     if not milliseconds:
         reasons = "; ".join(f"{kind}: {reason}" for kind, reason in (refused or {}).items())
         raise ConfigError(
-            f"training.kernels is measured, and no kernels could be had ({reasons}); name one, and mend that"
+            f"training.kernels is measured, and no kernels could be had ({reasons}); name one, and fix the cause"
         )
     chosen = next(kind for kind in KINDS if kind in milliseconds)
     for kind in KINDS:

@@ -207,7 +207,7 @@ class PredictionQueue:
         cases = list(self._cases.values())
         with count_up(len(cases), "checking") as count:
             problems = inspect_cases(cases, self._trained.task, progress=count).problems
-        require_sound(problems, "mend them, or leave them out")
+        require_sound(problems, "fix them, or leave them out")
 
     def leave_out_unusable(self) -> None:
         """Set aside, before anything is predicted, what its paths or first bytes show to be of no use."""

@@ -140,7 +140,7 @@ def write_dicom_segmentation(
         where = Path(str(slices[0].filename)).parent
         raise DataError(
             f"{where}: no DICOM segmentation can refer to these slices ({type(fault).__name__}: {fault}); write NIfTI "
-            "instead, or mend the series"
+            "instead, or correct the series"
         ) from fault
     with replacing(path) as partial:
         made.save_as(partial)

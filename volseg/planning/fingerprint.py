@@ -107,7 +107,7 @@ def take_fingerprint(
         if progress is not None:
             progress()
     if not skip_bad:
-        require_sound(problems, "mend them, or leave them out of the plan and the training by --skip-bad")
+        require_sound(problems, "fix them, or leave them out of the plan and the training by --skip-bad")
     if not facts:
         raise DataError(f"no case of {task.name} with a label can be used; volseg data check says what is wrong")
     fingerprint = Fingerprint(

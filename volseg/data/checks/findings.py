@@ -94,7 +94,7 @@ def summarise_kind(kind: str, same: Sequence[Finding], most: int = 3) -> str:
 
 
 def require_sound(
-    problems: Sequence[Finding], remedy: str = "mend them, or set data.skip_bad to leave them out of training"
+    problems: Sequence[Finding], remedy: str = "fix them, or set data.skip_bad to leave them out of training"
 ) -> None:
     """Raise one error that names every bad case, and the remedy.
 

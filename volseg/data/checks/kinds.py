@@ -38,7 +38,7 @@ _bad, _look = partial(FindingKind, "bad"), partial(FindingKind, "look")
 KINDS: Mapping[str, FindingKind] = MappingProxyType(
     {
         "missing-file": _bad(
-            "a file is not there", "every file that the task names exists", "fetch it, or mend the path"
+            "a file is not there", "every file that the task names exists", "fetch it, or correct the path"
         ),
         "truncated": _bad(
             "a file ends early or is damaged",
@@ -58,12 +58,12 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         "size": _bad(
             "voxels of no patient's size",
             "sides of 0.01 to 50 mm, less than 5 m along each axis",
-            "mend the spacing in the header, or its unit",
+            "correct the spacing in the header, or its unit",
         ),
         "channels": _bad(
             "another number of channels than the task's",
             "as many channels as the task declares; a time series has more",
-            "mend the file, or what the task declares",
+            "correct the file, or what the task declares",
         ),
         "not-finite": _bad(
             "NaN or infinite voxels", "none, in image and label", "replace them, for instance by the value of air"
@@ -86,14 +86,14 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         "label-undeclared": _bad(
             "label values that nobody declared",
             "the values of the task's labels, and the one to ignore",
-            "mend the label map or declare the value",
+            "correct the label map or declare the value",
         ),
         "image-is-label": _bad(
             "image and label are the same", "image and label hold different voxels", "name the image's own file"
         ),
         "swapped": _bad(
             "image and label are swapped",
-            "the image holds the values of labels alone, and the label does not",
+            "the image holds only the values of labels, and the label does not",
             "name them the other way round",
         ),
         "shape": _bad(
@@ -120,7 +120,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
             "the same image trains and validates",
             "no training image holds the voxels of one that validates in the same fold",
             "keep one of them, or both on one side of the split",
-            "the first is kept alone, if the labels are equal too",
+            "only the first is kept, if the labels are equal too",
         ),
         "patient-cut": _look(
             "a patient is in training and in validation",
@@ -157,7 +157,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
         "unplaced": _look(
             "the file has neither sform nor qform",
             "a place in the patient",
-            "it is placed by its spacing alone: orientation and side are a guess",
+            "it is placed only by its spacing: orientation and side are a guess",
         ),
         "mirrored": _look(
             "sform and qform mirror each other (left-right)",
@@ -321,7 +321,7 @@ KINDS: Mapping[str, FindingKind] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found in a case, where, and how to mend it."""
+    """What was found in a case, where, and how to fix it."""
 
     case: str
     """Its id; empty for what concerns the data set as a whole."""

@@ -201,7 +201,7 @@ def _require_repaired(copied: Case, task: Task, kinds: set[str]) -> None:
     checked = read_case(copied, task)
     left = [finding for finding in (*checked.problems, *checked.remarks) if finding.kind in kinds]
     if left:
-        raise DataError(f"mending did not help: {left[0]}; mend the file by hand, and tell us of it")
+        raise DataError(f"mending did not help: {left[0]}; correct the file by hand, and tell us of it")
 
 
 def _repair_label(case: Case, task: Task) -> MetaTensor | None:
@@ -283,7 +283,7 @@ def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome],
         for wanted in (True, False)
     )
     if not training:
-        raise DataError(f"no case of {task.name} is left to train on; mend the files that the check names by hand")
+        raise DataError(f"no case of {task.name} is left to train on; correct the files that the check names by hand")
     declared: dict[str, Any] = {
         "name": task.name,
         "modality": {str(index): name for index, name in enumerate(task.modalities)},

@@ -95,7 +95,7 @@ def find_grid_faults(volume: MetaTensor) -> Iterator[Fault]:
         yield Fault(
             "size",
             f"has voxels of {_list_lengths(spacing)} mm and an extent of {_list_lengths(extent)} mm; needed: sides of "
-            f"{FINEST_SPACING:g} to {COARSEST_SPACING:g} mm and less than {LARGEST_EXTENT:g} mm in all; mend the "
+            f"{FINEST_SPACING:g} to {COARSEST_SPACING:g} mm and less than {LARGEST_EXTENT:g} mm in all; correct the "
             "spacing in the header, or its unit",
         )
     if 1 in shape:
@@ -128,7 +128,7 @@ def find_image_faults(image: MetaTensor, task: Task) -> Iterator[Fault]:
         yield Fault(
             "channels",
             f"has {len(channels)} channel(s){series}, but the task declares {task.num_channels} "
-            f"({', '.join(task.modalities)}); mend the file, or what the task declares",
+            f"({', '.join(task.modalities)}); correct the file, or what the task declares",
         )
     if fault := _check_finite(channels):
         yield fault
@@ -168,7 +168,7 @@ def find_label_faults(label: MetaTensor, values: LabelValues | None, task: Task,
         yield Fault(
             "label-undeclared",
             f"holds {_list_values(unknown[:MOST_FRACTIONS], len(unknown))} in {count} voxel(s), but the task declares "
-            f"{sorted(declared)}; mend the label map or declare the value",
+            f"{sorted(declared)}; correct the label map or declare the value",
         )
     structures = values.counts.keys() - {0, task.ignore}
     if not structures:

@@ -38,7 +38,7 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
     Raises
     ------
     DataError
-        There is no data set, or what it says of itself cannot be trusted; the message says what to mend.
+        There is no data set, or what it says of itself cannot be trusted; the message says what to fix.
     """
     place = find_task(root)
     if place.is_file():
