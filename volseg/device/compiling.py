@@ -1,4 +1,4 @@
-"""Kernels compiled before they are run, without the GPU that they are for: into Triton's own cache.
+"""Compile Triton kernels before their first launch, without the target GPU, into Triton's own cache.
 
 Triton compiles a kernel when it is first run, one after the other, in the middle of the first training step. What it
 compiles depends on the types of the arguments, on numbers that are 1 or multiples of 16, on addresses that are, and on
@@ -41,7 +41,7 @@ LARGEST = 2**31 - 1
 
 
 class Address:
-    """Stands for a tensor where only its type and where it begins matter."""
+    """Stand-in for a tensor, with only its type and address."""
 
     def __init__(self, dtype: torch.dtype, offset: int) -> None:
         self.dtype, self.offset = dtype, offset
@@ -103,7 +103,7 @@ def _find_kind(value: Any, parameter: Any) -> Any:
 
 
 def can_compile() -> bool:
-    """Say whether Triton is there, and compiles: its interpreter does not."""
+    """Return whether Triton is installed and compiles: its interpreter does not."""
     return INSTALLED and hasattr(import_module("triton.runtime.jit"), "JITFunction") and not _is_interpreting()
 
 
@@ -172,17 +172,17 @@ class Compiling:
         self._pool.shutdown(cancel_futures=fault[0] is not None)
 
     def ask(self, call: KernelCall) -> None:
-        """Compile what a call needs, if nobody has asked for it before."""
+        """Compile the kernel of a call, unless it was requested before."""
         self.ask_for(Specialization.of(call))
 
     def ask_for(self, wanted: Specialization) -> None:
-        """Compile a specialization, if nobody has asked for it before."""
+        """Compile a specialization, unless it was requested before."""
         if wanted.key not in self._asked:
             self._asked[wanted.key] = self._pool.submit(_compile, wanted)
 
     @property
     def num_asked(self) -> int:
-        """Specializations that were asked for."""
+        """Number of requested specializations."""
         return len(self._asked)
 
     def wait(self, count: int) -> None:

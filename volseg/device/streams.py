@@ -1,4 +1,4 @@
-"""Streams and events of GPUs, real or fake: all work of a fake GPU runs in order, so nothing waits there.
+"""Streams and events of real or fake GPUs; all work of a fake GPU runs in order, so nothing waits.
 
 A fake stream has a number: torch's allocator hands a block only to the stream that the block belongs to.
 """

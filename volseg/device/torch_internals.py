@@ -1,4 +1,4 @@
-"""Every private name of torch that this package relies on, under a public one of its own; no other module names one.
+"""Every private name of torch that this package uses, under a public name; no other module uses private names.
 
 Those of its modules, its fake tensors and its compiler stand beside it: ``module_internals``, ``fake_internals``,
 ``compiler_internals``. All are in torch 2.8, the oldest that is supported, but for what a line says. Each has a test of

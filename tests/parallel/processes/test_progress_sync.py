@@ -89,7 +89,7 @@ def test_an_error_of_one_is_raised_in_all_within_seconds():
     assert ends[1][:2] == ("OSError", "no such disk")
     for kind, text, _ in [ends[0], *ends[2:]]:
         assert kind == "ParallelError"
-        assert text == "process 1 failed, so this one stops too: OSError: no such disk"
+        assert text == "process 1 failed, so this process stops too: OSError: no such disk"
 
 
 def stopped_while_waiting():

@@ -22,7 +22,7 @@ from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers
 __all__ = ["can_read", "forward", "weight_gradient"]
 
 FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
-"""Out."""
+"""Supported output channels."""
 
 MOST_IN = 6
 """Channels, of which lines of five taps fit in the columns of a tile."""
@@ -31,7 +31,7 @@ MOST_TAPS_ONE_BY_ONE = 32
 """Of all channels in: with so many ``few_taps`` is the faster one."""
 
 VOXELS, WARPS = 128, 4
-"""Of a tile forward."""
+"""Tile forward."""
 
 WEIGHT_VOXELS, WEIGHT_WARPS = 128, 4
 """Of a tile of the weight's gradient: twice as many where there are most columns; half the voxels of 64 channels."""

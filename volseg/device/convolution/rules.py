@@ -1,6 +1,6 @@
-"""Which convolution each kernel of ours takes: shapes, types and layouts that it computes, and faster than torch.
+"""Rules for the convolutions of each kernel: shapes, types and layouts that it supports and computes faster than torch.
 
-Every limit that was measured stands in the kernel's own module; here they are asked.
+Measured limits are in the kernel's own module; the rules here apply them.
 """
 
 from math import prod

@@ -1,4 +1,4 @@
-"""Convolutions of few channels, computed over groups of voxels along W: pairs or fours, with their channels together.
+"""Convolutions of few channels, computed over groups of voxels along W whose channels are joined: pairs or fours.
 
 With channels last, the memory of ``(B, C, D, H, W)`` is that of ``(B, f C, D, H, W / f)`` as well, channel ``a C + c``
 being channel ``c`` of a group's voxel ``a``: a view, no copy. The convolution becomes one of ``f`` times as many

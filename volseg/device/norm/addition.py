@@ -1,4 +1,4 @@
-"""A norm plus something else, and an activation behind the sum, in one pass: residual blocks.
+"""Add a second term to a norm, with an activation of the sum, in one pass: residual blocks.
 
 ``act(first + second)``, where the first is a norm with its own activation, and the second is one too, or a slab as it
 is. Backward takes two passes, as a norm alone does: the sums, and the gradients of both. Triton's kernels where they

@@ -1,4 +1,4 @@
-"""Memory of this process's GPU that the other processes of its host write to directly: CUDA's inter-process handles.
+"""GPU memory that the other processes of the host write directly, through CUDA's inter-process handles.
 
 torch's own sharing opens a handle on the device it came from, which costs each process a context, half a gigabyte, on
 every GPU of the others. The driver maps it into the own device's context, which is all that a kernel needs.
@@ -186,4 +186,4 @@ def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _say_why(fault: Exception) -> None:
-    logger.info("GPUs exchange all through NCCL, for they cannot write to each other's memory: %s", fault)
+    logger.info("GPUs exchange all data through NCCL, as they cannot write to each other's memory: %s", fault)

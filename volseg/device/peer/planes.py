@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Planes of a halo from GPU to GPU of a host: one kernel writes them into the neighbours' memory, one reads what came.
+"""Exchange halo planes between the GPUs of a host: one kernel writes them to the neighbours' memory, one reads them.
 
 As in ``values``, 32 bits of data and the number of the call are one word of 64 bits, which arrives whole: nothing has
 to be fenced. Planes go out from where they lie and come in where they are read. Small ones do so on the stream that

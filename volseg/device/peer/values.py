@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""A few kilobytes from every GPU to every GPU of a host in one kernel: the norms' statistics, dozens of times a step.
+"""Exchange a few kilobytes between all GPUs of a host in one kernel: the norms' statistics, dozens of times a step.
 
 Who exchanges in another way lets the same kernel run, and so gets the same bits: see ``ValueExchange``.
 
