@@ -75,8 +75,8 @@ class Specialization:
         function: Any = call.kernel.compiled
         parameters = {parameter.name: parameter for parameter in function.params}
         # Arguments that are not given by their place are given by name, and so are options, which no parameter is.
-        arguments = [_find_kind(value, each) for each, value in zip(function.params, call.arguments, strict=False)]
-        options = {name: _find_kind(value, parameters.get(name)) for name, value in call.options.items()}
+        arguments = [_get_kind(value, each) for each, value in zip(function.params, call.arguments, strict=False)]
+        options = {name: _get_kind(value, parameters.get(name)) for name, value in call.options.items()}
         return cls(call.kernel.home, tuple(arguments), tuple(sorted(options.items())))
 
     @property
@@ -85,7 +85,7 @@ class Specialization:
         return repr((self.home, self.arguments, self.options))
 
 
-def _find_kind(value: Any, parameter: Any) -> Any:
+def _get_kind(value: Any, parameter: Any) -> Any:
     """Return a value for which Triton compiles what it compiles for this one."""
     if parameter is None or parameter.is_constexpr:
         return value

@@ -71,11 +71,11 @@ def elements(B_STRIDE, C_STRIDE, V_STRIDE, b, channels, voxels):
 
 def find_strides(tensor: Tensor) -> tuple[int, int, int] | None:
     """Return the strides of sample, channel and voxel, or None where the voxels are not evenly spaced."""
-    return _find_strides(tensor.shape, tensor.stride())
+    return _compute_strides(tensor.shape, tensor.stride())
 
 
 @lru_cache(maxsize=4096)  # each run of a kernel asks several times, about the same few slabs in every step
-def _find_strides(size: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int] | None:
+def _compute_strides(size: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int] | None:
     step, expected = stride[-1], None
     for dim in range(len(size) - 1, 1, -1):
         if size[dim] == 1:  # whose stride, which may be any, is never taken

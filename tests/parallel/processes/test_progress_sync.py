@@ -185,7 +185,7 @@ def test_the_others_hear_of_a_process_that_is_killed(start, tmp_path):
     told, _ = processes[0].communicate(timeout=180)
     assert processes[1].wait(timeout=180) == -signal.SIGKILL
     assert processes[0].returncode == 3
-    assert "lost each other" in told
+    assert "a process of the group disconnected" in told
 
 
 if __name__ == "__main__":
