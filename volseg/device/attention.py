@@ -95,12 +95,12 @@ class Addend:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Say whether the kernels take tensors like this one: in half precision, which matrix units multiply exactly."""
+    """Return whether the kernels take tensors like this one: in half precision, which matrix units multiply exactly."""
     return on_gpu(tensor) and tensor.dtype in (torch.float16, torch.bfloat16) and available()
 
 
 def fits(query: Sequence[int], key: Sequence[int], value: Sequence[int] | None = None) -> bool:
-    """Say whether queries, keys and values are of sizes that the kernels take; without values, whether some could be.
+    """Tell whether queries, keys and values are of sizes that the kernels take; without values, whether some could be.
 
     Parameters
     ----------

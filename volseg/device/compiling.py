@@ -108,7 +108,7 @@ def can_compile() -> bool:
 
 
 def starts_by_compiler() -> bool:
-    """Say whether Triton has the C compiler make what starts a kernel, which needs the driver's library."""
+    """Return whether Triton has the C compiler make what starts a kernel, which needs the driver's library."""
     return hasattr(import_module("triton.backends.nvidia.driver"), "make_launcher")
 
 
@@ -254,6 +254,6 @@ def _compile(wanted: Specialization) -> Compiled:
         binary = function.warmup(*wanted.arguments, grid=(1,), **dict(wanted.options))
         if _starter is not None:
             _starter(binary.src, binary.metadata)
-    except Exception as fault:  # whatever the compiler says: who runs the kernel will hear it again
+    except Exception as fault:  # any compiler error: launching the kernel raises it again
         return Compiled(kernel.name, time.perf_counter() - begin, f"{type(fault).__name__}: {fault}")
     return Compiled(kernel.name, time.perf_counter() - begin)

@@ -53,12 +53,12 @@ def count_gpus() -> int:
 
 
 def uses_gpus() -> bool:
-    """Tell whether this process has begun to use GPUs; to ask one before would take memory of it."""
+    """Return whether this process has begun to use GPUs; to ask one before would take memory of it."""
     return torch.cuda.is_initialized()
 
 
 def observer() -> GpuObserver:
-    """Return who must know what no operator of torch says: a trace; on real GPUs nobody."""
+    """Return the observer of events outside torch's operators: a trace; on real GPUs a stub."""
     fake = get_fake()
     return NOBODY if fake is None else fake.observer
 
@@ -74,7 +74,7 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def has_values(device: torch.device | None = None) -> bool:
-    """Say whether tensors have values: not while a step is traced, on the fake GPUs or, without a device, at all."""
+    """Return whether tensors have values: not while a step is traced, on the fake GPUs or, without a device, at all."""
     return get_fake() is None or (device is not None and not is_gpu(device))
 
 

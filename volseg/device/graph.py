@@ -55,7 +55,7 @@ class Composed(Protocol):
 
 
 def is_composed(leaf: Any) -> TypeGuard[Composed]:
-    """Say whether a tensor is made of others."""
+    """Return whether a tensor is made of others."""
     return hasattr(type(leaf), "with_pieces")
 
 
@@ -102,7 +102,7 @@ def describe_plain(value: Any) -> Hashable | None:
 
 
 def _is_of_enumerations(name: str) -> bool:
-    """Say whether a member's attribute is Python's own: it has reserved ``_name_`` and ``__name__``."""
+    """Return whether a member's attribute is Python's own: it has reserved ``_name_`` and ``__name__``."""
     return name.startswith("_") and name.endswith("_")
 
 

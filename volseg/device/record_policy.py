@@ -8,7 +8,7 @@ stage and micro-batch (``volseg.parallel.pipeline.record``). Both answer the sam
     is there room?                Recordings.make_room: few are kept; one that is long idle may give way
     how is it recorded?           graph.Graph inside of graph.undisturbed
     did anything else happen?     volseg.parallel.state: noted before an attempt, put back after it, watched from then
-    what if it fails?             Recordings.refuse: said once, and the calls run as they are
+    what if it fails?             Recordings.refuse: logged once, and calls stay eager
 
 ``Recordings`` answers the second, third and last of them. It knows neither CUDA nor networks, and everything in it
 follows from the sequence of kinds, which is equal in all processes that work together.
@@ -302,7 +302,7 @@ class Recorder:
             recording = self._record(*inputs)
             self._state.keep()
             kept = True
-        except Exception as fault:  # whatever it was: alone, this process must not leave the others waiting
+        except Exception as fault:  # any error: this process must not leave the others waiting
             reason = str(fault).partition("\n")[0] or type(fault).__name__
         if self._agree(kept):
             assert recording is not None

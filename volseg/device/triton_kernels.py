@@ -59,7 +59,7 @@ _hearers: list[Callable[[KernelCall], None]] = []
 
 @contextmanager
 def hearing_calls(hear: Callable[[KernelCall], None]) -> Iterator[None]:
-    """Be told of each kernel that is asked for in here and, on fake GPUs, does not run."""
+    """Call back for each kernel launch on a fake GPU, which does not run."""
     _hearers.append(hear)
     try:
         yield

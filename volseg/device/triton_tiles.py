@@ -51,12 +51,12 @@ MOST_VOXELS = 2**30
 
 
 def available() -> bool:
-    """Say whether there are kernels in Triton: it is installed, or they are only noted."""
+    """Return whether there are kernels in Triton: it is installed, or they are only noted."""
     return INSTALLED or not gpus.has_values()
 
 
 def takes(tensor: Tensor) -> bool:
-    """Say whether Triton's kernels take this tensor: they run on a GPU and count in float32, and voxels in 32 bits."""
+    """Tell whether Triton's kernels take this tensor: they run on a GPU and count in float32, and voxels in 32 bits."""
     if not (gpus.on_gpu(tensor) and tensor.dtype != torch.float64 and available()):
         return False
     return tensor.numel() <= MOST_VOXELS or count_voxels(tensor) <= MOST_VOXELS
@@ -128,7 +128,7 @@ def halve(tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def is_narrow(tensor: Tensor, tile: tuple[int, int]) -> bool:
-    """Say whether lines of channels begin at uneven places, so that each element is loaded by itself."""
+    """Return whether lines of channels begin at uneven places, so that each element is loaded by itself."""
     return tile[1] > 1 and tensor.shape[1] % 8 != 0
 
 

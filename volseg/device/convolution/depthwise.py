@@ -151,7 +151,7 @@ def _depthwise_weight_kernel(
 
 
 def fits(weight: torch.Size, settings: Settings) -> bool:
-    """Say whether a convolution of this weight, ``(C, 1, KD, KH, KW)``, is one of those that are computed here."""
+    """Return whether a convolution of this weight, ``(C, 1, KD, KH, KW)``, is one of those that are computed here."""
     alone = weight[1] == 1 and settings.groups == weight[0]
     small = max(weight[2:]) <= MOST_TAPS and max(settings.dilation) <= MOST_DILATION
     # The taps that reach a voxel are every other one: they are as far apart in the output only where not dilated.

@@ -35,7 +35,7 @@ PROGRAMS = 8
 
 
 def keeps_width(weight: Tensor, padding: tuple[int, ...]) -> bool:
-    """Say whether lines of the output are as long as those of the input."""
+    """Return whether lines of the output are as long as those of the input."""
     return 2 * padding[2] + 1 == weight.shape[4]
 
 

@@ -80,13 +80,13 @@ class Rule(NamedTuple):
 
 
 SMALL = 32**3
-"""Voxels, where that was measured alone."""
+"""Voxels, if only that size was measured."""
 
 BOTH = 64**3
-"""Where 64^3 was measured as well as 128^3, or 64^3 alone."""
+"""If 64^3 was measured, with or without 128^3."""
 
 LARGE = 2**19
-"""Where 128^3 alone was measured: a quarter of it, which still gives each processor 30 tiles of 128 voxels."""
+"""If only 128^3 was measured: a quarter of it, which still gives each multiprocessor 30 tiles of 128 voxels."""
 
 Case = tuple[int, int, int, int]
 """Channels in, channels out, sides of the kernel, dilation."""

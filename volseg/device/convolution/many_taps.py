@@ -121,7 +121,7 @@ def _weight_kernel(
 
 
 def can_read(slab: Tensor, kernel: Sequence[int]) -> bool:
-    """Say whether the channels of a voxel follow one another, and 32 bits count a sample's places.
+    """Return whether the channels of a voxel follow one another, and 32 bits count a sample's places.
 
     Those around it as well, from which the kernel's reach is subtracted, and to which it is added.
     """
@@ -130,7 +130,7 @@ def can_read(slab: Tensor, kernel: Sequence[int]) -> bool:
 
 
 def can_group(slab: Tensor, kernel: Sequence[int], width: int, voxels: int) -> bool:
-    """Say whether groups of voxels may be read of it likewise, for an output of some width."""
+    """Return whether groups of voxels may be read of it likewise, for an output of some width."""
     return can_read(slab, kernel) and slab.stride(4) == slab.shape[1] and width % voxels == 0
 
 

@@ -43,7 +43,7 @@ def _compute_reach(kernel: Sequence[int], settings: Settings) -> int:
 
 
 def can_group(volume: Tensor, weight: Tensor, settings: Settings, voxels: int) -> bool:
-    """Say whether a convolution may be computed over groups of so many voxels.
+    """Return whether a convolution may be computed over groups of so many voxels.
 
     Parameters
     ----------

@@ -50,7 +50,7 @@ def _compute(term: Term) -> Tensor:
 
 
 def _passes_on(second: Term, activation: Activation) -> bool:
-    """Say whether the second gets the sum's own gradient, and the first one's is that of a norm alone."""
+    """Return whether the second term gets the sum's gradient unchanged, and the first one's is that of a norm."""
     return not second.is_norm and activation == IDENTITY
 
 
