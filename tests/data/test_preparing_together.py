@@ -301,7 +301,7 @@ def test_what_cannot_be_preprocessed_is_the_first_case_in_every_process(made):
 def test_any_other_error_ends_all_and_is_named(made):
     first, second = in_group(2, broken_reader, made)
     assert second == ("ZeroDivisionError", "a bug")
-    assert first == ("ParallelError", "process 1 failed, so this one stops too: ZeroDivisionError: a bug")
+    assert first == ("ParallelError", "process 1 failed, so this process stops too: ZeroDivisionError: a bug")
 
 
 def real_cases(root, num_training, num_validation):

@@ -352,7 +352,7 @@ def test_split_size_auto_finds_one_and_remembers_it():
 
 def test_partition_is_printable_and_wants_a_call_first():
     model = ModelParallel(Skips(), devices=THREE, split_size=2)
-    with pytest.raises(ParallelError, match="has not been cut yet: call the model once"):
+    with pytest.raises(ParallelError, match="is not cut yet: call the model once"):
         _ = model.partition
     model(volumes().float())
     assert str(model.partition).startswith("stage  device")
@@ -407,7 +407,7 @@ def test_arguments_are_checked(arguments, message):
 
 def test_impossible_cut_lists_the_possible_ones():
     model = ModelParallel(Skips(), devices=THREE, split_size=1, cuts=["relu"])
-    with pytest.raises(PartitionError, match=r"no stage can begin at 'relu': .* Stages can begin at b, c, d, e"):
+    with pytest.raises(PartitionError, match=r"no stage can start at 'relu': .* Stages can start at b, c, d, e"):
         model(volumes().float())
 
 
@@ -435,7 +435,7 @@ def test_unforeseen_change_in_place_on_another_stage_is_refused():
     x = volumes().float()
     model(x)
     net.moody = True
-    with torch.no_grad(), pytest.raises(PartitionError, match="mul_ changes in place a tensor that lives on stage 0"):
+    with torch.no_grad(), pytest.raises(PartitionError, match="mul_ changes in place a tensor of stage 0"):
         model(x)
 
 

@@ -420,7 +420,7 @@ def test_the_strategy_refuses_in_its_own_words() -> None:
         trace_candidate(make_work(shape=(4, 1, 2, 2, 2)), Candidate(spatial=4))
     with pytest.raises(ParallelError, match="2 slabs and a network in 2 stages"):
         trace_candidate(make_work(), Candidate(spatial=2, pipeline=2))
-    with pytest.raises(ParallelError, match="is a BatchNorm3d, which takes the statistics of a whole batch"):
+    with pytest.raises(ParallelError, match="is a BatchNorm3d, which uses the statistics of a whole batch"):
         trace_candidate(make_work(), Candidate(data=2, pipeline=2))
     with pytest.raises(NotRecordedError, match="DistributedDataParallel sums by hooks"):
         trace_candidate(make_work(build_without_batch_norm), Candidate(data=2, pipeline=2, recorded=True))

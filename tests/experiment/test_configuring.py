@@ -92,7 +92,7 @@ def test_the_second_plan_reads_no_case(folder, tmp_path):
 
 def test_a_file_that_is_there_is_refused_before_a_case_is_read(folder, tmp_path):
     (tmp_path / "mine.yaml").write_text("", encoding="utf-8")
-    with pytest.raises(ConfigError, match="exists already; choose another place, or replace it by --overwrite"):
+    with pytest.raises(ConfigError, match="exists; choose another path, or replace it by --overwrite"):
         call("configure", folder, "-o", tmp_path / "mine.yaml")
     assert not (folder / ".volseg").exists()
 

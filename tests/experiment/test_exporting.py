@@ -188,9 +188,7 @@ def test_what_cannot_be_exported_is_told(run, tmp_path):
         export(run, tmp_path / "model.onnx", to="onxx")
     for format_, name in (("archive", "model.zip"), ("torchscript", "model.pt")):
         (tmp_path / name).write_text("somebody's", encoding="utf-8")
-        with pytest.raises(
-            ConfigError, match=f"{name} exists already; choose another place, or replace it by --overwrite"
-        ):
+        with pytest.raises(ConfigError, match=f"{name} exists; choose another path, or replace it by --overwrite"):
             export(run, tmp_path / name, to=format_)
     assert export(run, tmp_path / "model.zip", overwrite=True).read_bytes().startswith(b"PK")
     with pytest.raises(CheckpointError, match="which is not a plain relative name"):

@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_is_computed(tmp_path
         "Validation": lambda folder: volseg.Validation(make_predictor(), [], {1: "a"}, folder=folder),
     }[made]
     refuse(make, str(tmp_path / "file" / "run"), match=f"cannot be written to, as {tmp_path / 'file'} is no folder")
-    refuse(make, 3, match="is named by its path, such as 'runs/first', got 3")
+    refuse(make, 3, match="an output folder is a path, such as 'runs/first', got 3")
 
 
 def test_what_is_no_config_is_refused():

@@ -75,7 +75,7 @@ def test_a_single_process_is_started_again_too(start, config_file, tmp_path):
     _, errors = job.communicate(timeout=200)
     assert job.returncode == 0, errors
     assert "was killed by SIGKILL" in errors
-    assert "all processes are started again, 1 of 1 times" in errors
+    assert "restarting all processes, 1 of 1 times" in errors
     history = load_checkpoint(tmp_path / "run" / "checkpoints" / "latest.pt").history
     assert [record.epoch for record in history] == [0, 1]
 

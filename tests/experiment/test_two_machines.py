@@ -95,5 +95,5 @@ def test_the_machine_that_is_cut_off_ends_too(machines, tmp_path):
     told = outputs(jobs, 200)
     assert [job.returncode for job in jobs] == [1, 1], told
     assert "process 1 of 2 (machine2, cpu) sends no heartbeat for" in told[0]
-    assert "volseg: process 1 of 2 (machine2, cpu) is cut off: the store of this job gives no answer for" in told[1]
+    assert "volseg: process 1 of 2 (machine2, cpu) is cut off: the store of this job has not answered for" in told[1]
     assert "Traceback" not in told[1]

@@ -224,7 +224,7 @@ def test_breaks_are_told_once(traced, caplog):
         torch.testing.assert_close(model(image), plain(image))
     told = [record.getMessage() for record in caplog.records if record.name.startswith("volseg")]
     assert len(told) == 1
-    assert told[0].startswith("torch.compile breaks Looks up, and Python runs between its kernels, for 1 reason(s)")
+    assert told[0].startswith("torch.compile splits Looks, and Python runs between its kernels, for 1 reason(s)")
     assert "in pieces" in model.explain_replicas()
 
 
@@ -265,7 +265,7 @@ def test_what_the_compiler_cannot_do_is_refused(monkeypatch):
 def test_where_nothing_is_compiled_that_is_an_error(traced):
     with (
         torch.compiler.set_stance("force_eager"),
-        pytest.raises(ParallelError, match="found nothing of Conv3d to compile, and ran it as it is"),
+        pytest.raises(ParallelError, match="found nothing to compile in Conv3d, and ran it as it is"),
     ):
         CompiledNetwork(nn.Conv3d(1, 1, 1))(torch.ones(1, 1, 2, 2, 2))
 
@@ -298,7 +298,7 @@ def test_modes_and_tensors_that_would_run_it_plain_are_refused(traced):
         model(image)
     with pytest.raises(ParallelError, match="takes plain tensors, got a Own"):
         model(image.as_subclass(Own))
-    with pytest.raises(ParallelError, match=r"inside of a transform of torch\.func"):
+    with pytest.raises(ParallelError, match=r"inside a transform of torch\.func"):
         torch.func.vmap(model)(image[None])
     with forward_ad.dual_level(), pytest.raises(UnsupportedOperatorError, match="a compiled Conv3d computes deriv"):
         model(forward_ad.make_dual(image, image))
@@ -358,7 +358,7 @@ def test_replicas_refuse_norms_that_they_cannot_share(traced):
     shared = DataParallel(CompiledNetwork(Heads(nn.InstanceNorm3d)), Replicas(2, None, False))
     shared(image[:1])
     apart = DataParallel(CompiledNetwork(Heads()), Replicas(2, None, False))
-    with pytest.raises(ParallelError, match=r"cannot run as torch\.compile makes it: batch_norm is compiled"):
+    with pytest.raises(ParallelError, match=r"cannot run under torch\.compile: batch_norm is compiled"):
         apart(image[:1])
 
 
@@ -381,7 +381,7 @@ class CallsTorchsNorm(nn.Module):
 @pytest.mark.parametrize("name", ["instance_norm", "batch_norm"])
 def test_replicas_refuse_torchs_own_norms_that_move_statistics(traced, name):
     image = torch.randn(1, 1, 4, 4, 4)
-    with pytest.raises(ParallelError, match=f"torch's {name} is called for training; replicas take"):
+    with pytest.raises(ParallelError, match=f"torch's {name} is called for training; replicas support"):
         DataParallel(CallsTorchsNorm(name), Replicas(2, None, False))(image)
     with pytest.raises(ParallelError, match=f"{name} is compiled"):
         DataParallel(CompiledNetwork(CallsTorchsNorm(name)), Replicas(2, None, False))(image)

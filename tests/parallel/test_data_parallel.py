@@ -230,7 +230,7 @@ class CheckpointedNorm(nn.Module):
 
 
 def norm_in_checkpoint() -> str | None:
-    return expect_refusal("batch norm stands in a checkpointed block", lambda: wrap(CheckpointedNorm())(draw(1)))
+    return expect_refusal("a batch norm is in a checkpointed block", lambda: wrap(CheckpointedNorm())(draw(1)))
 
 
 def running_instance_norm() -> str | None:
@@ -264,13 +264,13 @@ def wrap_model(model: nn.Module) -> DataParallel:
 
 
 def another_mesh() -> str | None:
-    return expect_refusal("a mesh of data 3 x spatial 1 needs 3 processes, and there are 2", lambda: join_mesh(3, 1))
+    return expect_refusal("a mesh of data 3 x spatial 1 needs 3 processes, but there are 2", lambda: join_mesh(3, 1))
 
 
 def norm_of_a_pipeline() -> str | None:
     model = ModelParallel(build(norm=nn.BatchNorm3d(4)), devices=["cpu", "cpu"], split_size=1)
     wrapped = DataParallel(model, join_mesh(2, 1).replicas())
-    return expect_refusal("1 is a BatchNorm3d, which takes the statistics", lambda: wrapped(draw(1)))
+    return expect_refusal("1 is a BatchNorm3d, which uses the statistics", lambda: wrapped(draw(1)))
 
 
 REFUSED = [

@@ -126,7 +126,7 @@ def test_a_device_without_them_says_why(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert explain_absence(gpu) is None
     monkeypatch.setattr("volseg.device.triton_tiles.available", lambda: False)
-    assert explain_absence(gpu) == "Triton, in which they are written, is not installed"
+    assert explain_absence(gpu) == "Triton, which compiles them, is not installed"
 
 
 @pytest.mark.gpu

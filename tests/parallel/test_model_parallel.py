@@ -202,11 +202,11 @@ def test_a_misspelt_option_is_answered_with_a_near_one(given, near):
 
 def test_a_pipeline_says_that_it_cuts_no_volumes_and_records_by_itself():
     model = ModelParallel(net(), split_size=2, devices=["cpu"] * 2)
-    with pytest.raises(ParallelError, match="batches scattered for strategy='spatial', and this model runs as a pipe"):
+    with pytest.raises(ParallelError, match="batches scattered for strategy='spatial', but this model runs as a pipe"):
         scatter_batch(model, {})
     with pytest.raises(ParallelError, match="recorded for strategy='spatial', not for a pipeline, which records its"):
         RecordedStep(model, lambda x: x)
-    with pytest.raises(ParallelError, match=r"one GPU per process, and this model is on \['cpu'\]"):
+    with pytest.raises(ParallelError, match=r"one GPU per process, but this model is on \['cpu'\]"):
         RecordedStep(parallel(net()), lambda x: x)
 
 

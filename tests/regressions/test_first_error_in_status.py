@@ -50,7 +50,7 @@ def run_job(what, start, folder, *settings):
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", r"process 1 of 2 \(\S+, cpu\) is gone without a word, last seen at"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"process 1 of 2 \(\S+, cpu\) died silently, last seen at"),
         ("raise KeyError('something of ours')", r"process 1 of 2 \(\S+, cpu\): KeyError: 'something of ours'"),
     ],
     ids=["killed", "fails"],
@@ -64,5 +64,5 @@ def test_the_status_names_the_process_that_died(what, told, mesh, start, tmp_pat
 def test_the_status_of_a_job_that_hung_says_where_each_process_was(start, tmp_path):
     """The status stayed at the last batch, and its process was gone."""
     message = run_job("signal.pause()", start, tmp_path, "parallel.data=2", "parallel.timeout=20")
-    assert re.search(r"nobody has made progress for \d+ s", message), message
+    assert re.search(r"no process has made progress for \d+ s", message), message
     assert re.search(r"process 1 of 2 \(\S+, cpu\): train, epoch 2, batch 1", message), message

@@ -69,7 +69,7 @@ def test_a_refusal_is_none_that_another_attempt_lifts(launcher, stopped_run, con
         assert "started again" not in ended.stderr
         assert ended.stderr.count("holds a run already") <= 2  # by the other process, in a line, if it lives to say so
     else:
-        assert "another attempt would end as the one before" in ended.stderr
+        assert "a new attempt would fail for the same reason as the previous one" in ended.stderr
 
 
 class At(Hook):

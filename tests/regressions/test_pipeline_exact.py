@@ -469,7 +469,7 @@ def test_derivatives_and_maps_inside(kind, cuts, record):
     try:
         model = assert_same_steps(net, record=record, cuts=cuts)
     except PartitionError as refusal:
-        assert "no stage can begin at 'b'" in str(refusal)  # noqa: PT017 (what lies inside a derivative stays together)
+        assert "no stage can start at 'b'" in str(refusal)  # noqa: PT017 (what lies inside a derivative stays together)
         assert (kind, cuts) in (("autograd.grad", ["b"]), ("func.grad", ["b"]))
         return
     assert not model.strategy.is_replaying or record

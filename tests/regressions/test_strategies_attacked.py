@@ -133,7 +133,7 @@ def call_a_norm(rank_count: int) -> str:
 def test_replicas_of_a_pipeline_refuse_a_norm_that_is_called_as_a_function() -> None:
     # A module was refused; the function took the statistics of micro-batches without a word.
     for said in in_group(2, call_a_norm, 2):
-        assert "calls batch_norm for training, which takes the statistics of a whole batch" in said
+        assert "calls batch_norm for training, which uses the statistics of a whole batch" in said
 
 
 class Checkpointed(nn.Module):

@@ -1,4 +1,4 @@
-"""A job whose work was done was told to have failed: "process 0 of 2 is gone without a word".
+"""A job whose work was done was told to have failed: "process 0 of 2 died silently".
 
 Who watches the others reads what they have put down, and then looks whether they are there. A process that said it was
 leaving and ended between the two was taken for one that was killed, and the job was ended by it, with status 1. On a
@@ -53,7 +53,7 @@ def test_one_that_ends_without_a_word_is_missed(monkeypatch):
     watching = Supervision(store, 0, MEMBERS, 10.0, lambda cause, stack: (ended.append(cause), told.set()))
     assert told.wait(60)
     watching.stop(60)
-    assert "process 1 of 2 (here, cpu) is gone without a word, last seen at validate" in ended[0].message
+    assert "process 1 of 2 (here, cpu) died silently, last seen at validate" in ended[0].message
 
 
 def test_a_store_that_goes_between_two_looks_is_missed(monkeypatch):
@@ -104,7 +104,7 @@ def test_a_store_that_gives_no_answer_ends_the_process(monkeypatch, start):
     watching = Supervision(store, 0, members, 10.0, lambda cause, stack: (ended.append(cause), told.set()))
     os.kill(server.pid, signal.SIGSTOP)
     assert told.wait(60)
-    assert ended[0].message.startswith("process 0 of 2 (here, cpu) is cut off: the store of this job gives no answer")
+    assert ended[0].message.startswith("process 0 of 2 (here, cpu) is cut off: the store of this job has not answered")
     assert watching.fail("disk full").message == "disk full"  # returns too
     watching.leave()
     os.kill(server.pid, signal.SIGCONT)

@@ -125,7 +125,7 @@ def test_a_process_that_is_asked_to_stop_stops_all(folder):
 
 def test_an_error_in_one_process_is_raised_in_all(folder):
     assert in_group(2, ended, folder, "error") == [
-        ("ParallelError", "process 1 failed, so this one stops too: ValueError: the weights are gone", False),
+        ("ParallelError", "process 1 failed, so this process stops too: ValueError: the weights are gone", False),
         ("ValueError", "the weights are gone", False),
     ]
     assert in_group(2, ended, folder, "ours") == [("DataError", "the weights are gone", False)] * 2

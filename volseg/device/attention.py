@@ -1,10 +1,10 @@
-"""Attention without its score matrices: ``softmax(scale q k^T + terms) v`` in one pass, and its gradients in three.
+"""Attention without score matrices: ``softmax(scale q k^T + terms) v`` in one pass, and its gradients in three.
 
 A network that writes attention out has a matrix of scores for each head, in float32 several times over: the product,
 the sum with each bias or mask, the softmax, and a gradient of each. Here a tile of scores lives in registers, in
 float32, and is computed again for the gradients from what each row's softmax was divided by.
 
-Sums have a fixed order: no atomics. Rows of minus infinity alone are not a number, as in torch.
+Sums have a fixed order: no atomics. Rows that are entirely minus infinity give NaN, as in torch.
 """
 
 from collections.abc import Sequence
@@ -95,12 +95,12 @@ class Addend:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Say whether the kernels take tensors like this one: in half precision, which matrix units multiply exactly."""
+    """Return whether the kernels take tensors like this one: in half precision, which matrix units multiply exactly."""
     return on_gpu(tensor) and tensor.dtype in (torch.float16, torch.bfloat16) and available()
 
 
 def fits(query: Sequence[int], key: Sequence[int], value: Sequence[int] | None = None) -> bool:
-    """Say whether queries, keys and values are of sizes that the kernels take; without values, whether some could be.
+    """Tell whether queries, keys and values are of sizes that the kernels take; without values, whether some could be.
 
     Parameters
     ----------

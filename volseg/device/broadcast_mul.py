@@ -1,10 +1,11 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""A volume times one of one channel, as attention gates have it: ``x * psi``, one pass forward and one backward.
+"""Multiply a volume by a volume of one channel, as attention gates do: ``x * psi``, one pass forward and one backward.
 
-torch spreads the one channel over the others element by element, and backward writes a volume of products to add up its
-channels. Here the channels of a voxel are together in one program, which adds them up on its way. What comes out is of
-torch's values; the gate's gradient is rounded once, where torch rounds each product first.
+torch broadcasts the one channel element by element, and backward writes a volume of products to sum over its channels.
+Here one program holds the channels of a voxel and sums them directly. The product equals torch's; the gate's gradient
+is
+rounded once, where torch first rounds each product.
 """
 
 import torch
@@ -59,7 +60,7 @@ def _differentiate_kernel(
 
 
 def multiply(slab: Tensor, gate: Tensor) -> Tensor:
-    """Return the product, which lies as the slab does.
+    """Return the product, in the slab's layout.
 
     Parameters
     ----------
@@ -103,7 +104,7 @@ def differentiate(gradient: Tensor, slab: Tensor, gate: Tensor) -> tuple[Tensor,
 
 
 def differentiate_plainly(gradient: Tensor, slab: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what ``differentiate`` returns, in plain torch: it defines what the kernel computes.
+    """Compute ``differentiate`` in plain torch: the reference of the kernel.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Kernels compiled before they are run, without the GPU that they are for: into Triton's own cache.
+"""Compile Triton kernels before their first launch, without the target GPU, into Triton's own cache.
 
 Triton compiles a kernel when it is first run, one after the other, in the middle of the first training step. What it
 compiles depends on the types of the arguments, on numbers that are 1 or multiples of 16, on addresses that are, and on
@@ -41,7 +41,7 @@ LARGEST = 2**31 - 1
 
 
 class Address:
-    """Stands for a tensor where only its type and where it begins matter."""
+    """Stand-in for a tensor, with only its type and address."""
 
     def __init__(self, dtype: torch.dtype, offset: int) -> None:
         self.dtype, self.offset = dtype, offset
@@ -75,8 +75,8 @@ class Specialization:
         function: Any = call.kernel.compiled
         parameters = {parameter.name: parameter for parameter in function.params}
         # Arguments that are not given by their place are given by name, and so are options, which no parameter is.
-        arguments = [_find_kind(value, each) for each, value in zip(function.params, call.arguments, strict=False)]
-        options = {name: _find_kind(value, parameters.get(name)) for name, value in call.options.items()}
+        arguments = [_get_kind(value, each) for each, value in zip(function.params, call.arguments, strict=False)]
+        options = {name: _get_kind(value, parameters.get(name)) for name, value in call.options.items()}
         return cls(call.kernel.home, tuple(arguments), tuple(sorted(options.items())))
 
     @property
@@ -85,7 +85,7 @@ class Specialization:
         return repr((self.home, self.arguments, self.options))
 
 
-def _find_kind(value: Any, parameter: Any) -> Any:
+def _get_kind(value: Any, parameter: Any) -> Any:
     """Return a value for which Triton compiles what it compiles for this one."""
     if parameter is None or parameter.is_constexpr:
         return value
@@ -103,12 +103,12 @@ def _find_kind(value: Any, parameter: Any) -> Any:
 
 
 def can_compile() -> bool:
-    """Say whether Triton is there, and compiles: its interpreter does not."""
+    """Return whether Triton is installed and compiles: its interpreter does not."""
     return INSTALLED and hasattr(import_module("triton.runtime.jit"), "JITFunction") and not _is_interpreting()
 
 
 def starts_by_compiler() -> bool:
-    """Say whether Triton has the C compiler make what starts a kernel, which needs the driver's library."""
+    """Return whether Triton has the C compiler make what starts a kernel, which needs the driver's library."""
     return hasattr(import_module("triton.backends.nvidia.driver"), "make_launcher")
 
 
@@ -172,17 +172,17 @@ class Compiling:
         self._pool.shutdown(cancel_futures=fault[0] is not None)
 
     def ask(self, call: KernelCall) -> None:
-        """Compile what a call needs, if nobody has asked for it before."""
+        """Compile the kernel of a call, unless it was requested before."""
         self.ask_for(Specialization.of(call))
 
     def ask_for(self, wanted: Specialization) -> None:
-        """Compile a specialization, if nobody has asked for it before."""
+        """Compile a specialization, unless it was requested before."""
         if wanted.key not in self._asked:
             self._asked[wanted.key] = self._pool.submit(_compile, wanted)
 
     @property
     def num_asked(self) -> int:
-        """Specializations that were asked for."""
+        """Number of requested specializations."""
         return len(self._asked)
 
     def wait(self, count: int) -> None:
@@ -254,6 +254,6 @@ def _compile(wanted: Specialization) -> Compiled:
         binary = function.warmup(*wanted.arguments, grid=(1,), **dict(wanted.options))
         if _starter is not None:
             _starter(binary.src, binary.metadata)
-    except Exception as fault:  # whatever the compiler says: who runs the kernel will hear it again
+    except Exception as fault:  # any compiler error: launching the kernel raises it again
         return Compiled(kernel.name, time.perf_counter() - begin, f"{type(fault).__name__}: {fault}")
     return Compiled(kernel.name, time.perf_counter() - begin)

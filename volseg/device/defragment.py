@@ -1,7 +1,7 @@
-"""Tensors that are moved together: what outlives a step lies among activations that are gone, and holds their memory.
+"""Defragment GPU memory: long-lived tensors among freed activations keep whole segments allocated.
 
-torch's allocator gives memory back by whole segments. The optimizer's state comes into being at the end of the first
-step, in pieces of what activations have left, and so do gradients. Moved away once, they hold their own segments alone.
+torch's allocator returns memory by whole segments. The optimizer's state is created at the end of the first step, in
+gaps between freed activations, and so are gradients. After one move they occupy only their own segments.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,11 @@ __all__ = ["move_together"]
 
 
 def move_together(tensors: Iterable[Tensor]) -> None:
-    """Move tensors of one GPU to new memory, by way of the host's; give back to the GPU what is free then.
+    """Move tensors of one GPU to new memory through host memory, and release the freed segments.
 
-    The tensors stay the same objects. Those whose memory others use too (a view, a slice of a bucket) stay where they
-    are, and so does what is on no GPU.
+    The tensors stay the same objects. Tensors that share memory with others (a view, a slice of a bucket) stay where
+    they
+    are, and so do tensors that are on no GPU.
 
     Parameters
     ----------
@@ -34,7 +35,7 @@ def move_together(tensors: Iterable[Tensor]) -> None:
     devices = [find_device(tensor) for tensor in moved]
     on_host = [tensor.detach().to("cpu", copy=True) for tensor in moved]
     for tensor, copy in zip(moved, on_host, strict=True):
-        tensor.data = copy  # values lie somewhere at any time
+        tensor.data = copy  # values exist in one place at any time
     empty_cache(devices[0])
     for tensor, device in zip(moved, devices, strict=True):
         tensor.data = tensor.data.to(device)

@@ -65,8 +65,9 @@ class _Emptying(TorchFunctionMode):
     def _empty(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise FollowError(
-                f"a network is followed whose tensors are strided and not quantized, got one of {tensor.layout} and "
-                f"{tensor.dtype}, shape {tuple(tensor.shape)}; give it ordinary parameters and buffers"
+                "a network on fake tensors must have strided tensors that are not quantized, got one of "
+                f"{tensor.layout} and {tensor.dtype}, shape {tuple(tensor.shape)}; use ordinary parameters and "
+                "buffers"
             )
         device = tensor.device if isinstance(tensor, FakeTensor) else "cpu"
         with self.mode:

@@ -1,4 +1,4 @@
-"""The seam by which ``volseg.estimate`` puts fake GPUs in the place of real ones; `gpus` is who asks here.
+"""Fake GPUs, by which ``volseg.estimate`` replaces real ones; only `gpus` reads them.
 
 A step that is only traced runs on fake tensors of the CPU: autograd of a CPU build of torch aborts on fake tensors of
 CUDA. While a thread fakes GPUs, ``torch.device("cpu", i)`` stands for GPU i, and ``torch.device("cpu")``, without a

@@ -1,4 +1,4 @@
-"""First derivatives, backward: what functions of our own say to ``create_graph=True``, and to derivatives forward."""
+"""Refuse second derivatives and forward-mode derivatives of volseg's autograd functions."""
 
 from collections.abc import Callable
 from functools import wraps

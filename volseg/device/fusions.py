@@ -1,4 +1,4 @@
-"""What one kernel does instead of several, by name, to be switched off for a comparison.
+"""Names of fused kernels, which can be switched off for a comparison.
 
 Results are the same up to round-off either way; `"doubling"` also decides the type of an upsampled volume under
 autocast. ``workflows/benchmarks/results/networks_h200_fusions.json`` has a step with each of them off.
@@ -37,14 +37,14 @@ _off: set[str] = set()
 
 
 def is_on(name: str) -> bool:
-    """Say whether a fusion is on, as all of them are by default."""
+    """Return whether a fusion is on; all are by default."""
     assert name in NAMES, name
     return name not in _off
 
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Switch some off in here.
+    """Switch fusions off in this block.
 
     Raises
     ------

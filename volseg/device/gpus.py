@@ -1,8 +1,8 @@
-"""The GPUs of this process: which there are, where a tensor lies, what a GPU can do, and what is free of its memory.
+"""GPUs of this process: their number, capabilities and free memory, and the device of a tensor.
 
-All code that runs on GPUs asks here, and not ``is_cuda`` or ``torch.cuda``: the GPUs of a step that ``volseg.estimate``
-traces are fake (`fake_gpu`), and the answers then are those of the kind of GPU that is faked. Streams are asked
-for in `streams`.
+All code that runs on GPUs uses this module instead of ``is_cuda`` or ``torch.cuda``: the GPUs of a step that
+``volseg.estimate`` traces are fake (`fake_gpu`), and the answers are then those of the fake kind of GPU. `streams` has
+the functions for streams.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -44,7 +44,7 @@ __all__ = [
 Kept = TypeVar("Kept")
 
 NOBODY = GpuObserver()
-"""Ignores what happens on real GPUs."""
+"""Observer of real GPUs, which ignores everything."""
 
 
 def count_gpus() -> int:
@@ -53,28 +53,28 @@ def count_gpus() -> int:
 
 
 def uses_gpus() -> bool:
-    """Tell whether this process has begun to use GPUs; to ask one before would take memory of it."""
+    """Return whether this process has begun to use GPUs; to ask one before would take memory of it."""
     return torch.cuda.is_initialized()
 
 
 def observer() -> GpuObserver:
-    """Return who must know what no operator of torch says: a trace; on real GPUs nobody."""
+    """Return the observer of events outside torch's operators: a trace; on real GPUs a stub."""
     fake = get_fake()
     return NOBODY if fake is None else fake.observer
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Say whether a device is a GPU, or stands for one."""
+    """Return whether a device is a GPU, real or fake."""
     return device.type == "cuda" or (device.type == "cpu" and device.index is not None and get_fake() is not None)
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Say whether a tensor lies on a GPU, or on a device that stands for one."""
+    """Return whether a tensor is on a GPU, real or fake."""
     return tensor.is_cuda if get_fake() is None else is_gpu(find_device(tensor))
 
 
 def has_values(device: torch.device | None = None) -> bool:
-    """Say whether tensors have values: not while a step is traced, on the fake GPUs or, without a device, at all."""
+    """Return whether tensors have values: not while a step is traced, on the fake GPUs or, without a device, at all."""
     return get_fake() is None or (device is not None and not is_gpu(device))
 
 
@@ -85,7 +85,7 @@ def resize_memory(tensor: Tensor, size: int) -> None:
 
 
 def find_device(tensor: Tensor) -> torch.device:
-    """Return where a tensor lies; a fake one is asked for it directly, and not through torch's dispatcher."""
+    """Return a tensor's device; a fake tensor's is read directly, not through torch's dispatcher."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
@@ -118,7 +118,7 @@ def keeping(limit: int | None = None) -> Callable[[Callable[..., Kept]], Callabl
 
 
 def find_address(tensor: Tensor) -> int:
-    """Return where a tensor begins in memory; 0 where it has no values."""
+    """Return a tensor's address; 0 for a fake tensor."""
     return tensor.data_ptr() if has_values(tensor.device) else 0
 
 
@@ -152,7 +152,7 @@ def _read_processors(device: torch.device) -> int:
 
 
 def count_free_bytes(device: torch.device) -> int | float:
-    """Return the bytes of a GPU that this process can take, with what it has already and nothing uses."""
+    """Return the bytes of a GPU that this process can allocate, including cached memory."""
     fake = get_fake()
     if fake is not None:
         return fake.gpu.memory
@@ -172,7 +172,7 @@ def move_in_place(tensor: Tensor, device: torch.device) -> None:
 
 
 def is_recording(device: torch.device) -> bool:
-    """Say whether a CUDA graph is being recorded on a device's current stream."""
+    """Return whether a CUDA graph is being captured on a device's current stream."""
     fake = get_fake()
     if fake is not None and is_gpu(device):
         return bool(fake.recording)

@@ -1,11 +1,11 @@
-"""Record kernels once and replay them all together: one CUDA graph around code, or around any function of tensors.
+"""Capture kernels once and replay them together: one CUDA graph around code, or around a function of tensors.
 
-A training step on small volumes is hundreds of kernels of microseconds each; Python takes longer to start them one by
-one than they run. A recorded function must do the same on every call: no branch on a value, no wait for the device, the
+A training step on small volumes is hundreds of kernels of microseconds each; Python takes longer to launch them one by
+one than they run. A recorded function must do the same on every call: no branch on a value, no synchronisation, the
 same shapes. Its collectives (NCCL) are recorded with it.
 
-Every CUDA graph of volseg is a ``Graph``, recorded inside of ``undisturbed``. What a recording depends on besides the
-state of a network is here as well: ``signature`` of its inputs, and the ``modes`` of torch.
+Every CUDA graph of volseg is a ``Graph``, recorded inside ``undisturbed``. This module also describes what a recording
+depends on besides the state of a network: ``signature`` of its inputs, and the ``modes`` of torch.
 """
 
 import gc
@@ -41,26 +41,26 @@ PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.d
 
 
 class Composed(Protocol):
-    """A tensor to whoever looks that is made of others, such as a volume of slabs."""
+    """A tensor made of other tensors, such as a volume of slabs."""
 
     @property
     def arrangement(self) -> Hashable:
-        """How it is made of them: what must be the same for a recording to serve."""
+        """How it is composed: must be equal for a recording to apply."""
 
     def pieces(self) -> Sequence[Tensor]:
-        """Return the tensors that it is made of."""
+        """Return the component tensors."""
 
     def with_pieces(self, pieces: Sequence[Tensor]) -> Self:
-        """Return one of the same arrangement, made of others."""
+        """Return a tensor of the same arrangement with other components."""
 
 
 def is_composed(leaf: Any) -> TypeGuard[Composed]:
-    """Say whether a tensor is made of others."""
+    """Return whether a tensor is made of others."""
     return hasattr(type(leaf), "with_pieces")
 
 
 def describe_inputs(inputs: Any, with_strides: bool = False) -> tuple[Any, ...] | None:
-    """Return what must be the same for a recording to serve: structure, shapes, types, devices, plain values.
+    """Describe what must be equal for a recording to apply: structure, shapes, types, devices, plain values.
 
     Of a composed tensor the whole shape counts, so that all processes that share it come to the same answer. None where
     an argument is of another type, which may hold something else in the next call.
@@ -102,7 +102,7 @@ def describe_plain(value: Any) -> Hashable | None:
 
 
 def _is_of_enumerations(name: str) -> bool:
-    """Say whether a member's attribute is Python's own: it has reserved ``_name_`` and ``__name__``."""
+    """Return whether a member's attribute is Python's own: it has reserved ``_name_`` and ``__name__``."""
     return name.startswith("_") and name.endswith("_")
 
 
@@ -127,9 +127,9 @@ def _read_precision() -> tuple[Any, ...]:
 
 @contextmanager
 def without_cached_casts() -> Iterator[None]:
-    """Keep autocast, but let nobody use a cast again.
+    """Keep autocast enabled, without its cache of casts.
 
-    A cached one belongs to the graph that made it, or was made before and keeps the values of then.
+    A cached cast belongs to the graph that made it, or was made before and keeps the old values.
     """
     with ExitStack() as stack:
         for kind in ("cuda", "cpu"):
@@ -141,7 +141,7 @@ def without_cached_casts() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Record in here: nothing is collected meanwhile, since releasing old graphs and events breaks a recording."""
+    """Record in this block without garbage collection: releasing old graphs and events breaks a recording."""
     gc.collect()
     collects = gc.isenabled()
     gc.disable()
@@ -179,7 +179,7 @@ class Graph:
 
     @property
     def pool(self) -> Any:
-        """Its memory, for graphs that share it."""
+        """Its memory pool, for graphs that share it."""
         return self._graph.pool()
 
     def begin(self) -> None:
@@ -195,7 +195,7 @@ class Graph:
             raise
 
     def end(self) -> None:
-        """Record no more; nothing where ``begin`` failed."""
+        """Stop recording; do nothing if ``begin`` failed."""
         if self._before is None:
             return
         try:
@@ -211,7 +211,7 @@ class Graph:
         torch.cuda.set_device(device)
 
     def replay(self) -> None:
-        """Run what was recorded, on the device's current stream."""
+        """Replay the graph on the device's current stream."""
         self._graph.replay()
 
     def release(self) -> None:
@@ -312,7 +312,7 @@ class RecordedFunction:
             stream, None if shares is None else shares._graph.pool, generators, is_step=is_step
         )
         with undisturbed():
-            # A recording has memory of its own; what calls before have left behind is wanted there.
+            # A recording has its own memory, and needs what earlier calls have cached.
             empty_cache(stream.device)
             self._graph.begin()
             try:
@@ -327,7 +327,7 @@ class RecordedFunction:
             )
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
-        """Run on new inputs of the recorded signature; the next call overwrites the tensors that are returned."""
+        """Run on new inputs of the recorded signature; the next call overwrites the returned tensors."""
         for recorded, given in zip(_list_tensors(self._inputs), _list_tensors(dict(inputs)), strict=True):
             recorded.copy_(given, non_blocking=True)
         self._graph.replay()

@@ -83,7 +83,7 @@ def _layer_norm_backward_kernel(
 
 
 def takes_lines(tensor: Tensor, channels: int) -> bool:
-    """Say whether the kernels take such lines: on a GPU, of 32 or 16 bits, short, not too many."""
+    """Return whether the kernels take such lines: on a GPU, of 32 or 16 bits, short, not too many."""
     fits = 0 < channels <= LONGEST and 0 < tensor.numel() <= MOST_LINES * channels
     return fits and on_gpu(tensor) and tensor.dtype in TYPES and available()
 

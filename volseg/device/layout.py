@@ -55,7 +55,7 @@ def copy_by_triton(slab: Tensor, out: Tensor) -> None:
 
 
 def layout_of(tensor: Tensor) -> torch.memory_format:
-    """Return the layout of a volume; one channel alone passes for contiguous."""
+    """Return the layout of a volume; a volume of one channel counts as contiguous."""
     if tensor.ndim == 5 and tensor.stride(1) == 1 and tensor.shape[1] > 1:
         return torch.channels_last_3d
     return torch.contiguous_format

@@ -1,4 +1,4 @@
-"""Memory of a GPU for one purpose alone: its blocks do not lie among those of others, and keep none of them apart."""
+"""Separate memory pool of a GPU for one purpose: its blocks do not fragment the memory of others."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ class MemoryPool:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Take from it what this thread asks for."""
+        """Allocate from the pool in this thread."""
         if self._pool is not None:
             with torch.cuda.use_mem_pool(self._pool, self.device):
                 yield

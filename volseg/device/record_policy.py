@@ -1,17 +1,17 @@
-"""When a kind of call is recorded, which recordings are kept, and what ends them: one policy for all of them.
+"""Policy for CUDA graphs: which calls are recorded, which recordings are kept, and when they end.
 
 Two things are recorded: a whole training step on one GPU per process (``RecordedStep``), and a batch of a pipeline, by
-stage and micro-batch (``volseg.parallel.pipeline.record``). Both go through the same questions::
+stage and micro-batch (``volseg.parallel.pipeline.record``). Both answer the same questions::
 
     which kind of call is it?     graph.signature of the inputs, graph.modes, and what the network is besides
     is it time?                   Recordings.is_warm: after some calls that ran as they are, and not refused
     is there room?                Recordings.make_room: few are kept; one that is long idle may give way
     how is it recorded?           graph.Graph inside of graph.undisturbed
     did anything else happen?     volseg.parallel.state: noted before an attempt, put back after it, watched from then
-    what if it fails?             Recordings.refuse: said once, and the calls run as they are
+    what if it fails?             Recordings.refuse: logged once, and calls stay eager
 
 ``Recordings`` answers the second, third and last of them. It knows neither CUDA nor networks, and everything in it
-follows from the sequence of kinds, which all processes that work together see alike.
+follows from the sequence of kinds, which is equal in all processes that work together.
 
 Three things stay apart, because the other way would make one of the two worse:
 
@@ -37,10 +37,10 @@ __all__ = ["Kind", "Recorder", "Recording", "Recordings"]
 logger = logging.getLogger(__name__)
 
 MOST_CHANGES = 20
-"""Times that recordings are made anew because something has changed: each takes some steps kernel by kernel."""
+"""Times that recordings are made again after a change: each costs some eager steps."""
 
 MOST_KINDS = 64
-"""Kinds of calls that are counted at a time; where there are more, something changes in every call."""
+"""Kinds of calls that are counted at a time; with more, the kind changes on every call."""
 
 
 class Recording(Protocol):
@@ -50,30 +50,30 @@ class Recording(Protocol):
         """Run it on inputs of the recorded kind."""
 
     def release(self) -> None:
-        """Free what it holds, once nobody needs it any more."""
+        """Free its memory once it is no longer needed."""
 
 
 class State(Protocol):
-    """What a recording depends on besides its inputs; see ``RecordedState``."""
+    """State besides the inputs on which a recording depends; see ``RecordedState``."""
 
     def begin(self) -> None:
-        """Note everything before an attempt to record."""
+        """Save everything before an attempt to record."""
 
     def keep(self) -> None:
-        """Watch from now on; raises where the function did what a replay would not do."""
+        """Watch from now on; raise if the function did something that a replay would not do."""
 
     def put_back(self) -> None:
         """Undo an attempt that is given up."""
 
     def done(self) -> None:
-        """Forget what an attempt would be undone with."""
+        """Drop the data for undoing an attempt."""
 
     def find_change(self) -> str | None:
-        """Name what is not as it was when the function was recorded, or None."""
+        """Name a change since the function was recorded, or None."""
 
 
 class Stateless:
-    """The state of a function that depends on its inputs alone."""
+    """State of a function that depends only on its inputs."""
 
     def begin(self) -> None:
         """Note nothing."""
@@ -92,19 +92,19 @@ class Kind(Generic[R]):
     """Calls that do the same, and their recording."""
 
     calls: int = 0
-    """Those that ran as they are."""
+    """Number of eager calls."""
     recording: R | None = None
     last_used: int = 0
-    """The number of the call, of all kinds, that the recording served last."""
+    """Number of the call, of all kinds, that last used the recording."""
     refused: str | None = None
-    """Why calls of this kind are not recorded."""
+    """Reason why calls of this kind are not recorded."""
 
 
 K = TypeVar("K", bound=Kind[Any])
 
 
 class Recordings(Generic[K]):
-    """Which kinds of calls there are, and the recordings of some of them.
+    """Kinds of calls, and the recordings of some of them.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ class Recordings(Generic[K]):
         return kind
 
     def count(self, kind: K) -> None:
-        """Note a call that runs as it is."""
+        """Count an eager call."""
         self._calls += 1
         kind.calls += 1
 
@@ -162,11 +162,11 @@ class Recordings(Generic[K]):
         return kind.recording
 
     def is_warm(self, kind: K) -> bool:
-        """Say whether calls of this kind came often enough, and may be recorded."""
+        """Return whether calls of this kind came often enough to be recorded."""
         return kind.calls >= self.warm_up and kind.refused is None and self.refused is None
 
     def make_room(self) -> bool:
-        """Say whether another recording may be kept; one that has long been idle is let go for it."""
+        """Return whether another recording may be kept; drop one that has long been idle for it."""
         if len(self._kept) < self.limit:
             return True
         if self._idle is None:
@@ -178,7 +178,7 @@ class Recordings(Generic[K]):
         return True
 
     def keep(self, kind: K, recording: Any) -> None:
-        """Give a kind its recording."""
+        """Store the recording of a kind."""
         kind.recording = recording
         kind.last_used = self._calls + 1
         self._kept.append(kind)
@@ -192,21 +192,21 @@ class Recordings(Generic[K]):
             self._kept.remove(kind)
 
     def refuse(self, reason: str, kind: K | None = None) -> None:
-        """Record calls of this kind no more, or nothing at all; recordings that there are serve on."""
+        """Stop recording calls of this kind, or all calls; existing recordings stay in use."""
         if kind is None:
             self.refused = reason
         else:
             kind.refused = reason
 
     def release(self) -> None:
-        """Free all recordings; later calls begin anew."""
+        """Free all recordings; later calls start over."""
         for kind in self.kept:
             self.drop(kind)
         self._kinds.clear()
 
 
 class Recorder:
-    """Run a function as it is some times per kind of inputs, then record it, then replay the recording.
+    """Run a function eagerly some times per kind of inputs, then record it, then replay the recording.
 
     Parameters
     ----------
@@ -264,26 +264,26 @@ class Recorder:
 
     @property
     def warm_up(self) -> int:
-        """Calls per kind that run as they are."""
+        """Eager calls per kind."""
         return self._recordings.warm_up
 
     @property
     def is_replaying(self) -> bool:
-        """Whether there are recordings by now."""
+        """Whether there are recordings."""
         return len(self._recordings) > 0
 
     @property
     def refused(self) -> str | None:
-        """Why nothing is recorded any more, where recording failed: here, or in another process."""
+        """Reason why nothing is recorded any more, if recording failed here or in another process."""
         return self._recordings.refused
 
     @property
     def num_recorded(self) -> int:
-        """Recordings made so far."""
+        """Number of recordings so far."""
         return self._recordings.num_recorded
 
     def release(self) -> None:
-        """Free all recordings; later calls begin anew."""
+        """Free all recordings; later calls start over."""
         self._recordings.release()
 
     def _begin_anew(self, changed: str) -> None:
@@ -302,7 +302,7 @@ class Recorder:
             recording = self._record(*inputs)
             self._state.keep()
             kept = True
-        except Exception as fault:  # whatever it was: alone, this process must not leave the others waiting
+        except Exception as fault:  # any error: this process must not leave the others waiting
             reason = str(fault).partition("\n")[0] or type(fault).__name__
         if self._agree(kept):
             assert recording is not None

@@ -1,4 +1,4 @@
-"""Streams and events of GPUs, real or fake: all work of a fake GPU runs in order, so nothing waits there.
+"""Streams and events of real or fake GPUs; all work of a fake GPU runs in order, so nothing waits.
 
 A fake stream has a number: torch's allocator hands a block only to the stream that the block belongs to.
 """
@@ -75,7 +75,7 @@ class FakeStream:
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """Return the event."""
         recorded = FakeEvent() if event is None else event
-        streams = _find_streams()
+        streams = _get_streams()
         if streams is not None:
             streams.events += 1
             recorded.number = streams.events
@@ -102,7 +102,7 @@ class _Streams:
 _NONE: dict[Any, Any] = {}
 
 
-def _find_streams() -> _Streams | None:
+def _get_streams() -> _Streams | None:
     """Return the streams of the trace that runs in this thread; None on real GPUs."""
     kept = find_kept(_NONE)
     if kept is _NONE:
@@ -115,7 +115,7 @@ def _find_streams() -> _Streams | None:
 
 def make_stream(device: torch.device, **options: Any) -> Any:
     """Return a new stream of a GPU: ``torch.cuda.Stream``."""
-    streams = _find_streams()
+    streams = _get_streams()
     if streams is None:
         return torch.cuda.Stream(device, **options)
     streams.made += 1
@@ -124,12 +124,12 @@ def make_stream(device: torch.device, **options: Any) -> Any:
 
 def make_event(**options: Any) -> Any:
     """Return a new event: ``torch.cuda.Event``."""
-    return torch.cuda.Event(**options) if _find_streams() is None else FakeEvent()
+    return torch.cuda.Event(**options) if _get_streams() is None else FakeEvent()
 
 
 def find_current_stream(device: torch.device) -> Any:
     """Return the stream of a GPU on which work is put now."""
-    streams = _find_streams()
+    streams = _get_streams()
     if streams is None:
         return torch.cuda.current_stream(device)
     return streams.current.get(device) or streams.current.setdefault(device, FakeStream(device, 0))
@@ -145,7 +145,7 @@ def note_use(tensor: Tensor, stream: Any) -> None:
 
 def turn_to_stream(stream: Any) -> None:
     """Put the work that follows on a stream: ``torch.cuda.set_stream``."""
-    streams = _find_streams()
+    streams = _get_streams()
     if not isinstance(stream, FakeStream) or streams is None:
         torch.cuda.set_stream(stream)
     else:
@@ -159,7 +159,7 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _on_fake_stream(stream: FakeStream) -> Iterator[None]:
-    streams = _find_streams()
+    streams = _get_streams()
     assert streams is not None
     before = find_current_stream(stream.device)
     streams.current[stream.device] = stream

@@ -1,4 +1,4 @@
-"""Every private name of torch that this package relies on, under a public one of its own; no other module names one.
+"""Every private name of torch that this package uses, under a public name; no other module uses private names.
 
 Those of its modules, its fake tensors and its compiler stand beside it: ``module_internals``, ``fake_internals``,
 ``compiler_internals``. All are in torch 2.8, the oldest that is supported, but for what a line says. Each has a test of
@@ -111,7 +111,7 @@ get_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """Return the tensor that this one is a view of, None where it is none or autograd need not know."""
 
 is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
-"""Say whether autograd knows the tensor as a view of another."""
+"""Return whether autograd knows the tensor as a view of another."""
 
 get_storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Return where a storage is, which is the same for all tensors in it."""
@@ -182,12 +182,12 @@ step_sgd: Callable[..., None] = torch._fused_sgd_
 
 norm_batch: Callable[..., tuple[Any, ...]] = torch._batch_norm_impl_index
 norm_batch_backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._batch_norm_impl_index_backward.default
-"""Batch norm by whom torch chooses, cuDNN or itself; the fifth result says whom, and goes to the backward pass."""
+"""Backward pass of batch norm, by cuDNN or torch; the fifth result of forward names the choice."""
 
 softmax = torch.ops.aten._softmax.default
 softmax_backward = torch.ops.aten._softmax_backward_data.default
 log_softmax = torch.ops.aten._log_softmax.default
-"""The operators behind ``softmax``. A GPU alone may read half precision and write float32: the third argument."""
+"""Operators behind ``softmax``. Only a GPU may read half precision and write float32: the third argument."""
 
 read_value = torch.ops.aten._local_scalar_dense.default
 """The operator behind ``Tensor.item``."""
@@ -239,11 +239,11 @@ def overriding_operators(key: str, kernels: Mapping[str, Callable[..., Any] | No
 # Autograd and its transforms.
 
 find_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Return the hooks that see what autograd saves now, or None; those of a trace only where it is told True."""
+"""Return the current hooks for saved tensors, or None; those of a trace only if the argument is True."""
 
 
 def is_changed_in_place(error: RuntimeError) -> bool:
-    """Say whether autograd has refused what was changed in place after it was saved: it tells so by words alone."""
+    """Return whether autograd refused a saved tensor that was changed in place; recognised by the message."""
     return "modified by an inplace operation" in str(error)
 
 
@@ -306,7 +306,7 @@ def as_savable(parameter: Tensor) -> Tensor:
 
 
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Say whether a transform of ``torch.func`` (vmap, grad) has wrapped the tensor."""
+"""Return whether a transform of ``torch.func`` (vmap, grad) has wrapped the tensor."""
 
 unwrap_transformed: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
 """Return what the innermost transform has wrapped."""
@@ -316,7 +316,7 @@ find_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def is_forward_mode() -> bool:
-    """Say whether derivatives are computed forward: in a ``dual_level``, which ``torch.func.jvp`` enters too."""
+    """Return whether derivatives are computed forward: in a ``dual_level``, which ``torch.func.jvp`` enters too."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
@@ -364,7 +364,7 @@ def _watch_script_calls() -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Say whether ``torch.compile`` has wrapped the module, or its own ``compile`` was called."""
+    """Return whether ``torch.compile`` has wrapped the module, or its own ``compile`` was called."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
@@ -396,7 +396,7 @@ def count_references(tensors: tuple[Tensor, ...], number: int) -> tuple[int, int
 
 
 def is_in_bad_fork() -> bool:
-    """Tell whether this process is a copy of one that had begun to use CUDA, which then fails here.
+    """Return whether this process is a copy of one that had begun to use CUDA, which then fails here.
 
     torch knows it in copies alone, and without its own ``is_initialized``: to count GPUs by CUDA is enough.
     """

@@ -1,4 +1,4 @@
-"""Kernels written in Triton: how they are defined, where Triton is not installed too, and how they are run.
+"""Define and run Triton kernels, including definitions on machines without Triton.
 
 A kernel that takes a grid is defined with ``@kernel``, a function that kernels call with ``@triton.jit``. Every run
 goes through ``TritonKernel``: it is only traced on fake GPUs (``gpus``).
@@ -59,7 +59,7 @@ _hearers: list[Callable[[KernelCall], None]] = []
 
 @contextmanager
 def hearing_calls(hear: Callable[[KernelCall], None]) -> Iterator[None]:
-    """Be told of each kernel that is asked for in here and, on fake GPUs, does not run."""
+    """Call back for each kernel launch on a fake GPU, which does not run."""
     _hearers.append(hear)
     try:
         yield

@@ -51,12 +51,12 @@ MOST_VOXELS = 2**30
 
 
 def available() -> bool:
-    """Say whether there are kernels in Triton: it is installed, or they are only noted."""
+    """Return whether there are kernels in Triton: it is installed, or they are only noted."""
     return INSTALLED or not gpus.has_values()
 
 
 def takes(tensor: Tensor) -> bool:
-    """Say whether Triton's kernels take this tensor: they run on a GPU and count in float32, and voxels in 32 bits."""
+    """Tell whether Triton's kernels take this tensor: they run on a GPU and count in float32, and voxels in 32 bits."""
     if not (gpus.on_gpu(tensor) and tensor.dtype != torch.float64 and available()):
         return False
     return tensor.numel() <= MOST_VOXELS or count_voxels(tensor) <= MOST_VOXELS
@@ -71,11 +71,11 @@ def elements(B_STRIDE, C_STRIDE, V_STRIDE, b, channels, voxels):
 
 def find_strides(tensor: Tensor) -> tuple[int, int, int] | None:
     """Return the strides of sample, channel and voxel, or None where the voxels are not evenly spaced."""
-    return _find_strides(tensor.shape, tensor.stride())
+    return _compute_strides(tensor.shape, tensor.stride())
 
 
 @lru_cache(maxsize=4096)  # each run of a kernel asks several times, about the same few slabs in every step
-def _find_strides(size: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int] | None:
+def _compute_strides(size: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int] | None:
     step, expected = stride[-1], None
     for dim in range(len(size) - 1, 1, -1):
         if size[dim] == 1:  # whose stride, which may be any, is never taken
@@ -128,7 +128,7 @@ def halve(tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def is_narrow(tensor: Tensor, tile: tuple[int, int]) -> bool:
-    """Say whether lines of channels begin at uneven places, so that each element is loaded by itself."""
+    """Return whether lines of channels begin at uneven places, so that each element is loaded by itself."""
     return tile[1] > 1 and tensor.shape[1] % 8 != 0
 
 

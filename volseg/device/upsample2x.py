@@ -1,15 +1,15 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Twice as many voxels along D, H and W, interpolated or repeated: ``F.interpolate(scale_factor=2)`` on one slab.
+"""Upsample D, H and W by 2, linearly or by repetition: ``F.interpolate(scale_factor=2)`` on one slab.
 
-torch's kernels want contiguous volumes, and autocast's rule has them work in float32. These read and write in either
-layout and in the volume's own type: like a norm they count in float32 and round once. There are no atomics: each voxel
-of a gradient gathers what it gave.
+torch's kernels need contiguous volumes, and autocast runs them in float32. These read and write either layout and the
+volume's own type: like a norm they compute in float32 and round once. There are no atomics: each voxel of a gradient
+gathers its contributions.
 
-Means of 2 x 2 x 2 voxels are the same two kernels the other way round.
+Means of 2 x 2 x 2 voxels are the same two kernels with forward and backward exchanged.
 
-A slab may be a part of the volume along D: an output plane reads the planes next to it, and torch's edge is that of the
-volume.
+A slab may be a part of the volume along D: an output plane reads its neighbouring planes, and the edge is that of the
+whole volume.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ __all__ = ["DoubledPart", "double", "double_plainly", "gather_gradient", "halve"
 
 @dataclass(frozen=True, slots=True)
 class DoubledPart:
-    """Which planes of a volume a slab holds, and which planes of the result are computed from it."""
+    """Planes of a volume in a slab, and planes of the result that are computed from it."""
 
     planes: int
-    """Of the whole volume."""
+    """Planes of the whole volume."""
     first: int
-    """Of the volume, which is the slab's first."""
+    """Index in the volume of the slab's first plane."""
     outputs: tuple[int, int]
-    """From the first to before the last."""
+    """First output plane, and the one after the last."""
 
 
 @triton.jit
@@ -228,7 +228,7 @@ def _describe_halves(shape: Sequence[int]) -> tuple[list[int], DoubledPart]:
 
 
 def double_plainly(slab: Tensor, part: DoubledPart, linear: bool) -> Tensor:
-    """Return what ``double`` returns, in plain torch: it defines what the kernels compute.
+    """Compute ``double`` in plain torch: the reference of the kernel.
 
     Parameters
     ----------

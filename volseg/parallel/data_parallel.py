@@ -175,7 +175,7 @@ class _Replicated:
 
     def __init__(self, model: nn.Module, net: nn.Module, replicas: Replicas) -> None:
         self.replicas, self._net, self._call = replicas, net, model
-        self.inner = _find_strategy(model, replicas)
+        self.inner = _get_strategy(model, replicas)
         devices = self.inner.devices if isinstance(self.inner, Piped) else self.inner.step_devices
         self.home = devices[0]
         check_norms(net, replicas)
@@ -259,12 +259,12 @@ class _Replicated:
         if self.seeds is None or is_recording(self.home):
             yield
             return
-        with seeded(mix(self._find_seed(), self._replica), self._devices):
+        with seeded(mix(self._get_seed(), self._replica), self._devices):
             begin = None if self._draws else RandomState(self._devices, foreign=False)
             yield
             self._draws = self._draws or (begin is not None and begin.torch_moved())
 
-    def _find_seed(self) -> int:
+    def _get_seed(self) -> int:
         """Return the seed of this pass: equal for all replicas in the same pass over their rows."""
         assert self.seeds is not None
         training = self._net.training
@@ -340,7 +340,7 @@ class _Replicated:
             yield
 
 
-def _find_strategy(model: nn.Module, replicas: Replicas) -> SpatialStrategy | OneDevice | Piped:
+def _get_strategy(model: nn.Module, replicas: Replicas) -> SpatialStrategy | OneDevice | Piped:
     if not isinstance(model, ModelParallel):
         return OneDevice(model, replicas)
     strategy: Strategy = model.strategy

@@ -56,18 +56,18 @@ def computing_on(device: torch.device) -> Iterator[None]:
         _own_device = before
 
 
-def _find_start() -> Launch | None:
+def _get_launch() -> Launch | None:
     return find_launch() if _own_device is None else None
 
 
 def is_launched() -> bool:
     """Return whether a launcher started this process and gave it a device; see ``volseg.launched``."""
-    return _find_start() is not None
+    return _get_launch() is not None
 
 
 def count_launched() -> int:
     """Return how many processes were started for this job, before or after they have joined a group."""
-    launch = _find_start()
+    launch = _get_launch()
     return 1 if launch is None else launch.world_size
 
 
@@ -85,7 +85,7 @@ def count_restarts() -> int:
 
     Processes of a group agree on the number; before the rendezvous each returns its launcher's count.
     """
-    launch = _find_start()
+    launch = _get_launch()
     return max(_restarts, 0 if launch is None else launch.restarts)
 
 
@@ -106,7 +106,7 @@ def is_distributed() -> bool:
 
 def find_local_rank() -> int:
     """Return the local rank that the launcher gave to this process; 0 without a launcher."""
-    launch = _find_start()
+    launch = _get_launch()
     return 0 if launch is None else launch.local_rank
 
 
@@ -117,7 +117,7 @@ def find_rank() -> int:
 
 def is_main_process() -> bool:
     """Return whether this process writes files and shows progress; before the rendezvous by its launcher's rank."""
-    launch = None if has_process_group() else _find_start()
+    launch = None if has_process_group() else _get_launch()
     return find_rank() == 0 if launch is None else launch.rank == 0
 
 
@@ -157,7 +157,7 @@ def name_place(rank: int, world_size: int, local_rank: int) -> str:
 
 def name_own_place() -> str:
     """Describe this process for messages."""
-    launch = _find_start()
+    launch = _get_launch()
     if launch is None:
         return name_place(find_rank(), count_processes(), 0)
     return name_place(launch.rank, launch.world_size, launch.local_rank)

@@ -147,7 +147,7 @@ class GradientSums:
             return None
         parameters: list[Tensor] = [known[name] for name in names]
         with self._on_stream():
-            edges = self._find_edges(parameters)
+            edges = self._get_edges(parameters)
             differences = self._differences.get(names)
             if differences is None:
                 differences = self._differences[names] = Differences(names, self.device, REFUSAL)
@@ -171,7 +171,7 @@ class GradientSums:
         for differences in self._differences.values():
             differences.look()
 
-    def _find_edges(self, parameters: list[Tensor]) -> "_Edges":
+    def _get_edges(self, parameters: list[Tensor]) -> "_Edges":
         """Return the edges of pending passes, or new ones.
 
         All passes of one backward pass share the edges, so that each parameter gets one gradient. The edges must not

@@ -236,7 +236,7 @@ _NORMS_OF_SCRIPTS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 def check_script(replicas: Replicas, script: Any) -> None:
     """Refuse a TorchScript function or method with a norm over the batch: modes do not see its operators."""
     if script not in _NORMS_OF_SCRIPTS:
-        _NORMS_OF_SCRIPTS[script] = _find_norm_of_script(script)
+        _NORMS_OF_SCRIPTS[script] = _get_norm_of_script(script)
     if norm := _NORMS_OF_SCRIPTS[script]:
         graph = script.graph
         owner = f"{next(graph.inputs()).type().name()}." if isinstance(script, ScriptMethod) else ""
@@ -247,7 +247,7 @@ def check_script(replicas: Replicas, script: Any) -> None:
         )
 
 
-def _find_norm_of_script(script: Any) -> str | None:
+def _get_norm_of_script(script: Any) -> str | None:
     """Return the name of the first norm over the batch that is not frozen in evaluation."""
     for graph, name in product(list_script_graphs(script), (*BATCH_NORMS, "instance_norm")):
         for node in graph.findAllNodes(f"aten::{name}"):

@@ -77,7 +77,7 @@ class RecordedStep:
         shares: "RecordedStep | None" = None,
         **messages: str,
     ) -> None:
-        self.device = _find_gpu(model)
+        self.device = _get_gpu(model)
         self.model, self.step, self.optimizer = model, step, optimizer
         self._stream = make_stream(self.device)
         self._first: RecordedFunction | None = None
@@ -138,7 +138,7 @@ class RecordedStep:
         return outputs
 
     def _record(self, *inputs: Any) -> "_RecordedStep":
-        _find_gpu(self.model)  # strategy='auto' may have fallen back to a pipeline
+        _get_gpu(self.model)  # strategy='auto' may have fallen back to a pipeline
         if not self._recorder.is_replaying:  # freed, with their shared memory, to be recorded again
             self._first = None
         shares = self._first or (None if self._shares is None else self._shares._first)
@@ -148,7 +148,7 @@ class RecordedStep:
 
     def _all_agree(self, agrees: bool) -> bool:
         """Agree over the processes that run the step together."""
-        group = _find_group(self.model)
+        group = _get_group(self.model)
         return agrees if group is None else group.agree(agrees)
 
 
@@ -166,7 +166,7 @@ class _RecordedStep:
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
             parameter.grad = None
-        self._group = _find_group(model)
+        self._group = _get_group(model)
         self._own = [] if self._group is None else self._group.prepare_recording()
         self.function = RecordedFunction(
             lambda inputs: step(*inputs), {"inputs": inputs}, generators=self._own, stream=stream, shares=shares
@@ -213,7 +213,7 @@ def _move_rates(optimizer: Optimizer | None, device: torch.device) -> None:
             group["capturable"] = True
 
 
-def _find_group(model: nn.Module) -> Any:
+def _get_group(model: nn.Module) -> Any:
     """Return the strategy of a model whose recordings need agreement and seeds."""
     if isinstance(model, DataParallel):
         return model.strategy
@@ -221,7 +221,7 @@ def _find_group(model: nn.Module) -> Any:
     return model.strategy if is_spatial else None
 
 
-def _find_gpu(model: nn.Module) -> torch.device:
+def _get_gpu(model: nn.Module) -> torch.device:
     """Return the single device of a model, on which its step can be recorded."""
     if isinstance(model, ModelParallel):
         devices = set(model.strategy.step_devices)

@@ -70,7 +70,7 @@ class Timeline:
         global _watched
         self._synchronize()
         # Clocks of different GPUs cannot be compared: record a common point while all are idle.
-        self._zero = {device: self._find_moment(device) for device in self.devices}
+        self._zero = {device: self._get_moment(device) for device in self.devices}
         _watched = self
         try:
             yield self
@@ -82,11 +82,11 @@ class Timeline:
 
     def mark(self, stage: int, device: torch.device, what: Pass, micro_batch: int, *, is_end: bool) -> None:
         """Record the start or end of a micro-batch on a stage, at the current point of the device's queue."""
-        self._marks.append(NotedMoment(stage, device, what, micro_batch, is_end, self._find_moment(device)))
+        self._marks.append(NotedMoment(stage, device, what, micro_batch, is_end, self._get_moment(device)))
 
     def end_pass(self) -> None:
         """Record the end of the backward pass; work queued afterwards, such as the optimizer's, does not count."""
-        self._ends = {device: self._find_moment(device) for device in self.devices}
+        self._ends = {device: self._get_moment(device) for device in self.devices}
 
     def read(self) -> list[Interval]:
         """Return the recorded intervals; call it after the step.
@@ -112,7 +112,7 @@ class Timeline:
                 torch.cuda.synchronize(device)
 
     @staticmethod
-    def _find_moment(device: torch.device) -> "torch.cuda.Event | float":
+    def _get_moment(device: torch.device) -> "torch.cuda.Event | float":
         if device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

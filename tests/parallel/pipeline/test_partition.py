@@ -169,7 +169,7 @@ def test_table_names_the_layer_that_bounds_time_and_memory():
     layers = [layer("down", 1, 2**20), layer("up_tr32", 6, 8 * 2**20), layer("head", 1)]
     text = str(Partition.from_lengths(layers, [1, 2], ["cuda:0", "cuda:1"], 2, [2**20, 8 * 2**20]))
     assert "up_tr32 ... head (2 calls)" in text
-    assert "up_tr32 alone takes 75% of the time: layers cannot bring more than 1.33x" in text
+    assert "up_tr32 takes 75% of the time: layers cannot gain more than 1.33x" in text
     assert "up_tr32 alone keeps 89% of the activations" in text
 
 

@@ -58,8 +58,8 @@ def spoil_reach(replay: Replay) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (spoil_output, "output 0 is not that of the eager passage"),
-        (spoil_gradient, "a gradient is not that of the eager passage"),
+        (spoil_output, "output 0 differs from the eager run"),
+        (spoil_gradient, "a gradient differs from the eager run"),
         (spoil_reach, "gradients reach other parameters"),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_collective_that_hangs_is_an_error_that_says_who_is_where(
 ) -> None:
     with pytest.raises(ParallelError) as told:
         launch([*SCRIPT, "hang", str(tmp_path)], 2)
-    assert "nobody has made progress for" in str(told.value)
+    assert "no process has made progress for" in str(told.value)
     assert re.search(r"process 0 of 2 \(\S+, \S+\): start\n", str(told.value))
     assert re.search(r"process 1 of 2 \(\S+, \S+\): train, epoch 3, batch 17\n", str(told.value))
     shown = capfd.readouterr().err

@@ -89,7 +89,7 @@ def test_an_error_of_one_is_raised_in_all_within_seconds():
     assert ends[1][:2] == ("OSError", "no such disk")
     for kind, text, _ in [ends[0], *ends[2:]]:
         assert kind == "ParallelError"
-        assert text == "process 1 failed, so this one stops too: OSError: no such disk"
+        assert text == "process 1 failed, so this process stops too: OSError: no such disk"
 
 
 def stopped_while_waiting():
@@ -185,7 +185,7 @@ def test_the_others_hear_of_a_process_that_is_killed(start, tmp_path):
     told, _ = processes[0].communicate(timeout=180)
     assert processes[1].wait(timeout=180) == -signal.SIGKILL
     assert processes[0].returncode == 3
-    assert "lost each other" in told
+    assert "a process of the group disconnected" in told
 
 
 if __name__ == "__main__":

@@ -90,11 +90,11 @@ def test_when_nobody_goes_on_everybody_is_told_where_each_is():
         running.go_on(1)
         told, again = running.wait(10 * TIMEOUT)
         assert told == again
-        assert "nobody has made progress for" in told
+        assert "no process has made progress for" in told
         assert "(parallel.timeout is 1):" in told
         assert "process 0 of 2 (host0, cpu): start\n" in told
         assert "process 1 of 2 (host1, cpu): train, epoch 3, batch 18\n" in told
-        assert "set parallel.timeout to more" in told
+        assert "raise parallel.timeout" in told
         assert all("running.wait(10 * TIMEOUT)" in stack for stack in running.stacks)
 
 
@@ -106,7 +106,7 @@ def test_one_without_a_sign_of_life_is_named_soon(monkeypatch):
         told, again, _ = running.wait(10, 0, 1)
         assert told == again
         assert "process 2 of 3 (host2, cpu) sends no heartbeat for" in told
-        assert "its machine or the network to it is gone" in told
+        assert "its machine or network is down" in told
 
 
 def test_a_dead_process_of_this_machine_is_named_at_once(start):
@@ -116,7 +116,7 @@ def test_a_dead_process_of_this_machine_is_named_at_once(start):
         time.sleep(0.05)
     with job(2, timeout=30, pid=dead.pid) as running:
         told = running.wait(5)
-        assert "is gone without a word" in told[0]
+        assert "died silently" in told[0]
         assert "a lack of memory" in told[0]
     dead.wait()
     assert not is_running(dead.pid)
@@ -128,7 +128,7 @@ def test_those_that_have_left_are_not_missed_and_the_others_are_watched():
         running.watching[1].stop()
         running.ended[1] = module.Cause(message="left", is_own=True)
         assert running.wait(3 * TIMEOUT, 0)[0] is None
-        assert "nobody has made progress" in running.wait(10 * TIMEOUT)[0]
+        assert "no process has made progress" in running.wait(10 * TIMEOUT)[0]
 
 
 def test_time_in_which_everybody_was_held_does_not_count(monkeypatch):

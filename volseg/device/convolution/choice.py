@@ -1,8 +1,8 @@
-"""Who computes which convolution, forward and backward: kernels of our own where they are the faster ones, else torch.
+"""Choose how a convolution is computed: by a kernel of volseg if that is faster, otherwise by torch.
 
-Tables are searched from the top, and behind them that of ``forms``. ``rules`` says which convolution a kernel takes, a
-kernel's own module how it computes, and its limits. Kernels of our own read channels that are last in memory and are
-asked for there only.
+Tables are searched from the top, then that of ``forms``. ``rules`` decides which convolutions a kernel supports; a
+kernel's own module contains the computation and its limits. volseg's kernels read volumes with channels last, and are
+considered only for those.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Kernel(NamedTuple):
-    """A kernel of ours, for the convolutions that ``suits`` says."""
+    """A kernel of volseg, for the convolutions that ``suits`` accepts."""
 
     name: str
     suits: Callable[[ConvolutionCall], bool]
@@ -51,16 +51,16 @@ class Kernel(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What computes one convolution: a kernel of ours, or torch in another form than its own."""
+    """Implementation of one convolution: a kernel of volseg, or torch in another form."""
 
     name: str
     compute: Callable[[], Tensor]
     adds_bias: bool
-    """In its own pass."""
+    """Whether the kernel adds the bias in its own pass."""
 
 
 def _find_form(direction: Direction, call: ConvolutionCall) -> Form | None:
-    """Return the form of torch's convolution that was measured to be faster than torch's own, None where none was."""
+    """Return the form of torch's convolution that was measured as faster than the plain one; otherwise None."""
     volume = call.slab if direction == "forward" else call.given
     if not rules.is_plain(volume, call.weight, call.settings):
         return None
@@ -70,12 +70,12 @@ def _find_form(direction: Direction, call: ConvolutionCall) -> Form | None:
 
 
 def _can_take(form: Form, direction: Direction, call: ConvolutionCall) -> bool:
-    """Say whether a form computes the convolution, and the volumes lie in memory as it reads them."""
+    """Return whether a form supports the convolution and the volumes' memory layout."""
     if isinstance(form, ZeroChannels):
         return True
     if isinstance(form, Turned):
         volumes = [call.slab if direction == "forward" else call.given]
-        # Forward is a transposed convolution, which is not cut into stacks.
+        # Forward is a transposed convolution, which is not cut into chunks.
         is_large = rules.count_voxels(volumes[0]) * max(call.weight.shape[:2]) > depth_chunks.LIMIT
         if (direction == "forward" and is_large) or not rules.pads_less_than_kernel(call.weight, call.settings):
             return False
@@ -91,7 +91,7 @@ def _name(form: Form) -> str:
 
 
 def compute_in_form(form: Form, direction: Direction, call: ConvolutionCall) -> Tensor:
-    """Compute the output, or a gradient, in a form that may take it; no weight's gradient turned round."""
+    """Compute the output, or a gradient, in a form; flipped weights do not compute the weight's gradient."""
     arguments = form._asdict()
     if isinstance(form, Turned):
         if direction == "forward":
@@ -145,7 +145,7 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
             lambda call: flipped_weights.forward(call.slab, call.weight, call.bias, call.settings),
         ),
     ),
-    # But for ``one_voxel``, which computes both gradients in one pass: see ``differentiate``.
+    # Except ``one_voxel``, which computes both gradients in one pass: see ``differentiate``.
     "input gradient": (
         Kernel(
             "depthwise",
@@ -199,7 +199,7 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
 
 
 def choose(direction: Direction, call: ConvolutionCall) -> Chosen | None:
-    """Return who computes a convolution faster than torch does, None where nobody is known to."""
+    """Return the implementation that is faster than torch for a convolution; None if none is known."""
     for kernel in TABLES[direction]:
         if kernel.suits(call):
             return Chosen(kernel.name, partial(kernel.compute, call), adds_bias=True)
@@ -210,7 +210,7 @@ def choose(direction: Direction, call: ConvolutionCall) -> Chosen | None:
 
 
 def adds_bias(slab: Tensor, weight: Tensor, settings: Settings, channels_last: bool) -> bool:
-    """Say whether a kernel of ours adds the bias in its own pass; torch adds it in a pass behind cuDNN's.
+    """Return whether volseg's kernel adds the bias in its own pass; torch adds the bias in a pass after cuDNN's.
 
     Parameters
     ----------
@@ -230,11 +230,11 @@ def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settin
     Parameters
     ----------
     slab, weight, bias
-        ``(B, C, D, H, W)``, or of other dims, which torch convolves; of one dtype.
+        ``(B, C, D, H, W)``, or other dims, which torch convolves; of one dtype.
     settings
         Of the convolution.
     channels_last
-        Whether volumes lie, and results shall lie, with channels last.
+        Whether volumes have, and results get, channels last.
     """
     if not channels_last:
         return depth_chunks.convolve(slab, weight, bias, settings.arguments)
@@ -243,15 +243,15 @@ def convolve(slab: Tensor, weight: Tensor, bias: Tensor | None, settings: Settin
     if chosen is not None:
         return chosen.compute()
     result = depth_chunks.convolve(slab, weight, bias, settings.arguments)
-    # cuDNN keeps the input's layout where the input has one channel, which every later operator would inherit.
+    # cuDNN keeps the input's layout for a single input channel; every later operator would inherit that layout.
     return in_layout(result, channels_last=True)
 
 
 def lay_out_gradient(gradient: Tensor, weight: Tensor, settings: Settings, channels_last: bool) -> Tensor:
-    """Return an output's gradient as ``differentiate`` reads it, itself where it lies so already."""
+    """Return an output's gradient in the layout that ``differentiate`` reads; itself if it has that layout."""
     if not channels_last or rules.is_one_voxel(gradient, weight, settings):
         return gradient
-    # A join's gradient may come as a slice of channels, which cuDNN's wrapper would copy at a third of the speed.
+    # A concatenation's gradient may be a slice of channels, which cuDNN's wrapper would copy at a third of the speed.
     return in_layout(gradient, channels_last=True)
 
 
@@ -269,15 +269,15 @@ def differentiate(
     Parameters
     ----------
     gradient
-        Of the output, as ``lay_out_gradient`` returns it.
+        Of the output, from ``lay_out_gradient``.
     slab, weight
-        What was convolved.
+        Inputs of the convolution.
     bias_sizes
-        Shape of the bias, None where there is none.
+        Shape of the bias, None without a bias.
     settings, channels_last
         As in ``convolve``.
     needed
-        Whether the gradient of the input, of the weight, of the bias is asked for.
+        Whether the gradients of the input, of the weight and of the bias are required.
     """
     found: list[Tensor | None] = [None, None, None]
     if channels_last:

@@ -1,7 +1,7 @@
-"""Convolutions of tensors above 2**31 elements, a stack of planes at a time.
+"""Convolve tensors above 2**31 elements in chunks of planes along D.
 
-cuDNN's fast kernels count elements in 32 bits; above that torch takes others, tens of times slower. Planes of a volume
-with channels last lie one behind the other in memory, so a stack of them is convolved where it lies.
+cuDNN's fast kernels count elements in 32 bits; above that torch uses others, tens of times slower. Planes of a volume
+with channels last are contiguous, so a chunk of them is convolved without a copy.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ LIMIT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """Output planes, the input planes they need inside the volume, and planes of zeros in front and behind these."""
+    """Output planes, the input planes that they need inside the volume, and planes of zeros before and after these."""
 
     outputs: tuple[int, int]
     inputs: tuple[int, int]
@@ -128,7 +128,7 @@ def differentiate(
         )
         if inputs is not None:
             start, stop = stack.inputs
-            # Neighbouring stacks share the planes of their halo.
+            # Neighbouring chunks share the planes of their halo.
             inputs.narrow(DIM, start, stop - start).add_(parts[0].narrow(DIM, stack.zeros[0], stop - start))
         for number, part in enumerate(parts[1:]):
             if part is not None:

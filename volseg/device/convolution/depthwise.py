@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def, assignment"
 """Depthwise convolutions, each channel by itself, in half precision with channels last: two Triton kernels.
 
-torch has one kernel for them, which reads contiguous volumes, voxel by voxel, and whose gradient of the weight gives
-each weight to one block. With channels last a tile of voxels times channels is read in whole lines, and each plane that
-is read serves all output planes of the tile, whose sums stay in registers.
+torch has one kernel for them, which reads contiguous volumes voxel by voxel, and assigns each weight's gradient to one
+block. With channels last a tile of voxels times channels is read in whole lines, and each plane that is read serves all
+output planes of the tile, whose sums stay in registers.
 
 Forward and the input's gradient are one kernel. The gradient of an input voxel gathers the taps that reach it: with a
 stride these are others for each remainder of its place, so there is one run for each, with the weights in the opposite
@@ -26,16 +26,16 @@ from volseg.device.triton_tiles import count_processors, select_device
 __all__ = ["fits", "forward", "input_gradient", "weight_gradient"]
 
 MOST_TAPS = 7
-"""Along a side of the kernel."""
+"""Largest number of taps along a side of the kernel."""
 
 MOST_STRIDE, MOST_DILATION = 4, 4
 """Planes that a tile reads are counted when the kernel is compiled."""
 
 MOST_UNROLLED = 9
-"""Taps that are computed together. Of so many a program of the weight's gradient keeps sums, 8 registers each."""
+"""Taps that are unrolled together. The weight's gradient keeps a sum for each, 8 registers each."""
 
 PLANES = 4
-"""Of the output in a tile."""
+"""Output planes in a tile."""
 
 ELEMENTS, MOST_CHANNELS = 1024, 32
 """Of each of these planes: 8 neighbouring channels for a thread of 128."""
@@ -151,7 +151,7 @@ def _depthwise_weight_kernel(
 
 
 def fits(weight: torch.Size, settings: Settings) -> bool:
-    """Say whether a convolution of this weight, ``(C, 1, KD, KH, KW)``, is one of those that are computed here."""
+    """Return whether a convolution of this weight, ``(C, 1, KD, KH, KW)``, is one of those that are computed here."""
     alone = weight[1] == 1 and settings.groups == weight[0]
     small = max(weight[2:]) <= MOST_TAPS and max(settings.dilation) <= MOST_DILATION
     # The taps that reach a voxel are every other one: they are as far apart in the output only where not dilated.

@@ -22,7 +22,7 @@ from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers
 __all__ = ["can_read", "forward", "weight_gradient"]
 
 FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
-"""Out."""
+"""Supported output channels."""
 
 MOST_IN = 6
 """Channels, of which lines of five taps fit in the columns of a tile."""
@@ -31,7 +31,7 @@ MOST_TAPS_ONE_BY_ONE = 32
 """Of all channels in: with so many ``few_taps`` is the faster one."""
 
 VOXELS, WARPS = 128, 4
-"""Of a tile forward."""
+"""Tile forward."""
 
 WEIGHT_VOXELS, WEIGHT_WARPS = 128, 4
 """Of a tile of the weight's gradient: twice as many where there are most columns; half the voxels of 64 channels."""
@@ -44,12 +44,12 @@ NOT_SPECIALIZED = ["V", "D", "H", "OD", "OH", *DIVIDERS]
 
 
 def can_read(slab: Tensor) -> bool:
-    """Say whether the channels of voxels beside each other along W follow one another, and 32 bits count all places."""
+    """Return whether the channels of neighbours along W are contiguous, and 32 bits count all places."""
     is_dense = slab.stride(4) == slab.shape[1] and (slab.shape[1] == 1 or slab.stride(1) == 1)
     return is_dense and sum((side - 1) * way for side, way in zip(slab.shape, slab.stride(), strict=True)) < 2**31
 
 
-def _find_ways(slab: Tensor) -> tuple[int, int, int]:
+def _get_strides(slab: Tensor) -> tuple[int, int, int]:
     """Return the strides of samples, planes and lines: 0 of a single one, whose own 32 bits may not hold.
 
     Of places in 64 bits and others in 32 which wrap round the sums would be wrong.
@@ -162,7 +162,7 @@ def forward(slab: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[in
     with select_device(slab):
         _forward_kernel[(triton.cdiv(voxels, VOXELS),)](
             slab, weight.permute(2, 3, 4, 1, 0).flatten(0, 1).contiguous(), bias, out, voxels,
-            *slab.shape[2:], *sides, *_find_ways(slab), *padding, *find_dividers(sides),
+            *slab.shape[2:], *sides, *_get_strides(slab), *padding, *find_dividers(sides),
             **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)), BIAS=bias is not None,
             LINES=lines, BV=VOXELS, BN=columns, BC=max(16, triton.next_power_of_2(weight.shape[0])), num_warps=WARPS,
         )  # fmt: skip
@@ -187,7 +187,7 @@ def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, padding: tup
     gb, _, gd, gh, gw = gradient.stride()
     with select_device(slab):
         _weight_kernel[(parts, taps)](
-            slab, gradient, out, voxels, per_part, *slab.shape[2:], *sides, *_find_ways(slab), gb, gd, gh, gw,
+            slab, gradient, out, voxels, per_part, *slab.shape[2:], *sides, *_get_strides(slab), gb, gd, gh, gw,
             *padding, *find_dividers(sides),
             **dict(zip(("C", "N", "KD", "KH", "KW"), weight.shape, strict=True)),
             LINES=lines, BV=height, BN=columns, BC=max(16, triton.next_power_of_2(channels)), num_warps=warps,

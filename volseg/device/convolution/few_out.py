@@ -22,20 +22,20 @@ from volseg.device.triton_tiles import count_processors, select_device
 __all__ = ["CHANNELS", "FEWEST_TAPS", "forward", "input_gradient", "keeps_width", "weight_gradient"]
 
 CHANNELS = (16, 32, 64)
-"""In: a row of one tap is read whole."""
+"""Supported input channels: a row of one tap is read whole."""
 
 FEWEST_TAPS = 27
-"""Of one channel: of fewer nothing was measured."""
+"""Fewest taps of one channel: fewer were not measured."""
 
 VOXELS, WARPS, STAGES = 128, 4, 3
-"""Of a tile forward."""
+"""Tile forward."""
 
 PROGRAMS = 8
-"""Of a processor, each with room of its own to sum in."""
+"""Programs per multiprocessor, each with its own memory for sums."""
 
 
 def keeps_width(weight: Tensor, padding: tuple[int, ...]) -> bool:
-    """Say whether lines of the output are as long as those of the input."""
+    """Return whether lines of the output are as long as those of the input."""
     return 2 * padding[2] + 1 == weight.shape[4]
 
 

@@ -100,7 +100,7 @@ def _weight_kernel(
 def _describe_geometry(
     slab: Tensor, kernel: torch.Size, padding: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[list[int], dict[str, Any]]:
-    """Return the output's sides, and what both kernels are told of the volume."""
+    """Return the output's sides, and the kernels' arguments that describe the volume."""
     around = zip(slab.shape[2:], padding, kernel, stride, strict=True)
     sides = [(side + 2 * p - k) // s + 1 for side, p, k, s in around]
     told = {

@@ -1,18 +1,18 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""A convolution computed as the input's gradient of another one, whose kernel is turned round, or the other way round.
+"""Compute a convolution as the input's gradient of another one with flipped weights, or vice versa.
 
-Both are the same sums, and cuDNN has other kernels for either: on an H100 it computed the input's gradient of a
-convolution of 64 channels to 64 with 5 x 5 x 5 taps at 560 TFLOP/s, and forward at 410. Turned round, a kernel is
-mirrored along D, H and W and its channels in and out change places::
+Both are the same sums, but cuDNN has different kernels for them: on an H100 it computed the input's gradient of a
+convolution of 64 channels to 64 with 5 x 5 x 5 taps at 560 TFLOP/s, and forward at 410. Flipping a weight mirrors it
+along D, H and W and exchanges its input and output channels::
 
     forward(w) = input gradient(turned w)        turned w[i, o, d, h, t] = w[o, i, D - 1 - d, H - 1 - h, W - 1 - t]
     input gradient(w) = forward(turned w)
 
-which one kernel of ours does in a pass over the weight. Where that is worth it stands in ``forms`` and ``many_taps``.
-Both may be computed over groups of voxels besides: see ``space_to_channels``.
+A kernel flips the weight in one pass. ``forms`` and ``many_taps`` list where this pays. Both directions may also be
+computed over groups of voxels: see ``space_to_channels``.
 
-Refused: strides and groups, transposed convolutions, and more padding than the kernel reaches.
+Not supported: strides, groups, transposed convolutions, and more padding than the kernel's reach.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ from volseg.device.triton_tiles import select_device, takes
 __all__ = ["forward", "input_gradient", "turn_by_triton", "turn_round"]
 
 SIDE = 64
-"""Channels in and out of a tile."""
+"""Input and output channels of a tile."""
 
 
 @kernel()
@@ -44,14 +44,14 @@ def _turn_kernel(weight, out, CO, CI, TAPS, SIDE: tl.constexpr):
 
 
 def turn_round(weight: Tensor) -> Tensor:
-    """Return a weight ``(O, I, kD, kH, kW)`` turned round, ``(I, O, kD, kH, kW)`` with channels last."""
+    """Flip a weight ``(O, I, kD, kH, kW)``; return ``(I, O, kD, kH, kW)`` with channels last."""
     if not takes(weight):
         return weight.flip(2, 3, 4).transpose(0, 1).contiguous(memory_format=torch.channels_last_3d)
     return turn_by_triton(weight)
 
 
 def turn_by_triton(weight: Tensor) -> Tensor:
-    """Turn a weight likewise by the kernel, in one pass."""
+    """Flip a weight with the Triton kernel, in one pass."""
     weight = in_layout(weight, channels_last=True)
     outputs, inputs, *sides = weight.shape
     shape = (inputs, outputs, *sides)

@@ -1,19 +1,19 @@
-"""Which convolutions torch computes in another form: those that were measured to take less time so.
+"""Convolutions that torch computes faster in another form, as measured.
 
-Over groups of voxels, pairs or fours (``space_to_channels``), or with channels of zeros (``padded``). Measured on an
-H200 (bf16, one volume, recorded; torch 2.11, cuDNN 9.19), where nothing else was at least a tenth faster: of 32
-channels to 32 with 3 x 3 x 3 taps the weight's gradient wins a third over pairs, forward and the input's gradient 4
-and 5 %, which expanding the weight takes half of. Of channels of zeros the time of copying a volume into more
-channels, by torch, counts; those that are added behind a convolution cost no copy: its result is a slice.
+The forms: over groups of voxels, pairs or fours (``space_to_channels``), or with zero channels (``padded``). Measured
+on an H200 (bf16, one volume, recorded; torch 2.11, cuDNN 9.19), where nothing else was at least a tenth faster: of 32
+channels to 32 with 3 x 3 x 3 taps the weight's gradient gains a third over pairs, forward and the input's gradient 4
+and 5 %, half of which expanding the weight takes. For zero channels the time of copying a volume into more channels,
+by torch, is included; channels added after a convolution cost no copy: its result is a slice.
 
 Forward and the input's gradient may be computed as one another (``flipped_weights``). With 5 x 5 x 5 taps on an H100
 (workflows/benchmarks/results/convolution_h100_turned.json) 64 channels to 64 take 0.75 to 0.89 of torch's time forward,
 as an input's gradient over pairs; the input's gradient of 32 channels 0.69 to 0.75, as a forward one over pairs, and
 0.71 to 0.87 over pairs without being turned round.
 
-Nothing is concluded from one number of channels to another: 24 are slower than 16 and than 32, groups of 64 win with
-5 x 5 x 5 taps in one direction of three, and with a dilation of 4 they took up to 26 times as long as torch. Other GPUs
-than those of compute capability 9 are torch's until measured.
+Results do not transfer from one number of channels to another: 24 are slower than 16 and than 32, groups of 64 win with
+5 x 5 x 5 taps in one direction of three, and with a dilation of 4 they took up to 26 times as long as torch. GPUs of
+other compute capabilities than 9 use torch until measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,13 +78,13 @@ class Rule(NamedTuple):
 
 
 SMALL = 32**3
-"""Voxels, where that was measured alone."""
+"""Voxels, if only that size was measured."""
 
 BOTH = 64**3
-"""Where 64^3 was measured as well as 128^3, or 64^3 alone."""
+"""If 64^3 was measured, with or without 128^3."""
 
 LARGE = 2**19
-"""Where 128^3 alone was measured: a quarter of it, which still gives each processor 30 tiles of 128 voxels."""
+"""If only 128^3 was measured: a quarter of it, which still gives each multiprocessor 30 tiles of 128 voxels."""
 
 Case = tuple[int, int, int, int]
 """Channels in, channels out, sides of the kernel, dilation."""
@@ -143,7 +143,7 @@ CAPABILITY = 9
 def find_form(
     direction: Direction, weight: torch.Size, dilation: Sequence[int], voxels: int, device: torch.device
 ) -> Form | None:
-    """Return the form of a convolution, None where torch's own is the faster one, or nobody knows.
+    """Return the faster form of a convolution; None if torch's own is faster, or nothing was measured.
 
     Parameters
     ----------

@@ -1,14 +1,13 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""The weights' gradient of convolutions with kernels of 5 x 5 x 5, in half precision with channels last.
+"""Gradient of weights of 5 x 5 x 5 taps, in half precision with channels last.
 
 A matrix product of ``(channels out, voxels)`` with ``(voxels, channels in)`` for each tap, over all voxels of the slab,
 in Triton. cuDNN chooses badly for some sizes of 128 channels or more, where trying all of its algorithms finds no
 better one: on an H200 21 TFLOP/s for 256 channels of any size. Ours does 440 to 520 on an H100.
 
-Of 32 and 64 channels a tile of 128 rows is filled by the voxels of a group along W, with their channels one behind the
-other in memory, as in ``space_to_channels``. A tap of a group is a run of voxels, whose channels follow one another as
-well::
+Of 32 and 64 channels a tile of 128 rows is filled by the voxels of a group along W, with their channels contiguous, as
+in ``space_to_channels``. A tap of a group is a run of voxels, whose channels are contiguous as well::
 
     4 voxels of a group, 32 channels           128 rows           g0 g1 g2 g3
     runs of voxels under taps 0 to 4    2 x 128 columns        x0 x1 x2 x3 | x4 x5 x6 x7
@@ -34,10 +33,10 @@ from volseg.device.triton_tiles import DIVIDERS, count_processors, find_dividers
 __all__ = ["can_group", "can_read", "count_group", "weight_gradient"]
 
 FEWEST_TAPS, FEWEST_CHANNELS = 125, 128
-"""Below, cuDNN is the faster one; but for ``GROUPS``."""
+"""Fewest taps and channels: below, cuDNN is faster, except for ``GROUPS``."""
 
 FEWEST_VOXELS = 4096
-"""Of the forward convolution of these, turned round (``flipped_weights``): below, cuDNN's own is as fast."""
+"""Fewest voxels of the forward convolution with flipped weights: below, cuDNN's own is as fast."""
 
 ALWAYS_TURNED = 256
 """Channels from which on cuDNN's own takes twice as long for few voxels, too."""
@@ -122,7 +121,7 @@ def _weight_kernel(
 
 
 def can_read(slab: Tensor, kernel: Sequence[int]) -> bool:
-    """Say whether the channels of a voxel follow one another, and 32 bits count a sample's places.
+    """Return whether the channels of a voxel follow one another, and 32 bits count a sample's places.
 
     Those around it as well, from which the kernel's reach is subtracted, and to which it is added.
     """
@@ -131,7 +130,7 @@ def can_read(slab: Tensor, kernel: Sequence[int]) -> bool:
 
 
 def can_group(slab: Tensor, kernel: Sequence[int], width: int, voxels: int) -> bool:
-    """Say whether groups of voxels may be read of it likewise, for an output of some width."""
+    """Return whether groups of voxels may be read of it likewise, for an output of some width."""
     return can_read(slab, kernel) and slab.stride(4) == slab.shape[1] and width % voxels == 0
 
 

@@ -1,11 +1,11 @@
-"""Convolutions whose channels are no multiple of 32, computed with zeros up to the next one.
+"""Convolutions whose channels are no multiple of 32, padded with zero channels to the next multiple.
 
 cuDNN's fast kernels take channels in blocks: on an H200 a convolution of 48 channels to 48 took twice as long as one of
-64 to 64. With rows of zeros in the weight the output has more channels than were asked for, and is taken as a slice of
-them; with columns of zeros the input is copied into a volume of more channels. Which convolutions: ``forms``.
+64 to 64. Zero rows in the weight give additional output channels, which a slice removes; zero columns require a copy of
+the input into a volume of more channels. ``forms`` lists the convolutions.
 
-What is not finite reaches no further than in the convolution itself: zeros of the weight meet added channels, which are
-zeros, or make outputs that are dropped.
+Values that are not finite spread no further than in the plain convolution: zeros of the weight meet added channels,
+which are zero, or give outputs that are dropped.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""Which convolution each kernel of ours takes: shapes, types and layouts that it computes, and faster than torch.
+"""Rules for the convolutions of each kernel: shapes, types and layouts that it supports and computes faster than torch.
 
-Every limit that was measured stands in the kernel's own module; here they are asked.
+Measured limits are in the kernel's own module; the rules here apply them.
 """
 
 from math import prod
@@ -59,7 +59,7 @@ class ConvolutionCall(NamedTuple):
 
 
 def _is_half(tensor: Tensor, weight: Tensor) -> bool:
-    """Say whether Triton may run, and the convolution is one of half precision."""
+    """Return whether Triton may run, and the convolution is one of half precision."""
     if not (triton_tiles.available() and gpus.on_gpu(tensor) and tensor.ndim == 5 and tensor.numel()):
         return False
     if tensor.numel() > triton_tiles.MOST_VOXELS and count_voxels(tensor) > triton_tiles.MOST_VOXELS:
@@ -83,7 +83,7 @@ def _is_undilated(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
 
 
 def _can_count_output(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say whether 32 bits count the voxels of all samples of the output: padding may make them many times the input's.
+    """Tell whether 32 bits count the voxels of all samples of the output: padding may make them many times the input's.
 
     Of an undilated convolution.
     """
@@ -93,7 +93,7 @@ def _can_count_output(slab: Tensor, weight: Tensor, settings: Settings) -> bool:
 
 
 def pads_less_than_kernel(weight: Tensor, settings: Settings) -> bool:
-    """Say whether the padding is less than the kernel reaches: what a convolution back to the input needs."""
+    """Return whether the padding is less than the kernel reaches: what a convolution back to the input needs."""
     along = zip(settings.padding, weight.shape[2:], settings.dilation, strict=True)
     return all(padding <= (taps - 1) * step for padding, taps, step in along)
 
@@ -104,7 +104,7 @@ def count_voxels(slab: Tensor) -> int:
 
 
 def is_one_voxel(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say whether ``one_voxel`` takes this convolution; ``tensor`` is its input, or the gradient of its output."""
+    """Return whether ``one_voxel`` takes this convolution; ``tensor`` is its input, or the gradient of its output."""
     return weight.shape[0] <= one_voxel.MOST_CLASSES and _is_point(tensor, weight, settings)
 
 
@@ -114,7 +114,7 @@ def _is_point(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
 
 
 def is_uneven_head(call: ConvolutionCall) -> bool:
-    """Say whether this is a head of many classes, which are no multiple of eight: cuDNN's matrix kernels take eights.
+    """Tell whether this is a head of many classes, which are no multiple of eight: cuDNN's matrix kernels take eights.
 
     Others between features keep their channels last.
     """
@@ -124,7 +124,7 @@ def is_uneven_head(call: ConvolutionCall) -> bool:
 
 
 def is_few_taps(call: ConvolutionCall) -> bool:
-    """Say whether ``few_taps`` takes this convolution, forward or for the gradient of its weight."""
+    """Return whether ``few_taps`` takes this convolution, forward or for the gradient of its weight."""
     channels, taps = call.weight.shape[0], prod(call.weight.shape[1:])
     fits = few_taps.FEWEST_CHANNELS <= channels <= few_taps.MOST_CHANNELS and taps <= few_taps.MOST_TAPS
     # Channels of one voxel lie side by side: that is a matrix product as it stands, and no gathering of taps.
@@ -138,18 +138,18 @@ def is_few_taps(call: ConvolutionCall) -> bool:
 
 
 def has_own_taps(weight: Tensor) -> bool:
-    """Say whether ``few_taps`` takes strides and a bias, too: convolutions of single voxels are fast elsewhere."""
+    """Return whether ``few_taps`` takes strides and a bias, too: convolutions of single voxels are fast elsewhere."""
     return prod(weight.shape[2:]) > 1 and fusions.is_on("few channels")
 
 
 def _has_few_in(weight: Tensor) -> bool:
-    """Say whether ``few_in`` is for a kernel with so many channels out and in, and lines of taps of this length."""
+    """Return whether ``few_in`` is for a kernel with so many channels out and in, and lines of taps of this length."""
     fits = few_in.FEWEST_CHANNELS <= weight.shape[0] <= few_in.MOST_CHANNELS and weight.shape[1] <= few_in.MOST_IN
     return fits and weight.shape[1] * weight.shape[-1] <= few_in.MOST_COLUMNS and fusions.is_on("few channels")
 
 
 def is_few_in(call: ConvolutionCall) -> bool:
-    """Say whether ``few_in`` takes this convolution, forward or for the gradient of its weight."""
+    """Return whether ``few_in`` takes this convolution, forward or for the gradient of its weight."""
     fits = _has_few_in(call.weight) and prod(call.weight.shape[1:]) > few_in.MOST_TAPS_ONE_BY_ONE
     return fits and _is_undilated(call.slab, call.weight, call.settings) and few_in.can_read(call.slab)
 
@@ -160,13 +160,13 @@ def _is_few_out(call: ConvolutionCall) -> bool:
 
 
 def computes_few_out(call: ConvolutionCall) -> bool:
-    """Say whether ``few_out`` takes this convolution forward."""
+    """Return whether ``few_out`` takes this convolution forward."""
     fits = call.weight.shape[1] in few_out.CHANNELS and _is_few_out(call)
     return fits and few_out.keeps_width(call.weight, call.settings.padding)
 
 
 def differentiates_few_out(call: ConvolutionCall) -> bool:
-    """Say whether ``few_out`` takes the gradients of this convolution."""
+    """Return whether ``few_out`` takes the gradients of this convolution."""
     return _is_few_out(call) and pads_less_than_kernel(call.weight, call.settings) and few_in.can_read(call.given)
 
 
@@ -179,7 +179,7 @@ def _is_many_taps(call: ConvolutionCall) -> bool:
 
 
 def turns_many_taps(call: ConvolutionCall) -> bool:
-    """Say whether this convolution of many channels is computed forward with flipped weights (``flipped_weights``)."""
+    """Tell whether this convolution of many channels is computed forward with flipped weights (``flipped_weights``)."""
     if not fusions.is_on("turned weights"):
         return False
     fewest, voxels = min(call.weight.shape[:2]), count_voxels(call.slab)
@@ -188,7 +188,7 @@ def turns_many_taps(call: ConvolutionCall) -> bool:
 
 
 def differentiates_many_taps(call: ConvolutionCall) -> bool:
-    """Say whether ``many_taps`` takes the gradient of this weight."""
+    """Return whether ``many_taps`` takes the gradient of this weight."""
     outputs, inputs, *taps = call.weight.shape
     if not _is_many_taps(call):
         return False
@@ -203,19 +203,19 @@ def differentiates_many_taps(call: ConvolutionCall) -> bool:
 
 
 def is_few_channels(call: ConvolutionCall) -> bool:
-    """Say whether ``few_channels`` takes this convolution, forward or for the gradient of its input."""
+    """Return whether ``few_channels`` takes this convolution, forward or for the gradient of its input."""
     fits = max(call.weight.shape[:2]) <= few_channels.MOST_CHANNELS
     gathered = call.weight.numel() <= few_channels.MOST_PRODUCTS and prod(call.weight.shape[2:]) > 1
     return fits and gathered and fusions.is_on("few channels") and _is_undilated(call.slab, call.weight, call.settings)
 
 
 def is_depthwise(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Say whether ``depthwise`` takes this convolution, transposed or not; ``tensor`` is its input, or a gradient."""
+    """Tell whether ``depthwise`` takes this convolution, transposed or not; ``tensor`` is its input, or a gradient."""
     if settings.groups == 1 or not fusions.is_on("depthwise") or not _is_half(tensor, weight):
         return False
     return depthwise.fits(weight.shape, settings)
 
 
 def differentiates_depthwise(call: ConvolutionCall) -> bool:
-    """Say whether ``depthwise`` takes the gradients of this convolution."""
+    """Return whether ``depthwise`` takes the gradients of this convolution."""
     return all(is_depthwise(volume, call.weight, call.settings) for volume in (call.slab, call.given))

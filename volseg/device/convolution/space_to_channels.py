@@ -1,4 +1,4 @@
-"""Convolutions of few channels, computed over groups of voxels along W: pairs or fours, with their channels together.
+"""Convolutions of few channels, computed over groups of voxels along W whose channels are joined: pairs or fours.
 
 With channels last, the memory of ``(B, C, D, H, W)`` is that of ``(B, f C, D, H, W / f)`` as well, channel ``a C + c``
 being channel ``c`` of a group's voxel ``a``: a view, no copy. The convolution becomes one of ``f`` times as many
@@ -37,13 +37,13 @@ from volseg.device.layout import in_layout
 __all__ = ["can_group", "expand", "forward", "input_gradient", "view_groups", "weight_gradient"]
 
 
-def _find_reach(kernel: Sequence[int], settings: Settings) -> int:
+def _compute_reach(kernel: Sequence[int], settings: Settings) -> int:
     """Return the voxels that a kernel of these sides needs before and behind its own along W."""
     return (kernel[-1] - 1) // 2 * settings.dilation[-1]
 
 
 def can_group(volume: Tensor, weight: Tensor, settings: Settings, voxels: int) -> bool:
-    """Say whether a convolution may be computed over groups of so many voxels.
+    """Return whether a convolution may be computed over groups of so many voxels.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def can_group(volume: Tensor, weight: Tensor, settings: Settings, voxels: int) -
     plain = settings.stride == (1, 1, 1) and settings.groups == 1 and not settings.transposed
     if volume.ndim != 5 or not plain or weight.shape[-1] % 2 == 0 or volume.numel() == 0:
         return False
-    if settings.padding[-1] != _find_reach(weight.shape[2:], settings) or volume.shape[-1] % voxels:
+    if settings.padding[-1] != _compute_reach(weight.shape[2:], settings) or volume.shape[-1] % voxels:
         return False
     # One row is dense; how rows, planes and samples follow each other is free.
     return volume.stride(1) == 1 and volume.stride(4) == volume.shape[1]
@@ -169,7 +169,7 @@ def expand(weight: Tensor, settings: Settings, voxels: int) -> Tensor:
     (out, given, *taps), dilation = weight.shape, settings.dilation[-1]
     flat, last = _flatten(weight)
     index = _index_expansion(tuple(weight.shape), dilation, voxels, last, weight.device)
-    groups = 2 * _count_groups(_find_reach(taps, settings), voxels) + 1
+    groups = 2 * _count_groups(_compute_reach(taps, settings), voxels) + 1
     wide = torch.cat([flat, _make_zero(weight.dtype, weight.device)]).index_select(0, index)
     return wide.view(voxels * out, *taps[:2], groups, voxels * given).permute(0, 4, 1, 2, 3)
 
@@ -186,7 +186,7 @@ def _fold(gradient: Tensor, weight: Tensor, settings: Settings, voxels: int) -> 
 
 def _settle(weight: Tensor, settings: Settings, voxels: int) -> Settings:
     """Return the settings of the convolution of groups."""
-    groups = _count_groups(_find_reach(weight.shape[2:], settings), voxels)
+    groups = _count_groups(_compute_reach(weight.shape[2:], settings), voxels)
     return replace(settings, padding=(*settings.padding[:2], groups), dilation=(*settings.dilation[:2], 1))
 
 
@@ -214,7 +214,7 @@ def input_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Set
 
 def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings, voxels: int) -> Tensor:
     """Return the gradient of the weight, with channels last; both volumes may be grouped."""
-    groups = 2 * _count_groups(_find_reach(weight.shape[2:], settings), voxels) + 1
+    groups = 2 * _count_groups(_compute_reach(weight.shape[2:], settings), voxels) + 1
     out, given, *taps = weight.shape
     # Only its shape is asked for.
     wide = weight.new_empty((voxels * out, *taps[:2], groups, voxels * given)).permute(0, 4, 1, 2, 3)

@@ -1,1 +1,1 @@
-"""A norm and the activation behind it, on one slab."""
+"""A norm and the following activation, on one slab."""

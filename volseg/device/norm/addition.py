@@ -1,4 +1,4 @@
-"""A norm plus something else, and an activation behind the sum, in one pass: residual blocks.
+"""Add a second term to a norm, with an activation of the sum, in one pass: residual blocks.
 
 ``act(first + second)``, where the first is a norm with its own activation, and the second is one too, or a slab as it
 is. Backward takes two passes, as a norm alone does: the sums, and the gradients of both. Triton's kernels where they
@@ -50,7 +50,7 @@ def _compute(term: Term) -> Tensor:
 
 
 def _passes_on(second: Term, activation: Activation) -> bool:
-    """Say whether the second gets the sum's own gradient, and the first one's is that of a norm alone."""
+    """Return whether the second term gets the sum's gradient unchanged, and the first one's is that of a norm."""
     return not second.is_norm and activation == IDENTITY
 
 

@@ -1,4 +1,4 @@
-"""Who computes a norm: Triton's kernels where they take the slab, else plain torch, which defines the results."""
+"""Choose how a norm is computed: by Triton's kernels if they support the slab, otherwise by plain torch."""
 
 from collections.abc import Callable
 from functools import wraps

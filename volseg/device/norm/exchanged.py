@@ -327,7 +327,7 @@ def _describe_lanes(lanes: PairBlocks) -> dict[str, Any]:
 
 
 def _describe_peers(mailbox: ValueMailbox | None) -> dict[str, Any]:
-    """Return what a kernel is told of the other processes."""
+    """Return the kernel's arguments that describe the other processes."""
     if mailbox is None:
         return {"boxes": None, "calls": None, "rank": 0, "patience": 0, "SHARDS": 1, "CAPACITY": CAPACITY}
     return mailbox.describe()

@@ -62,7 +62,7 @@ class Grouping:
     groups: int | None = None
 
     def is_alone(self, batch: int, channels: int) -> bool:
-        """Say whether each pair is its own group."""
+        """Return whether each pair is its own group."""
         return batch == 1 if self.over_batch else self.groups in (None, channels)
 
     def average(self, pairs: Tensor) -> Tensor:

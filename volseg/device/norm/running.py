@@ -43,7 +43,7 @@ class Running:
         return None if mean is None or variance is None else cls(mean, variance, momentum)
 
     def fits_kernel(self) -> bool:
-        """Say whether a kernel that counts in float32 moves them as torch does."""
+        """Return whether a kernel that counts in float32 moves them as torch does."""
         return all(buffer.dtype == torch.float32 and buffer.is_contiguous() for buffer in (self.mean, self.variance))
 
     def update(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Memory that other GPUs of the machine read and write, and the exchanges through it."""
+"""Memory that GPUs of one machine share, and the exchanges through it."""

@@ -1,4 +1,4 @@
-"""One process's side of an exchange through memory that the GPUs of a host write into each other's."""
+"""One process's side of an exchange through memory that the GPUs of a host write directly."""
 
 import logging
 from abc import ABC, abstractmethod

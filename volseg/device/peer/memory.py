@@ -1,4 +1,4 @@
-"""Memory of this process's GPU that the other processes of its host write to directly: CUDA's inter-process handles.
+"""GPU memory that the other processes of the host write directly, through CUDA's inter-process handles.
 
 torch's own sharing opens a handle on the device it came from, which costs each process a context, half a gigabyte, on
 every GPU of the others. The driver maps it into the own device's context, which is all that a kernel needs.
@@ -142,7 +142,7 @@ def share_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> P
             own = driver.allocate(size)
             offer = driver.place, driver.offer(own)
         except (OSError, AttributeError, ParallelError) as fault:  # whatever it is, the others wait for this one's word
-            _say_why(fault)
+            _log_reason(fault)
         driver.synchronize()  # cleared, before anybody writes
         offers, of_all = zip(*_gather((offer, unmapped), group), strict=True)
         _free_gone(driver, [set(keys) for keys in of_all], ranks)
@@ -152,7 +152,7 @@ def share_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> P
                 for number, (_, handle) in enumerate(offers):
                     mapped.append(own if number == rank else driver.map(handle))
             except ParallelError as fault:
-                _say_why(fault)
+                _log_reason(fault)
     others = [address for address in mapped if address != own]
     memory = PeerMemory(mapped, rank, _Gone(key, device, own, others))
     return memory if all(_gather(len(mapped) == len(ranks), group)) else None
@@ -185,5 +185,5 @@ def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
-def _say_why(fault: Exception) -> None:
-    logger.info("GPUs exchange all through NCCL, for they cannot write to each other's memory: %s", fault)
+def _log_reason(fault: Exception) -> None:
+    logger.info("GPUs exchange all data through NCCL, as they cannot write to each other's memory: %s", fault)

@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""Planes of a halo from GPU to GPU of a host: one kernel writes them into the neighbours' memory, one reads what came.
+"""Exchange halo planes between the GPUs of a host: one kernel writes them to the neighbours' memory, one reads them.
 
 As in ``values``, 32 bits of data and the number of the call are one word of 64 bits, which arrives whole: nothing has
 to be fenced. Planes go out from where they lie and come in where they are read. Small ones do so on the stream that
@@ -57,7 +57,7 @@ SIDES = "before", "behind"
 
 
 class Planes(NamedTuple):
-    """What the kernel is told of the planes that travel to, or come from, one side.
+    """Kernel arguments for the planes that travel to, or come from, one side.
 
     Addresses are in bytes, everything else counts words of 32 bits. Where ``_locate`` finds the planes: they are runs
     of ``run`` words that lie ``inner_stride`` apart, ``inner`` of them in a sample; samples are ``outer_stride`` apart.
@@ -119,7 +119,7 @@ def _exchange_planes_kernel(
     if RECEIVE:
         if KEEP:
             kept = tl.where(first, before_kept, behind_kept).to(tl.int64).to(tl.pointer_type(tl.int32))
-        looks = 0  # at all blocks together: who does not come is waited for once
+        looks = 0  # in all blocks together: a missing process is waited for once
         blocks = tl.cdiv(tl.maximum(travelling, words), BLOCK)
         for block in range(tl.program_id(0) // 2, blocks, tl.num_programs(0) // 2):
             i = block * BLOCK + tl.arange(0, BLOCK)
@@ -146,7 +146,7 @@ def _exchange_planes_kernel(
 
 
 def small_enough(width: int, values: int, dtype: torch.dtype, limit: int = LIMIT) -> bool:
-    """Say whether halos travel this way: ``width`` planes, on any side of any shard, of ``values`` each."""
+    """Return whether halos travel this way: ``width`` planes, on any side of any shard, of ``values`` each."""
     size = values * dtype.itemsize
     return dtype.is_floating_point and size > 0 and size % 4 == 0 and width * size <= limit
 
@@ -166,7 +166,7 @@ def _find_runs(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> tup
 
 
 def _describe(planes: Tensor | None, box: int, there: bool, kept: Tensor | None = None) -> Planes | None:
-    """Return what the kernel is told of planes in the order in which they travel, None where they must be packed.
+    """Return the kernel arguments of planes, in the order of travel; None if the planes must be packed.
 
     An address everywhere, even of no planes: Triton compiles for integers of 32 and of 64 bits apart.
     """
@@ -296,7 +296,7 @@ class PlaneMailbox(Mailbox):
         kept: Sequence[Tensor | None],
         **variant: bool,
     ) -> None:
-        """Run the kernel for the planes ``both`` before and behind, none of which must be packed."""
+        """Run the kernel for the planes ``both`` before and behind; they must not need packing."""
         before, behind = (_describe(*side) for side in zip(both, boxes, self.neighbours, kept, strict=True))
         assert before is not None
         assert behind is not None

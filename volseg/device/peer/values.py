@@ -1,6 +1,6 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
 # mypy: disable-error-code="no-untyped-def"
-"""A few kilobytes from every GPU to every GPU of a host in one kernel: the norms' statistics, dozens of times a step.
+"""Exchange a few kilobytes between all GPUs of a host in one kernel: the norms' statistics, dozens of times a step.
 
 Who exchanges in another way lets the same kernel run, and so gets the same bits: see ``ValueExchange``.
 
@@ -102,7 +102,7 @@ class ValueMailbox(Mailbox):
 
     @staticmethod
     def takes(partial: Tensor) -> bool:
-        """Say whether the tensor can be sent."""
+        """Return whether the tensor can be sent."""
         return partial.dtype == torch.float32 and 0 < partial.numel() <= CAPACITY
 
     def describe(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class ValueExchange(Protocol):
 
 
 class ValuesOfSlabs:
-    """The exchange between slabs of one process: one kernel behind the other, none of which waits.
+    """Exchange values between slabs of one process: the kernels run one after the other, and none waits.
 
     The last one finds what all others have sent.
 

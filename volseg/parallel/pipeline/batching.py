@@ -83,7 +83,7 @@ class Batching:
             If the leaves cannot be determined, or differ from those declared.
         """
         if self._declared is not None:
-            return _find_declared(call, self._declared)
+            return _resolve_declared(call, self._declared)
         possible = find_candidates(*call)
         if sum(possible) == 1:
             return possible
@@ -248,7 +248,7 @@ def _describe_form(call: Call) -> Hashable:
     return str(structure), tuple(map(_describe_leaf, leaves))
 
 
-def _find_declared(call: Call, declared: Sequence[int | str]) -> list[bool]:
+def _resolve_declared(call: Call, declared: Sequence[int | str]) -> list[bool]:
     args, kwargs = call
     chosen: list[bool] = []
     for name, value in (*enumerate(args), *kwargs.items()):

@@ -221,9 +221,9 @@ class PipelineStrategy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network's ``forward`` on each micro-batch and join the outputs, on the device of the input."""
-        target = self._find_output_device((args, kwargs))
+        target = self._get_output_device((args, kwargs))
         args, kwargs = self._bring_to_first_stage((args, kwargs))
-        batch, is_batch = self._find_batch((args, kwargs))
+        batch, is_batch = self._resolve_batch((args, kwargs))
         placement, split_size = self._prepare(args, kwargs, batch, is_batch)
         calls, sizes = split(args, kwargs, split_size, is_batch), compute_split_sizes(batch, split_size)
         # Different sizes show by themselves whether outputs scale with them, and a batch that is not cut needs no test.
@@ -252,7 +252,7 @@ class PipelineStrategy:
         # A placement refers to objects by identity, which loading changes; it is measured again.
         return PipelineStrategy, (self.net, self.options, self.devices)
 
-    def _find_batch(self, call: Call) -> tuple[int, list[bool]]:
+    def _resolve_batch(self, call: Call) -> tuple[int, list[bool]]:
         """Return the number of samples, and which leaves of the call have one row for each."""
         if self.options.batched is None and find_batch_size(*call) <= (
             self.split_size if isinstance(self.split_size, int) else 1
@@ -278,7 +278,7 @@ class PipelineStrategy:
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
         """Measure, cut and place without running, as ``DistributedDataParallel`` requires beforehand."""
         args, kwargs = self._bring_to_first_stage((args, kwargs))
-        self._prepare(args, kwargs, *self._find_batch((args, kwargs)))
+        self._prepare(args, kwargs, *self._resolve_batch((args, kwargs)))
         return self.partition
 
     def _prepare(
@@ -381,7 +381,7 @@ class PipelineStrategy:
 
         return pytree.tree_map_only(Tensor, bring, call)
 
-    def _find_output_device(self, call: Call) -> torch.device:
+    def _get_output_device(self, call: Call) -> torch.device:
         """Return the device of the first tensor argument, or the first stage's if that is none of the pipeline's."""
         found = next((leaf.device for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)), None)
         return found if found is not None and found in self.devices else self.devices[0]

@@ -122,7 +122,7 @@ def start_group(timeout: float = TIMEOUT, *, on_cpu: bool = False) -> None:
         timeout=FOREVER,
         device_id=device if device.type == "cuda" else None,
     )
-    _tell_of_errors()
+    _report_errors()
 
 
 def make_group(
@@ -264,7 +264,7 @@ def _watch(launch: Launch, rendezvous: Rendezvous, timeout: float) -> None:
     )
 
 
-def _tell_of_errors() -> None:
+def _report_errors() -> None:
     """End a script by `end_after` at an uncaught error, instead of in the teardown, which waits for pending work.
 
     Call this after torch has started a group: torch's hook captures what an earlier hook writes, and would lose it.

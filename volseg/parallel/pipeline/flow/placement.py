@@ -130,7 +130,7 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
         gradient, state.grad = state.grad, None
         move_in_place(state, owners[id(state)].device)
         state.grad = None if gradient is None else gradient.to(state.device)
-    quiet = frozenset(modules[path] for path in _find_quiet(net, trace) if _is_at_home(modules[path], anchors, owners))
+    quiet = frozenset(modules[path] for path in _list_quiet(net, trace) if _is_at_home(modules[path], anchors, owners))
     aliased = {id(states[name]) for name in trace.aliased}
     placement = Placement(
         locations, dict(anchors), owners, tuple(states.values()), find_batch_counters(net), quiet, aliased
@@ -145,7 +145,7 @@ def place(net: nn.Module, trace: Trace, lengths: list[int], devices: Iterable[to
     return placement
 
 
-def _find_quiet(net: nn.Module, trace: Trace) -> Iterator[str]:
+def _list_quiet(net: nn.Module, trace: Trace) -> Iterator[str]:
     """Yield the paths of self-contained leaves, without batch norms and instance norms with running statistics."""
     buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
     for path, operations in find_self_contained(trace).items():

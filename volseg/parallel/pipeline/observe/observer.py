@@ -118,7 +118,7 @@ class Observer(runs.Run):
         path = self._paths[module]
         call = Call(path, self._calls[path])
         self._calls[path] += 1
-        self.events.append(Enter(call, self._find_makers((args, kwargs)), self._number_guard()))
+        self.events.append(Enter(call, self._list_makers((args, kwargs)), self._number_guard()))
 
     def leave(self, module: nn.Module, output: Any) -> None:  # noqa: ARG002 (calls nest)
         """Record the end of a module call."""
@@ -155,7 +155,7 @@ class Observer(runs.Run):
             Operation(
                 number=self._number,
                 name=getattr(function, "__name__", ""),
-                uses=self._find_makers(read),
+                uses=self._list_makers(read),
                 states=tuple(states),
                 changed_since=min(since, default=None),
                 is_random=_differ(dice, _read_random_state(read)),
@@ -183,7 +183,7 @@ class Observer(runs.Run):
         self.made_bytes[self._number] = sum(tensor.nbytes for tensor in tensors)
         self._number += 1
 
-    def _find_makers(self, values: Any) -> tuple[int, ...]:
+    def _list_makers(self, values: Any) -> tuple[int, ...]:
         marks = (getattr(tensor, "_volseg_made", None) for tensor in runs.find_tensors(values))
         return tuple(dict.fromkeys(mark[1] for mark in marks if mark is not None and mark[0] is self))
 
@@ -202,7 +202,7 @@ class Observer(runs.Run):
         """Return the trace; mark the outputs as read by the caller."""
         for tensor in runs.find_tensors(output):
             self._memory.see(tensor, self._number).read.add(self._number)
-        made = self._find_makers(pytree.tree_leaves(output))
+        made = self._list_makers(pytree.tree_leaves(output))
         names = frozenset(self._aliased), frozenset(self._written)
         return Trace(tuple(self.events), made, *names, self._changes_arguments)
 

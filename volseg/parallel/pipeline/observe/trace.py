@@ -178,7 +178,7 @@ def find_segments(trace: Trace) -> list[Segment]:
     }
     for operation in operations:
         if operation.changed_since is not None:
-            first, last = _find_anchor(starts, operation.changed_since), _find_anchor(starts, operation.number)
+            first, last = _get_anchor(starts, operation.changed_since), _get_anchor(starts, operation.number)
             forbidden.update(range(first + 1, last + 1))
     cuts = [0, *(number for number in range(1, len(anchors)) if number not in forbidden), len(anchors)]
     runs = [
@@ -187,7 +187,7 @@ def find_segments(trace: Trace) -> list[Segment]:
     return _describe_segments(trace, runs, operations)
 
 
-def _find_anchor(starts: Sequence[int], operation: int) -> int:
+def _get_anchor(starts: Sequence[int], operation: int) -> int:
     """Return the index of the last anchor that starts at or before ``operation``."""
     return max(number for number, start in enumerate(starts) if start <= operation)
 

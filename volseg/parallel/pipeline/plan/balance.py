@@ -107,7 +107,7 @@ def balance(
     memory = sum_runs([0.0] * layers) if held is None else held
     free = [UNLIMITED] * stages
     limits = free if memory_limits is None else list(memory_limits)
-    fastest = _find_fastest(phases, memory, limits)
+    fastest = _compute_fastest(phases, memory, limits)
     if fastest is None:
         peak = max(list_held(memory, find_most_even(memory, stages)))
         raise PartitionError(
@@ -118,14 +118,14 @@ def balance(
         )
     if held is None:
         return list(fastest[1])
-    lengths = _find_least_full(phases, fastest[0], held, limits, tolerance)
+    lengths = _compute_least_full(phases, fastest[0], held, limits, tolerance)
     if measure_unevenness(held, lengths) > EVEN:
-        slower = _find_least_full(phases, fastest[0], held, limits, max(tolerance, price))
+        slower = _compute_least_full(phases, fastest[0], held, limits, max(tolerance, price))
         lengths = slower if measure_unevenness(held, slower) <= EVEN else lengths
     return list(lengths)
 
 
-def _find_least_full(
+def _compute_least_full(
     phases: Sequence[Held], fastest: Sequence[float], held: Held, limits: Sequence[float], tolerance: float
 ) -> tuple[int, ...]:
     """Return the cut whose fullest stage holds least, among those that are nearly as fast as the fastest.
@@ -178,7 +178,7 @@ def compute_price_of_evenness(
     phases, free = [sum_runs(forward), sum_runs(backward)], [UNLIMITED] * len(lengths)
     now = [max(list_held(phase, lengths)) for phase in phases]
     for slack in PRICES:
-        slower = _find_least_full(phases, now, held, free, slack)
+        slower = _compute_least_full(phases, now, held, free, slack)
         if measure_unevenness(held, slower) <= EVEN:
             return sum(max(list_held(phase, slower)) for phase in phases) / max(sum(now), TINY_MS) - 1
     return None
@@ -190,7 +190,7 @@ def find_most_even(held: Held, stages: int) -> list[int]:
     return list(lengths)
 
 
-def _find_fastest(phases: Sequence[Held], held: Held, limits: Sequence[float]) -> Found | None:
+def _compute_fastest(phases: Sequence[Held], held: Held, limits: Sequence[float]) -> Found | None:
     """Return the cut with the least sum of phases within the limits."""
     free = [UNLIMITED] * len(limits)
     front = _compute_front([*phases, held], [free, free, limits], minimised=2)

@@ -48,9 +48,9 @@ def compute_held_bytes(activations: Iterable[KeptActivation], layers: int, is_re
     starts = ends[:, None]
     total = torch.zeros(layers + 1, layers + 1, dtype=torch.float64)
     for activation in activations:
-        is_kept = _find_any_within(activation.kept, layers)
+        is_kept = _compute_any_within(activation.kept, layers)
         if is_recorded:
-            was_received = _find_any_within(activation.read, layers) & (activation.made < starts)
+            was_received = _compute_any_within(activation.read, layers) & (activation.made < starts)
             is_read_later = max(activation.read, default=-1) >= ends
             is_sent = (starts <= activation.made) & (activation.made < ends) & is_read_later
             crosses = was_received | is_sent
@@ -61,7 +61,7 @@ def compute_held_bytes(activations: Iterable[KeptActivation], layers: int, is_re
     return [list(map(float, row)) for row in total.tolist()]
 
 
-def _find_any_within(layers: Sequence[int], count: int) -> torch.Tensor:
+def _compute_any_within(layers: Sequence[int], count: int) -> torch.Tensor:
     """Return, for each [start, end), whether one of ``layers`` lies in it."""
     has = torch.zeros(count + 2, dtype=torch.int64)
     has[1 + torch.tensor(sorted(set(layers)), dtype=torch.int64)] = 1

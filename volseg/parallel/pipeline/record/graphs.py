@@ -137,18 +137,18 @@ class HostGraph(TorchDispatchMode):
     def replay(self) -> None:
         """Run every function again and copy fresh results into the first ones; views need nothing."""
         for function, _, _, result in self._steps:
-            for old, _ in _find_fresh(function, result, result):
+            for old, _ in _list_fresh(function, result, result):
                 # As on a GPU, where graphs share memory: earlier contents are gone.
                 old.fill_(float("nan") if old.is_floating_point() else 0)
         for function, args, kwargs, result in self._steps:
             returns = get_schema(function).returns
             if all(value.alias_info is not None and not value.alias_info.is_write for value in returns) and returns:
                 continue
-            for old, new in _find_fresh(function, result, function(*args, **kwargs)):
+            for old, new in _list_fresh(function, result, function(*args, **kwargs)):
                 old.copy_(new)
 
 
-def _find_fresh(function: Any, first: Any, again: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _list_fresh(function: Any, first: Any, again: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the results for which ``function`` allocated memory, the first ones with others of the same call."""
     returns = get_schema(function).returns
     olds, news = ((value,) if isinstance(value, Tensor) else value for value in (first, again))
