@@ -44,7 +44,7 @@ NOT_SPECIALIZED = ["V", "D", "H", "OD", "OH", *DIVIDERS]
 
 
 def can_read(slab: Tensor) -> bool:
-    """Tell whether the channels of voxels beside each other along W follow one another, and 32 bits count all places."""
+    """Tell whether the channels of voxels beside each other along W follow one another, and 32 bits hold all places."""
     is_dense = slab.stride(4) == slab.shape[1] and (slab.shape[1] == 1 or slab.stride(1) == 1)
     return is_dense and sum((side - 1) * way for side, way in zip(slab.shape, slab.stride(), strict=True)) < 2**31
 
