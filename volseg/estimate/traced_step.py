@@ -56,6 +56,7 @@ class TracedStep(GpuObserver):
     ) -> None:
         self._time_kernel = time_kernel
         self._limit = limit
+        self._has_ended = False
         self._is_recorded = False
         self._listener: Callable[[str], None] | None = None
         self.fault: OutOfMemoryError | None = None
@@ -130,7 +131,13 @@ class TracedStep(GpuObserver):
         """Put down that a stream records an event, or waits for one."""
         self._order(self._number(device), Ordered(event, stream, waits))
 
+    def end(self) -> None:
+        """Trace nothing more: when Python frees what the step leaves, and in which order, is no part of the step."""
+        self._has_ended = True
+
     def _put(self, number: int, event: Event) -> None:
+        if self._has_ended:
+            return
         self._events[number].append(event)
         self._order(number, event)
 

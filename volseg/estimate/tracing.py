@@ -120,6 +120,7 @@ def tracing(
             if followed.fault is None or told is followed.fault:
                 raise
             raise followed.fault from told
+    followed.end()
     if followed.fault is not None:
         raise followed.fault
 
