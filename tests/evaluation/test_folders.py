@@ -56,7 +56,7 @@ def test_evaluate_writes_table_json_and_csv(folders):
     ]
     again = evaluate("--predictions", predictions, "--labels", labels)
     assert isinstance(again.exception, ConfigError)
-    assert "summary.json exists already" in str(again.exception)
+    assert "summary.json exists; choose" in str(again.exception)
     assert evaluate("--predictions", predictions, "--labels", labels.parent, "--overwrite").exit_code == 0
     elsewhere = labels.parent / "scores"
     printed = evaluate("--predictions", predictions, "--labels", labels, "-o", elsewhere, "--json")

@@ -127,7 +127,7 @@ def test_data_check_counts_remarks_when_strict_and_writes_json_and_a_corrected_c
     assert CliRunner().invoke(app, ["data", "check", str(mended), "--strict"]).exit_code == 1
     written = CliRunner().invoke(app, command).exception
     assert isinstance(written, ConfigError)
-    assert "check.json exists already" in str(written)
+    assert "check.json exists; choose" in str(written)
     refused = CliRunner().invoke(app, [*command, "--overwrite"]).exception
     assert isinstance(refused, DataError)
     assert "is there and not empty" in str(refused)

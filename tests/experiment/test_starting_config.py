@@ -101,7 +101,7 @@ def test_the_verb_writes_and_says_what_to_type_next(tmp_path: Path, monkeypatch:
     assert "train experiment.yaml" in told.output
     assert "set data.root" not in told.output
     assert load_config("experiment.yaml").data.root == Path("my data")
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="exists; choose"):
         CliRunner().invoke(app, ["init"], catch_exceptions=False)
     told = CliRunner().invoke(app, ["init", "--overwrite"], catch_exceptions=False)
     assert "set data.root" in told.output

@@ -66,7 +66,7 @@ def test_a_refusal_is_none_that_another_attempt_lifts(launcher, stopped_run, con
     assert load_checkpoint(stopped_run / "checkpoints" / "latest.pt").epoch == 1
     assert not (stopped_run / "report.md").exists()
     if launcher == "launch":
-        assert "started again" not in ended.stderr
+        assert "restarting" not in ended.stderr
         assert ended.stderr.count("holds a run already") <= 2  # by the other process, in a line, if it lives to say so
     else:
         assert "a new attempt would fail for the same reason as the previous one" in ended.stderr
