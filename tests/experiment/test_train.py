@@ -510,7 +510,7 @@ def test_a_network_of_one_size_needs_a_window_of_it(configured):
 
 def test_a_bad_image_to_predict_has_a_remedy_of_its_own(trained, tmp_path):
     (tmp_path / "bad.nii.gz").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"bad\.nii\.gz is truncated or damaged (?s:.*)\nmend them, or leave them out$"):
+    with pytest.raises(DataError, match=r"bad\.nii\.gz is truncated or damaged (?s:.*)\nfix them, or leave them out$"):
         predict(trained.folder, [tmp_path / "bad.nii.gz"], tmp_path / "out", strict=True)
     with pytest.raises(DataError, match=r"  bad: .*bad\.nii\.gz is truncated or damaged"):
         predict(trained.folder, [tmp_path / "bad.nii.gz"], tmp_path / "out").require_all()

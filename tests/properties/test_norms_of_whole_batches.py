@@ -157,4 +157,4 @@ def test_replicas_of_a_pipeline_refuse_batch_norm(call: str, evaluated: bool) ->
     norms: Any = (Norm("volume", call, running=False),)
     for message in in_group(2, refuse_pipeline, norms, evaluated):
         assert message.startswith("ParallelError")
-        assert "takes the statistics of a whole batch" in message
+        assert "uses the statistics of a whole batch" in message
