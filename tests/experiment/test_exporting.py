@@ -211,7 +211,8 @@ def test_onnx_gives_the_networks_logits_or_says_what_is_missing(run, tmp_path):
         import onnxscript  # noqa: F401
     except ImportError:
         with pytest.raises(
-            ConfigError, match=r"ONNX needs packages that are not installed \(onnx.*pip install onnx onnxruntime onnxscript"
+            ConfigError,
+            match=r"ONNX needs packages that are not installed \(onnx.*pip install onnx onnxruntime onnxscript",
         ):
             export(run, tmp_path / "model.onnx", to="onnx")
         return

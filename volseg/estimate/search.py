@@ -119,7 +119,7 @@ def search(
     for first in sort_candidates(candidates):
         group = groups[first]
         plain = look(first, find_bound(first, chain.from_iterable(groups.values()), batch_size), group)
-        is_refused = plain is None or (plain.memory is None and plain.more_than is None)
+        is_refused = plain is None or (plain.memory is None and (plain.more_than is None or plain.more_than > capacity))
         if plain is not None and not is_refused and (thorough or not _is_sure(plain, capacity)):
             plain_ones.append((group, plain, relieve(first)))
     # All plain ones come first: the faster the best one is, the fewer of these can win.

@@ -113,7 +113,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("norm", ("norm", "moments", "_affine_kernel", "_direct_", "coefficients", "_input_kernel", "welford")),
     ("optimizer", ("adam", "sgd", "multi_tensor_apply", "_foreach", "fused_")),
     ("loss", ("dice", "cross_entropy", "nll_loss", "softmax")),
-    ("resampling", ("upsample", "interpolate", "grid_sample", "pool")),
+    ("resampling", ("upsample", "_double_kernel", "interpolate", "grid_sample", "pool")),
     ("copy", ("copy", "memcpy", "memset", "clone", "cat", "fill", "zero", "pad", "nchw", "nhwc", "transpose")),
     ("reduction", ("sum", "mean", "reduce", "max", "min")),
 )
