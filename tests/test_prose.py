@@ -28,7 +28,6 @@ INSTEAD = {
 """A pattern, and what to write in its place."""
 
 LEFT: dict[str, int] = {
-    r"mend(?:s|ed|ing)?": 16,
     r"who(?:m|ever)": 53,
     r"of none of": 1,
     r"said once": 6,

@@ -1,4 +1,4 @@
-"""A corrected copy holds what could be mended without a guess, and passes the check for that."""
+"""A corrected copy holds what could be repaired without a guess, and passes the check for that."""
 
 import gzip
 import hashlib
@@ -31,12 +31,12 @@ def bytes_of(root):
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in root.rglob("*") if path.is_file()}
 
 
-def mend(root, **options):
+def repair_and_compare(root, **options):
     before = bytes_of(root)
-    mended = repair_task(check_task(load_task(root, require_files=False)), root.parent / "mended", **options)
+    repaired = repair_task(check_task(load_task(root, require_files=False)), root.parent / "repaired", **options)
     assert bytes_of(root) == before
     assert [path.name for path in root.parent.iterdir() if "partial" in path.name] == []
-    return mended
+    return repaired
 
 
 def names_of(root):
@@ -47,7 +47,7 @@ def round_badly(voxels):
     return voxels.astype(np.float32) * np.float32(0.9998)
 
 
-def test_what_needs_no_guess_is_mended_and_checked_again(root):
+def test_what_needs_no_guess_is_corrected_and_checked_again(root):
     names = names_of(root)
     plants = {
         "affine": lambda case: case.place(moved(0.2, 0, 0), "label"),
@@ -57,8 +57,8 @@ def test_what_needs_no_guess_is_mended_and_checked_again(root):
     }
     for name, put in zip(names, plants.values(), strict=False):
         put(Planter(root, name))
-    mended = mend(root)
-    assert [(row["case"], row["kind"]) for row in mended.mended] == [
+    repaired = repair_and_compare(root)
+    assert [(row["case"], row["kind"]) for row in repaired.repaired] == [
         (names[0], "affine"),
         (names[1], "label-fractions"),
         (names[2], "mirrored"),
@@ -66,33 +66,33 @@ def test_what_needs_no_guess_is_mended_and_checked_again(root):
         (names[3], "forms-disagree"),
         (names[3], "forms-disagree"),
     ]
-    assert mended.left_out == mended.kept_bad == ()
-    again = check_task(load_task(mended.root))
+    assert repaired.left_out == repaired.kept_bad == ()
+    again = check_task(load_task(repaired.root))
     assert again.findings == ()
     assert len(again.cases) == 11
-    record = json.loads((mended.root / "mended.json").read_text(encoding="utf-8"))
+    record = json.loads((repaired.root / "repaired.json").read_text(encoding="utf-8"))
     assert record["source"] == str(root)
-    assert record["mended"] == [dict(row) for row in mended.mended]
+    assert record["repaired"] == [dict(row) for row in repaired.repaired]
 
 
-def test_mended_voxels_are_those_of_before(root):
+def test_corrected_voxels_are_those_of_before(root):
     names = names_of(root)
     FAULTS["qform mirrored"][1](Planter(root, names[0]))
     label = np.asarray(nibabel.load(root / "labelsTr" / f"{names[1]}.nii.gz").dataobj)
     Planter(root, names[1]).change("label", round_badly)
-    mended = mend(root)
+    repaired = repair_and_compare(root)
     for folder in ("imagesTr", "labelsTr"):
         before, after = (
-            gzip.decompress((top / folder / f"{names[0]}.nii.gz").read_bytes()) for top in (root, mended.root)
+            gzip.decompress((top / folder / f"{names[0]}.nii.gz").read_bytes()) for top in (root, repaired.root)
         )
         assert before[348:] == after[348:]
         assert before != after
-    written = nibabel.load(mended.root / "labelsTr" / f"{names[1]}.nii.gz")
+    written = nibabel.load(repaired.root / "labelsTr" / f"{names[1]}.nii.gz")
     assert written.get_data_dtype() == np.uint8
     np.testing.assert_array_equal(np.asarray(written.dataobj), label)
     untouched = f"imagesTr/{names[5]}.nii.gz"
-    assert (mended.root / untouched).read_bytes() == (root / untouched).read_bytes()
-    assert os.stat(mended.root / untouched).st_nlink == 1
+    assert (repaired.root / untouched).read_bytes() == (root / untouched).read_bytes()
+    assert os.stat(repaired.root / untouched).st_nlink == 1
 
 
 def test_a_label_without_a_place_takes_its_images(root):
@@ -102,9 +102,9 @@ def test_a_label_without_a_place_takes_its_images(root):
     bare.set_sform(None, code=0)
     bare.set_qform(None, code=0)
     nibabel.save(bare, case.label)
-    mended = mend(root)
-    assert [(row["case"], row["kind"]) for row in mended.mended] == [(case.name, "affine")]
-    assert check_task(load_task(mended.root)).findings == ()
+    repaired = repair_and_compare(root)
+    assert [(row["case"], row["kind"]) for row in repaired.repaired] == [(case.name, "affine")]
+    assert check_task(load_task(repaired.root)).findings == ()
 
 
 def test_a_qform_that_cannot_say_it_is_switched_off(root):
@@ -114,10 +114,10 @@ def test_a_qform_that_cannot_say_it_is_switched_off(root):
     for path in (case.image, case.label):
         stored = nibabel.load(path)
         save(path, np.asarray(stored.dataobj), stored.affine @ shear, stored.affine)
-    mended = mend(root)
-    written = nibabel.load(mended.root / "imagesTr" / f"{case.name}.nii.gz")
+    repaired = repair_and_compare(root)
+    written = nibabel.load(repaired.root / "imagesTr" / f"{case.name}.nii.gz")
     assert (int(written.header["sform_code"]), int(written.header["qform_code"])) == (1, 0)
-    assert check_task(load_task(mended.root)).findings == ()
+    assert check_task(load_task(repaired.root)).findings == ()
 
 
 UNSURE = {
@@ -136,12 +136,12 @@ UNSURE = {
 def test_what_asks_for_somebody_who_knows_is_left_out_or_copied(root, fault):
     name = names_of(root)[3]
     UNSURE[fault](Planter(root, name))
-    mended = mend(root)
-    assert (mended.mended, mended.left_out) == ((), (name,))
-    assert name not in names_of(mended.root)
-    assert check_task(load_task(mended.root)).problems == []
-    shutil.rmtree(mended.root)
-    kept = mend(root, keep_bad=True)
+    repaired = repair_and_compare(root)
+    assert (repaired.repaired, repaired.left_out) == ((), (name,))
+    assert name not in names_of(repaired.root)
+    assert check_task(load_task(repaired.root)).problems == []
+    shutil.rmtree(repaired.root)
+    kept = repair_and_compare(root, keep_bad=True)
     if fault == "deleted":  # nothing is there to be copied
         assert kept.left_out == (name,)
     else:
@@ -155,13 +155,13 @@ def test_of_two_equal_cases_one_is_kept_unless_their_labels_differ(root):
     one, other = sorted((one, other))
     for folder in ("imagesTr", "labelsTr"):
         shutil.copyfile(root / folder / f"{one}.nii.gz", root / folder / f"{other}.nii.gz")
-    mended = mend(root)
-    assert [(row["case"], row["kind"]) for row in mended.mended] == [(one, "leak")]
-    assert mended.left_out == (other,)
-    assert check_task(load_task(mended.root)).findings == ()
-    shutil.rmtree(mended.root)
+    repaired = repair_and_compare(root)
+    assert [(row["case"], row["kind"]) for row in repaired.repaired] == [(one, "leak")]
+    assert repaired.left_out == (other,)
+    assert check_task(load_task(repaired.root)).findings == ()
+    shutil.rmtree(repaired.root)
     Planter(root, other).change("label", lambda voxels: voxels[::-1].copy())
-    assert mend(root).left_out == (one, other)
+    assert repair_and_compare(root).left_out == (one, other)
 
 
 def test_the_target_is_empty_and_apart_from_the_data(root, tmp_path):
@@ -214,8 +214,8 @@ def test_channels_in_files_of_their_own_and_other_formats_are_copied_whole(root,
     task = replace(task, training=tuple(cases), test=())
     check = check_task(task)
     assert check.problems == []
-    mended = repair_task(check, tmp_path / "copy")
-    declared = json.loads((mended.root / "dataset.json").read_text(encoding="utf-8"))
+    repaired = repair_task(check, tmp_path / "copy")
+    declared = json.loads((repaired.root / "dataset.json").read_text(encoding="utf-8"))
     name = cases[0]["case"]
     assert declared["training"][0] == {
         "case": name,
@@ -224,9 +224,9 @@ def test_channels_in_files_of_their_own_and_other_formats_are_copied_whole(root,
         "labelled": [1],
     }
     assert (declared["regions"], declared["ignore"]) == ({"all": [2, 1], "front": [1]}, 9)
-    files = [mended.root / file for file in declared["training"][0]["image"]]
+    files = [repaired.root / file for file in declared["training"][0]["image"]]
     assert read_volume(files).equal(read_volume(cases[0]["image"]))
-    again = load_task(mended.root)
+    again = load_task(repaired.root)
     assert (again.labels, again.regions, again.ignore) == (task.labels, task.regions, task.ignore)
     assert again.training[0] == {
         "case": name,

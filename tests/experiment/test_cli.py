@@ -118,13 +118,13 @@ def test_data_check_names_all_bad_cases(task, tmp_path):
 
 
 def test_data_check_counts_remarks_when_strict_and_writes_json_and_a_corrected_copy(task, tmp_path):
-    told, mended = tmp_path / "check.json", tmp_path / "mended"
-    command = ["data", "check", str(task), "-o", str(told), "--fix", str(mended)]
+    told, repaired = tmp_path / "check.json", tmp_path / "repaired"
+    command = ["data", "check", str(task), "-o", str(told), "--fix", str(repaired)]
     found = CliRunner().invoke(app, command, catch_exceptions=False)
     assert found.exit_code == 0
     assert json.loads(told.read_text(encoding="utf-8"))["findings"][0]["kind"] == "orientation"
-    assert f"{mended} holds the corrected copy: 0 case(s) mended, 0 left out" in found.output
-    assert CliRunner().invoke(app, ["data", "check", str(mended), "--strict"]).exit_code == 1
+    assert f"{repaired} holds the corrected copy: 0 case(s) repaired, 0 left out" in found.output
+    assert CliRunner().invoke(app, ["data", "check", str(repaired), "--strict"]).exit_code == 1
     written = CliRunner().invoke(app, command).exception
     assert isinstance(written, ConfigError)
     assert "check.json exists; choose" in str(written)

@@ -211,6 +211,8 @@ def test_a_mended_copy_of_a_table_keeps_its_folds(folder, tmp_path):
     table = tmp_path / "table" / "cases.csv"
     table.write_text(SPLIT + "\n".join(rows) + "\n", encoding="utf-8")
     task = load_task(table)
-    mended = repair_task(check_task(task), tmp_path / "copy")
-    assert read_splits(mended.splits, [case["case"] for case in load_task(mended.root).training]) == list(task.splits)
-    assert f"the folds of the table are in {tmp_path / 'copy' / 'splits.json'}" in mended.lines()[0]
+    repaired = repair_task(check_task(task), tmp_path / "copy")
+    assert read_splits(repaired.splits, [case["case"] for case in load_task(repaired.root).training]) == list(
+        task.splits
+    )
+    assert f"the folds of the table are in {tmp_path / 'copy' / 'splits.json'}" in repaired.lines()[0]

@@ -59,11 +59,11 @@ def test_a_label_in_another_axis_order_is_reordered_without_loss(root, tmp_path,
     problem = problem_of(root)
     assert problem.kind == "label-reordered"
     assert "lies in the same place as its image, and stores its voxels in another axis order" in problem.message
-    mended = repair_task(check_task(load_task(root)), tmp_path / "mended")
-    written = nibabel.load(mended.root / "labelsTr" / "case_00.nii.gz")
+    repaired = repair_task(check_task(load_task(root)), tmp_path / "repaired")
+    written = nibabel.load(repaired.root / "labelsTr" / "case_00.nii.gz")
     np.testing.assert_array_equal(np.asarray(written.dataobj), before)
     np.testing.assert_array_equal(written.affine, nibabel.load(case.image).affine)
-    assert mended.left_out == ()
+    assert repaired.left_out == ()
 
 
 def test_a_grid_that_is_reordered_is_found_from_both_sides():

@@ -250,8 +250,8 @@ def test_a_column_with_gaps_is_not_proposed(frames, tmp_path, empty):
 def test_entries_of_a_manifest_name_patients_and_a_repaired_copy_keeps_them(tmp_path):
     root = make(tmp_path / "Task28_Entries", [f"case_{place:02}" for place in range(12)], patient=MIXED)
     assert propose_groups(load_task(root)).group == "patient"
-    mended = repair_task(check_task(load_task(root)), tmp_path / "mended")
-    assert find_groups(load_task(mended.root), "patient") == find_groups(load_task(root), "patient")
+    repaired = repair_task(check_task(load_task(root)), tmp_path / "repaired")
+    assert find_groups(load_task(repaired.root), "patient") == find_groups(load_task(root), "patient")
 
 
 def test_a_mapping_in_the_manifest_names_patients(frames, tmp_path):

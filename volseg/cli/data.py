@@ -181,7 +181,7 @@ def check(
     if output is not None:
         checked.write(output)
     if fix is not None:
-        mended = repair_task(checked, fix, keep_bad=keep_bad)
-        show("\n".join(mended.lines()), err=as_json)  # a program reads only JSON
+        repaired = repair_task(checked, fix, keep_bad=keep_bad)
+        show("\n".join(repaired.lines()), err=as_json)  # a program reads only JSON
     if checked.problems or (strict and checked.remarks):
         raise typer.Exit(1)

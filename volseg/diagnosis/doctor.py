@@ -119,5 +119,5 @@ def _describe(finding: MachineFinding) -> Text:
     if finding.why:
         text.append(f"\n{make_printable(finding.why)}", "dim")
     if finding.remedy:
-        text.append("\nmend: ", "dim").append(make_printable(finding.remedy), "bold")
+        text.append("\nfix: ", "dim").append(make_printable(finding.remedy), "bold")
     return text

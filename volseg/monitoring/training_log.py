@@ -77,7 +77,7 @@ class TrainingLog(Hook):
         for one in self._loggers:
             self._heard.append(one)
             try:
-                # A full disk later ends no training, and so it does not now; whatever else is wrong can be mended now.
+                # A full disk later ends no training, and so it does not now; other errors can be fixed now.
                 self._tell(one, "begin", run, forgives=OSError)
             except BaseException:
                 self._heard.remove(one)

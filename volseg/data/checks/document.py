@@ -16,7 +16,7 @@ BEGIN, END = "<!-- kinds of findings: generated -->", "<!-- end of kinds of find
 def kinds_table() -> str:
     """Return the kinds as a Markdown table."""
     rows = [
-        f"| `{name}` | {kind.severity} | {kind.says} | {kind.rule} | {kind.remedy} | {kind.mended} |"
+        f"| `{name}` | {kind.severity} | {kind.says} | {kind.rule} | {kind.remedy} | {kind.repaired} |"
         for name, kind in KINDS.items()
     ]
     head = ["| kind | | what it is | what is expected | remedy | `--fix` |", "| --- | --- | --- | --- | --- | --- |"]

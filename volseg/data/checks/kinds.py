@@ -29,7 +29,7 @@ class FindingKind:
     rule: str
     """When it is said."""
     remedy: str
-    mended: str = ""
+    repaired: str = ""
     """What ``--fix`` does about it; empty where nothing can be done without guessing."""
 
 

@@ -49,7 +49,7 @@ PLACES = {"affine", "label-fractions", "label-reordered"}
 DETACHED = {".mhd": ".mha", ".nhdr": ".nrrd"}
 """Headers whose voxels lie in a second file, and what holds both in one."""
 
-RECORD = "mended.json"
+RECORD = "repaired.json"
 SPLITS = "splits.json"
 """The folds that a table said, which the layout of the copy has no place for."""
 
@@ -59,7 +59,7 @@ class RepairedTask:
     """A corrected copy, and what was done for it."""
 
     root: Path
-    mended: tuple[dict[str, str], ...]
+    repaired: tuple[dict[str, str], ...]
     """``case``, ``file`` (of the copy), ``kind`` and ``done``."""
     left_out: tuple[str, ...]
     """Ids of cases that are bad and could not be repaired."""
@@ -70,14 +70,14 @@ class RepairedTask:
 
     def lines(self) -> list[str]:
         """Return what to tell of it."""
-        cases = {row["case"] for row in self.mended}
-        told = [f"mended  {row['case']}  {row['kind']}  {row['file']}: {row['done']}" for row in self.mended]
+        cases = {row["case"] for row in self.repaired}
+        told = [f"repaired  {row['case']}  {row['kind']}  {row['file']}: {row['done']}" for row in self.repaired]
         told += [f"left out  {name}" for name in self.left_out] + [f"copied as it is  {name}" for name in self.kept_bad]
         if self.splits is not None:
             told.append(f"the folds of the table are in {self.splits}: name it by split.file, else others are made")
         return [
             *told,
-            f"{self.root} holds the corrected copy: {len(cases)} case(s) mended, {len(self.left_out)} left out",
+            f"{self.root} holds the corrected copy: {len(cases)} case(s) repaired, {len(self.left_out)} left out",
         ]
 
 
@@ -109,11 +109,11 @@ def repair_task(
     partial_root.mkdir()
     try:
         outcomes = _write_cases(check, partial_root, keep_bad, workers)
-        mended = _write_manifests(check, partial_root, outcomes, target)
+        repaired = _write_manifests(check, partial_root, outcomes, target)
         os.replace(partial_root, target)  # an empty folder of that name is replaced
     finally:
         shutil.rmtree(partial_root, ignore_errors=True)
-    return mended
+    return repaired
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +193,7 @@ def _write_case(
 
 
 def _describe_repair(file: Path, case: str, kind: str, root: Path) -> dict[str, str]:
-    return {"case": case, "file": str(file.relative_to(root)), "kind": kind, "done": KINDS[kind].mended}
+    return {"case": case, "file": str(file.relative_to(root)), "kind": kind, "done": KINDS[kind].repaired}
 
 
 def _require_repaired(copied: Case, task: Task, kinds: set[str]) -> None:
@@ -201,7 +201,7 @@ def _require_repaired(copied: Case, task: Task, kinds: set[str]) -> None:
     checked = read_case(copied, task)
     left = [finding for finding in (*checked.problems, *checked.remarks) if finding.kind in kinds]
     if left:
-        raise DataError(f"mending did not help: {left[0]}; correct the file by hand, and tell us of it")
+        raise DataError(f"the correction did not help: {left[0]}; correct the file by hand, and report it")
 
 
 def _repair_label(case: Case, task: Task) -> MetaTensor | None:
@@ -301,13 +301,15 @@ def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome],
     }
     rows = tuple(row for outcome in outcomes for row in outcome.done)
     splits = target / SPLITS if task.splits else None
-    mended = RepairedTask(root=target, mended=rows, left_out=bad["left_out"], kept_bad=bad["kept_bad"], splits=splits)
+    repaired = RepairedTask(
+        root=target, repaired=rows, left_out=bad["left_out"], kept_bad=bad["kept_bad"], splits=splits
+    )
     if task.splits:
         _write_splits(task.splits, {case["case"] for case in training}, root / SPLITS)
-    record = {"source": str(task.root), "mended": mended.mended, **bad}
+    record = {"source": str(task.root), "repaired": repaired.repaired, **bad}
     for name, content in (("dataset.json", declared), (RECORD, record)):
         (root / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return mended
+    return repaired
 
 
 def _write_splits(splits: Sequence[Split], kept: Set[str], path: Path) -> None:
