@@ -14,9 +14,10 @@ from typing import Any
 from volseg.cli import main
 from volseg.config.schema import ExperimentConfig
 from volseg.estimate.candidate import Candidate
-from volseg.experiment import compiled_kernels, training
+from volseg.experiment import kernel_worker, training
 from volseg.experiment.cases import CaseReading
-from volseg.experiment.compiled_kernels import CompiledKernels, KernelWorker, OwnGpu, make_order, serve_kernels
+from volseg.experiment.compiled_kernels import CompiledKernels
+from volseg.experiment.kernel_worker import KernelWorker, OwnGpu, make_order, serve_kernels
 from volseg.lifetime import end_with_launcher
 from volseg.parallel.devices import count_processes, find_local_rank, find_rank
 
@@ -69,7 +70,7 @@ def prepare_or_end(*given: Any, **more: Any) -> Any:
 
 def take_for_gpus() -> None:
     """Put in place of what needs GPUs what does not."""
-    compiled_kernels.note_path = lambda *given: folder / "note.json"
+    kernel_worker.note_path = lambda *given: folder / "note.json"
     training.compile_for_training = compile_for_training
     training.build_model = build_and_tell
     CaseReading.prepare = prepare_or_end  # type: ignore[method-assign]

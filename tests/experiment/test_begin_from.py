@@ -18,7 +18,7 @@ from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.nnunet import read_nnunet
 from volseg.exchange.nnunet.folder import read_checkpoint
 from volseg.exchange.nnunet.plans import read_plan
-from volseg.exchange.torch_file import pack_tensors
+from volseg.exchange.tensors import pack_tensors
 from volseg.experiment import REGISTRIES, configure, export, load_config, train
 from volseg.experiment.sources import load_trained, open_source, read_weights
 from volseg.models import build_network

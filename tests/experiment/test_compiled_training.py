@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 def traced(monkeypatch):
     """Let everything but the kernels be as it is: they take seconds to compile."""
     monkeypatch.setattr(compiler_internals, "compile_graph", trace_only)
-    monkeypatch.setattr("volseg.experiment.rehearsing.explain_no_compiler", lambda device: None)
+    monkeypatch.setattr("volseg.experiment.kernels.explain_no_compiler", lambda device: None)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_network_that_cannot_be_compiled_ends_the_run_before_it_begins(configu
     ):
         train(configured("training.kernels=compiled"))
     assert not configured().folder.exists()
-    monkeypatch.setattr("volseg.experiment.rehearsing.explain_no_compiler", lambda device: "there is no compiler")
+    monkeypatch.setattr("volseg.experiment.kernels.explain_no_compiler", lambda device: "there is no compiler")
     with pytest.raises(ConfigError, match=r"is compiled, but there is no compiler; set it to auto or torch"):
         train(configured("training.kernels=compiled"))
 

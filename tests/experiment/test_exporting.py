@@ -15,7 +15,7 @@ import torch
 from volseg.config.loading import dump_config
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import read_archive, write_archive
-from volseg.exchange.torch_file import pack_tensors, unpack_tensors
+from volseg.exchange.tensors import pack_tensors, unpack_tensors
 from volseg.experiment import RunFolder, export, predict, train
 from volseg.experiment.sources import load_trained
 from volseg.files import digest_file

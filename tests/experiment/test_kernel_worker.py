@@ -15,10 +15,10 @@ import torch
 
 from volseg.errors import ParallelError
 from volseg.estimate.candidate import Candidate
-from volseg.experiment import compiled_kernels
-from volseg.experiment.compiled_kernels import (
+from volseg.experiment import kernel_worker
+from volseg.experiment.compiled_kernels import CompiledKernels
+from volseg.experiment.kernel_worker import (
     BESIDE_TRAINING,
-    CompiledKernels,
     KernelWorker,
     OwnGpu,
     compile_for_training,
@@ -35,7 +35,7 @@ WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
 from volseg.experiment.compiled_kernels import CompiledKernels
-from volseg.experiment.compiled_kernels import serve_kernels
+from volseg.experiment.kernel_worker import serve_kernels
 from volseg.lifetime import end_with_launcher
 
 folder = Path({folder!r})
@@ -57,7 +57,7 @@ serve_kernels(compile_kernels)
 @pytest.fixture
 def begin(configured, monkeypatch, tmp_path):
     """Return a function that begins a worker, which runs a few lines in place of compiling."""
-    monkeypatch.setattr(compiled_kernels, "note_path", lambda *given: tmp_path / "note.json")
+    monkeypatch.setattr(kernel_worker, "note_path", lambda *given: tmp_path / "note.json")
     begun = []
 
     def begin(*body):
@@ -165,7 +165,7 @@ def test_a_worker_ends_with_a_training_that_is_killed(begin, tmp_path):
 @pytest.mark.usefixtures("ready_python")
 def test_a_note_that_cannot_be_written_is_told(begin, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(compiled_kernels, "note_path", lambda *given: tmp_path / "file" / "note.json")
+    monkeypatch.setattr(kernel_worker, "note_path", lambda *given: tmp_path / "file" / "note.json")
     assert "FileExistsError" in begin("pass").wait(300).problem
 
 
@@ -184,7 +184,7 @@ def test_a_note_that_cannot_be_written_is_told(begin, monkeypatch, tmp_path):
     ],
 )
 def test_what_is_ordered(processes, overrides, candidate, is_ordered, configured, monkeypatch, tmp_path):
-    monkeypatch.setattr(compiled_kernels, "note_path", lambda *given: tmp_path / "note.json")
+    monkeypatch.setattr(kernel_worker, "note_path", lambda *given: tmp_path / "note.json")
     order = make_order(configured(*overrides), candidate, GPU, processes)
     assert (order is not None) == is_ordered
     if order is not None:

@@ -18,7 +18,7 @@ from volseg.experiment.placed_network import build_model, choose_device
 from volseg.experiment.training_mesh import Needed, join_processes, resolve_mesh
 from volseg.parallel.devices import find_rank
 from volseg.workflow import Hook, load_checkpoint
-from volseg.workflow.precision import seed_everything
+from volseg.workflow.randomness import seed_everything
 from volseg.workflow.spatial_group import GroupBatches
 
 

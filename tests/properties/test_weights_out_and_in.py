@@ -17,7 +17,7 @@ from torch import nn
 import volseg
 from volseg.checkpointing.file import LATEST
 from volseg.errors import ConfigError
-from volseg.exchange.torch_file import pack_tensors, unpack_tensors
+from volseg.exchange.tensors import pack_tensors, unpack_tensors
 from volseg.experiment import REGISTRIES, export, train
 from volseg.experiment.sources import load_trained, read_weights
 from volseg.models.weights import list_tensors, load_weights, transfer_weights

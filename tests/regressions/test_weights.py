@@ -18,7 +18,7 @@ from volseg.checkpointing.file import LATEST
 from volseg.errors import CheckpointError, VolsegError
 from volseg.exchange.archive import write_archive
 from volseg.exchange.nnunet.folder import read_checkpoint
-from volseg.exchange.torch_file import pack_tensors
+from volseg.exchange.tensors import pack_tensors
 from volseg.experiment import export, predict, train
 from volseg.experiment.sources import load_trained, read_weights
 from volseg.files import digest_file

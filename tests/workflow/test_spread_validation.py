@@ -21,7 +21,7 @@ from volseg.inference.predictor import Predictor
 from volseg.transforms.preprocessing import build_preprocessing
 from volseg.workflow.components import build_metric
 from volseg.workflow.interrupts import StopRequested, catch_signals
-from volseg.workflow.spatial_group import SpreadValidation
+from volseg.workflow.spread_validation import SpreadValidation
 from volseg.workflow.validation import Validation
 
 NUM_CASES = 5

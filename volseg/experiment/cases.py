@@ -26,13 +26,8 @@ from volseg.experiment.placed_network import TrainingMesh
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import is_main_process
 from volseg.transforms.preprocessing import Preprocessing
-from volseg.workflow.spatial_group import (
-    FollowedModel,
-    GroupBatches,
-    GroupValidation,
-    SpreadValidation,
-    is_cut_over_processes,
-)
+from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation, is_cut_over_processes
+from volseg.workflow.spread_validation import SpreadValidation
 
 __all__ = [
     "CaseReading",

@@ -33,7 +33,8 @@ from volseg.errors import (
 )
 from volseg.evaluation.summary import complete_summary, write_summary
 from volseg.experiment.building import build_scoring, check_components
-from volseg.experiment.folds import CrossValidated, Fold, FoldResult, as_json, plan_folds
+from volseg.experiment.cross_validation_report import CrossValidated, as_json
+from volseg.experiment.folds import Fold, FoldResult, plan_folds
 from volseg.experiment.launching import choose_gpus, count_workers
 from volseg.experiment.own_components import components_arguments
 from volseg.experiment.report import attempt

@@ -23,7 +23,8 @@ from volseg.exchange.archive import read_archive
 from volseg.exchange.nnunet.folder import FILES, NnunetModel, parse_nnunet, read_alone
 from volseg.exchange.nnunet.network import rename_weights
 from volseg.exchange.nnunet.predictor import NnunetPredictor, build_preprocessing
-from volseg.exchange.torch_file import read_torch_file, unpack_tensors
+from volseg.exchange.tensors import unpack_tensors
+from volseg.exchange.torch_file import read_torch_file
 from volseg.experiment.network_plan import NetworkPlan
 from volseg.experiment.placed_network import choose_device
 from volseg.experiment.trained import SourceNetwork

@@ -17,13 +17,8 @@ from volseg.data.reading_group import ALONE, Readers
 from volseg.errors import ConfigError, ParallelError
 from volseg.estimate.allocator import MemoryUse
 from volseg.experiment.building import build_objective
-from volseg.experiment.rehearsing import (
-    rehearse_losses,
-    rehearse_network,
-    require_window,
-    with_compiled_kernels,
-    with_fast_kernels,
-)
+from volseg.experiment.kernels import with_compiled_kernels, with_fast_kernels
+from volseg.experiment.rehearsing import rehearse_losses, rehearse_network, require_window
 from volseg.memory import total_bytes
 from volseg.models import FitGrid, build_network
 from volseg.models.layout import faster_layout

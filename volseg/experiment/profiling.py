@@ -25,6 +25,7 @@ from volseg.estimate.trace import KernelRun, StepTrace
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import check_components
 from volseg.experiment.data_facts import DataFacts, find_facts
+from volseg.experiment.kernels import explain_eager
 from volseg.experiment.machines import find_machine
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.profiled_step import (
@@ -34,7 +35,6 @@ from volseg.experiment.profiled_step import (
     find_network,
     watch_steps,
 )
-from volseg.experiment.rehearsing import explain_eager
 from volseg.experiment.training_mesh import join_processes
 from volseg.experiment.training_work import describe_training, find_freedom
 from volseg.files import replacing
@@ -49,7 +49,8 @@ from volseg.profiling.table import advise, describe_limit
 from volseg.profiling.trace_file import read_trace, replace_replayed
 from volseg.profiling.work import PlacedRuns, list_work, place_work
 from volseg.reporting.profile import write_profile
-from volseg.workflow.precision import Precision, choose_dtype, deterministic
+from volseg.workflow.precision import Precision, choose_dtype
+from volseg.workflow.randomness import deterministic
 
 __all__ = ["Profiled", "compute_peaks", "profile_training", "watch_replays"]
 

@@ -22,7 +22,7 @@ from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import CaseReading, choose_cases
-from volseg.experiment.compiled_kernels import compile_for_training
+from volseg.experiment.kernel_worker import compile_for_training
 from volseg.experiment.measured_kernels import KERNELS, resolve_kernels
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.out_of_memory import explaining_memory, require_plausible_sizes
@@ -44,7 +44,7 @@ from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
 from volseg.reporting.reading import TOLD
 from volseg.workflow.hooks import Checkpoints, ForgetOldSizes, Hook, Patience
-from volseg.workflow.precision import deterministic, seed_everything
+from volseg.workflow.randomness import deterministic, seed_everything
 from volseg.workflow.training import Score, Training
 from volseg.workflow.validation import Validated
 

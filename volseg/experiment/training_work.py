@@ -20,15 +20,9 @@ from volseg.estimate.candidate_list import Freedom
 from volseg.estimate.work import Batch, Step, Work
 from volseg.experiment.building import build_objective, build_step
 from volseg.experiment.data_facts import DataFacts
+from volseg.experiment.kernels import explain_eager, explain_slowness
 from volseg.experiment.placed_network import build_plain_network
-from volseg.experiment.rehearsing import (
-    OneOutput,
-    explain_eager,
-    explain_slowness,
-    rehearse_losses,
-    rehearse_network,
-    require_window,
-)
+from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network, require_window
 from volseg.inference.predictor import evaluating
 from volseg.inference.window_step import WindowStep
 from volseg.models import GridRule

@@ -82,7 +82,7 @@ class BoundedSpacing(Spacingd):
             if math.prod(shape) > MOST_VOXELS or (needed > ALWAYS_FITS and needed > available_bytes()):
                 raise GridError(
                     f"{field} has {grid.shape} voxels of {' x '.join(f'{side:.4g}' for side in sides)} mm; at the "
-                    f"spacing {target} mm that is {tuple(shape)} voxels, {needed / 2**30:.1f} GiB to resample. Mend "
+                    f"spacing {target} mm that is {tuple(shape)} voxels, {needed / 2**30:.1f} GiB to resample. Correct "
                     "the spacing in the header if it is wrong, else choose a coarser spacing or leave the case out"
                 )
         return super().__call__(data, lazy)

@@ -5,31 +5,27 @@ leading process makes the batches and volumes; the others follow: they wait for 
 their slab of it, and stop when a message without a volume comes.
 """
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from volseg.data.augmented import EpochBatches
 from volseg.data.cases import Batch
-from volseg.errors import DataError
 from volseg.inference.predictor import full_logits
 from volseg.parallel import ModelParallel
 from volseg.parallel.batches import scatter_batch
-from volseg.parallel.processes.progress_sync import Rounds, describe_error, run_together, told_error
-from volseg.workflow.interrupts import StopRequested, stop_if_requested
-from volseg.workflow.validation import Example, JudgedCase, Validated, Validation, read_evaluated
+from volseg.parallel.processes.progress_sync import describe_error, told_error
+from volseg.workflow.interrupts import StopRequested
+from volseg.workflow.validation import Example, Validated
 
 __all__ = [
     "FollowedModel",
     "GroupBatches",
     "GroupValidation",
-    "SpreadValidation",
     "Verdict",
     "follow",
     "is_cut_over_processes",
@@ -182,89 +178,3 @@ class GroupValidation:
             raise
         stop_followers(self.model, {"score": validated.score, "scores": dict(validated.scores)})
         return validated
-
-
-# One validation spread over several processes: each judges some of the cases, and all get the numbers of all.
-#
-# The numbers travel as JSON with every bit, and are put in the order of the cases before anything is averaged, so that
-# the scores are those of one process, bit for bit, however many share the work.
-
-
-class SpreadValidation:
-    """A validation to which every process of a group contributes the cases that it holds.
-
-    Each process writes its own predictions; ``summary.json`` is written by the group's first process. A process that is
-    asked to stop stops all, between two cases of each; an error of one is raised in all.
-
-    Parameters
-    ----------
-    validation : Validation
-        Of this process's own cases, which may be none.
-    order : sequence of str
-        The ids of the cases of all processes, in their order: `PreparedCases.order`.
-    group : ProcessGroup or None
-        Of the processes that share the cases, on gloo, and used by nothing else meanwhile. All of them call this. None:
-        only this process.
-
-    Examples
-    --------
-    Where a model is cut over processes too, the followers of each process follow as they do in a validation by one::
-
-        GroupValidation(model, SpreadValidation(validation, prepared.order, readers.group), predictor.autocast)
-    """
-
-    def __init__(self, validation: Validation, order: Sequence[str], group: dist.ProcessGroup | None) -> None:
-        self.validation = validation
-        self.order = list(order)
-        self.group = group
-
-    @property
-    def examples(self) -> list[Example]:
-        """The first process's own cases to look at, of the last call; none in the others."""
-        return self.validation.examples
-
-    def __call__(self) -> Validated:
-        """Judge this process's cases; return what those of all processes come to.
-
-        Raises
-        ------
-        StopRequested
-            In every process, if one was asked to stop.
-        DataError
-            If the processes together do not hold each case once.
-        """
-        told = run_together(self.group, self._judge, stops=StopRequested, poll=stop_if_requested)
-        judged = [(name, case) for cases in told for name, case in cases]
-        by_name = {name: JudgedCase(evaluated=read_evaluated(case), further=case["further"]) for name, case in judged}
-        names = sorted(name for name, _ in judged)
-        if names != sorted(self.order):
-            raise DataError(
-                f"the processes of a validation must hold each of its {len(self.order)} cases once, got {names}; "
-                "give every process its own share of the cases, and all of them the same order"
-            )
-        return self.validation.conclude([by_name[name] for name in self.order], writes=self._is_first())
-
-    def _is_first(self) -> bool:
-        return self.group is None or dist.get_rank(self.group) == 0
-
-    def _judge(self, rounds: Rounds) -> list[tuple[str, Any]]:
-        judged = []
-        for name, case in self.validation.judge(keeps_examples=self._is_first()):
-            judged.append((name, _describe(case)))
-            rounds.count()
-            rounds.check()
-        return judged
-
-
-def _describe(case: JudgedCase) -> dict[str, Any]:
-    """Return a case's numbers as JSON can say them."""
-    return {
-        "metrics": {str(label): dict(metrics) for label, metrics in case.evaluated.metrics.items()},
-        "prediction_file": _path(case.evaluated.prediction_file),
-        "reference_file": _path(case.evaluated.reference_file),
-        "further": dict(case.further),
-    }
-
-
-def _path(file: str | os.PathLike[str] | None) -> str | None:
-    return None if file is None else os.fspath(file)
