@@ -99,6 +99,19 @@ def test_what_may_not_fit_is_relieved_and_bounds_nothing():
     assert [each.candidate.checkpoint for each in roomy.forecasts] == [None], "nothing to relieve"
 
 
+@pytest.mark.parametrize(("more_than", "is_relieved"), [(16 * GIB, True), (64 * 16 * GIB, False)])
+def test_what_no_number_of_gpus_could_hold_is_not_recomputed(more_than, is_relieved):
+    """An estimate that was given up at the GPU's memory is relieved; one that was given up at 64 times of it is not."""
+
+    def follow(candidate):
+        if candidate.checkpoint is None:
+            return Estimate(candidate=candidate, refused="needs more", more_than=more_than)
+        return forecast(0.3, 6, **vars(candidate))
+
+    found = search([Candidate()], follow, 16 * GIB, 1, lambda _: [Candidate(checkpoint="all")])
+    assert (found.chosen is not None) is is_relieved
+
+
 @pytest.mark.parametrize(("needed", "fits"), [(16 * GIB, True), (16 * GIB + 1, False)])
 def test_what_needs_all_the_memory_fits(needed, fits):
     memory = MemoryUse(used=1, reserved=needed - 1, outside=1, peak_in="step")

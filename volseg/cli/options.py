@@ -4,7 +4,6 @@ Verbs and options typer offers itself, and the shell its files.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
+from volseg.config.nearest import find_near_sibling
 from volseg.errors import ConfigError
 from volseg.monitoring.console import add_to_logs
 
@@ -110,9 +110,8 @@ def check_exists(remedy: str) -> Callable[[Any], Any]:
     def check(given: Path | Sequence[Path] | None) -> Path | Sequence[Path] | None:
         for path in [given] if isinstance(given, Path) else given or ():
             if not path.exists():
-                siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-                near = get_close_matches(path.name, siblings, n=1)
-                hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+                near = find_near_sibling(path)
+                hint = "" if near is None else f"; did you mean {str(near)!r}?"
                 raise ConfigError(f"{path} does not exist; {remedy}{hint}")
         return given
 

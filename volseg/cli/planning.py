@@ -1,4 +1,4 @@
-"""The verbs that say what a training takes before or without it: plan, profile and compile."""
+"""The verbs about the cost of a training, before it or without it: plan, profile and compile."""
 
 import sys
 from pathlib import Path

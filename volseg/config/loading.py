@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from volseg.config.base import require_sound_parts, validated
-from volseg.config.nearest import did_you_mean
+from volseg.config.nearest import did_you_mean, find_near_sibling
 from volseg.config.schema import ExperimentConfig
 from volseg.config.shipped import list_shipped
 from volseg.config.yaml_values import DEEPEST, dump_yaml, parse_yaml, read_yaml
@@ -77,11 +76,10 @@ def _name_configs(path: Path) -> str:
     if path.is_dir():
         return "it is a folder; name a YAML file"
     parent = path.parent
-    beside = list(parent.iterdir()) if parent.is_dir() else []
-    near = get_close_matches(path.name, [each.name for each in beside if each.is_dir()], n=1)
-    if near:
-        return f"did you mean the folder {str(parent / near[0])!r}?"
-    files = [str(each) for each in beside if each.suffix in (".yaml", ".yml")]
+    near = find_near_sibling(path, is_folder=True)
+    if near is not None:
+        return f"did you mean the folder {str(near)!r}?"
+    files = [str(file) for file in (*parent.glob("*.yaml"), *parent.glob("*.yml"))] if parent.is_dir() else []
     own = did_you_mean(str(path), files) if files else "name a YAML file"
     shipped = list_shipped()
     if path.stem in shipped:
