@@ -23,9 +23,9 @@ from volseg.experiment.measured_kernels import (
     resolve_kernels,
     time_steps,
 )
+from volseg.experiment.mesh_resolution import resolve_mesh
 from volseg.experiment.placed_network import build_model
 from volseg.experiment.profiling import profile_training
-from volseg.experiment.training_mesh import resolve_mesh
 from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, DataParallel, Replicas
 from volseg.parallel.devices import is_main_process

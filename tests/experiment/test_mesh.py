@@ -11,11 +11,12 @@ import torch
 from in_group import in_group
 
 from volseg.errors import ConfigError
-from volseg.experiment import load_config, placed_network, train, training_mesh
+from volseg.experiment import load_config, mesh_resolution, placed_network, train
 from volseg.experiment.building import build_training
-from volseg.experiment.cases import CaseReading, choose_cases
+from volseg.experiment.cases import choose_cases
+from volseg.experiment.data_ranks import CaseReading
+from volseg.experiment.mesh_resolution import Needed, join_processes, resolve_mesh
 from volseg.experiment.placed_network import build_model, choose_device
-from volseg.experiment.training_mesh import Needed, join_processes, resolve_mesh
 from volseg.parallel.devices import find_rank
 from volseg.workflow import Hook, load_checkpoint
 from volseg.workflow.randomness import seed_everything
@@ -130,14 +131,16 @@ def settle_on_devices_with_memory(config_file, overrides, full=(), needed=None, 
     join_processes(config)
     task, said = choose_cases(config).task, []
     with ExitStack() as held:
-        held.enter_context(mock.patch.object(training_mesh, "_has_memory_of_its_own", return_value=True))
-        held.enter_context(mock.patch.object(training_mesh.logger, "info", lambda form, text: said.append(form % text)))
+        held.enter_context(mock.patch.object(mesh_resolution, "_has_memory_of_its_own", return_value=True))
+        held.enter_context(
+            mock.patch.object(mesh_resolution.logger, "info", lambda form, text: said.append(form % text))
+        )
         if needed is not None:
-            held.enter_context(mock.patch.object(training_mesh, "_forecast_step", return_value=Needed(**needed)))
-            held.enter_context(mock.patch.object(training_mesh, "_find_free_bytes", return_value=free))
+            held.enter_context(mock.patch.object(mesh_resolution, "_estimate_step", return_value=Needed(**needed)))
+            held.enter_context(mock.patch.object(mesh_resolution, "_find_free_bytes", return_value=free))
         if find_rank() in full:
             fault = torch.OutOfMemoryError("CUDA out of memory")
-            held.enter_context(mock.patch.object(training_mesh, "_rehearse", side_effect=fault))
+            held.enter_context(mock.patch.object(mesh_resolution, "_rehearse", side_effect=fault))
         seed_everything(1)
         settled, mesh = resolve_mesh(config, task, torch.device("cpu"))
         drawn = float(torch.rand(()))

@@ -5,8 +5,9 @@ import torch
 from in_group import in_group
 from torch import nn
 
-from volseg.experiment.cases import CaseReading, choose_cases
-from volseg.experiment.training_mesh import resolve_mesh
+from volseg.experiment.cases import choose_cases
+from volseg.experiment.data_ranks import CaseReading
+from volseg.experiment.mesh_resolution import resolve_mesh
 
 
 def test_one_process_reads(configured):

@@ -4,13 +4,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch
-from torch import nn
 
 from volseg.config.schema import ExperimentConfig
-from volseg.data.augmented import EpochBatches
 from volseg.data.cache_folder import choose_cache_folder
 from volseg.data.case_cache import CaseCache
 from volseg.data.cases import Case, Task
@@ -21,16 +16,11 @@ from volseg.data.preparing import PreparedCases, prepare_together
 from volseg.data.reading_group import ALONE, Readers
 from volseg.data.splits import Split, folds, read_splits
 from volseg.errors import ConfigError, DataError
-from volseg.experiment.building import build_batches, build_predictor, build_validation, preprocessing_of
-from volseg.experiment.placed_network import TrainingMesh
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import is_main_process
 from volseg.transforms.preprocessing import Preprocessing
-from volseg.workflow.spatial_group import FollowedModel, GroupBatches, GroupValidation, is_cut_over_processes
-from volseg.workflow.spread_validation import SpreadValidation
 
 __all__ = [
-    "CaseReading",
     "ChosenCases",
     "PatientReport",
     "choose_cases",
@@ -220,94 +210,3 @@ def describe_patients(task: Task, group: str | None, split: Split, *, is_given: 
         warning=f"{len(cut)} patient(s) train and validate, of {counted}: {cut[0].training} trains and "
         f"{cut[0].validation} validates, so the Dice of the validation is too high; {remedy}",
     )
-
-
-# Who reads the cases of a training: of the processes that share a volume one reads, the others follow it.
-#
-# The reader of a replica makes its rows of each batch and validates its share of the cases. A follower computes on the
-# slabs that it is sent. A network that is not cut over processes has only readers.
-
-
-class CaseReading:
-    """The part of one process in reading: of the cases, of the batches and of validations.
-
-    Parameters
-    ----------
-    config : ExperimentConfig
-        Of the training.
-    mesh : TrainingMesh
-        Who reads, and who trains together.
-    spacing : sequence of float
-        Voxel sides of the prepared cases along D, H, W, in mm.
-    """
-
-    def __init__(
-        self, config: ExperimentConfig, mesh: TrainingMesh, spacing: Sequence[float] = (1.0, 1.0, 1.0)
-    ) -> None:
-        self.config = config
-        self.mesh = mesh
-        self.spacing = spacing
-
-    def prepare(self, chosen: ChosenCases) -> PreparedCases:
-        """Return prepared cases, without bad ones if the config would rather leave these out than stop.
-
-        A process that reads has all cases that train and its share of those that validate, another one none.
-        """
-        preprocessing = preprocessing_of(self.config)
-        return prepare_chosen(
-            chosen,
-            preprocessing,
-            skip_bad=self.config.data.skip_bad,
-            readers=self.mesh.readers,
-            cache=open_cache(self.config, chosen.task, preprocessing) if self.mesh.reads else None,
-        )
-
-    def make_batches(self, prepared: PreparedCases, task: Task, model: nn.Module, device: torch.device) -> EpochBatches:
-        """Return this process's part of the batches of prepared training cases."""
-        config, batches = self.config, None
-        if self.mesh.reads:
-            rows = self.mesh.deal(config.patch.batch)
-            batches = build_batches(config, task, prepared.training, device, rows=rows, spacing=self.spacing)
-        if is_cut_over_processes(model):
-            return GroupBatches(model, batches, config.training.iterations, batch_size=config.patch.batch)
-        assert batches is not None, "a follower of a model that is not shared"
-        return batches
-
-    def make_validation(
-        self,
-        model: nn.Module,
-        task: Task,
-        prepared: PreparedCases,
-        *,
-        mirror: bool,
-        folder: Path | None = None,
-        show: bool = False,
-    ) -> SpreadValidation | GroupValidation:
-        """Return a validation of prepared cases, in which every process takes part.
-
-        Parameters
-        ----------
-        model : nn.Module
-            The model in training.
-        task : Task
-            Its labels.
-        prepared : PreparedCases
-            What `prepare` returned.
-        mirror : bool
-            Whether predictions are averaged over mirrorings.
-        folder : Path, optional
-            Where the predictions are written, after the training, by the processes that make them.
-        show : bool
-            Whether a bar counts the cases of the leader.
-        """
-        called = FollowedModel(model) if is_cut_over_processes(model) else model
-        predictor, own = build_predictor(self.config, task, (called,), mirror=mirror), None
-        if self.mesh.reads:
-            validation = build_validation(
-                self.config, task, predictor, prepared.validation, folder=folder, show=show and is_main_process()
-            )
-            own = SpreadValidation(validation, prepared.order, self.mesh.judges)
-        if is_cut_over_processes(model):
-            return GroupValidation(model, own, predictor.autocast)
-        assert own is not None, "a follower of a model that is not shared"
-        return own

@@ -26,7 +26,8 @@ from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, ConfigError, ParallelError
 from volseg.experiment.building import build_step, draw_batch
 from volseg.experiment.out_of_memory import is_out_of_memory
-from volseg.experiment.placed_network import TrainingMesh, build_model
+from volseg.experiment.placed_network import build_model
+from volseg.experiment.training_mesh import TrainingMesh
 from volseg.models import FitGrid
 from volseg.parallel import CompiledNetwork, FastKernels, Replicas
 from volseg.parallel.data_parallel import DataParallel

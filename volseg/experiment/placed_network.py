@@ -2,23 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from volseg.config.parallel import MeshPlan
 from volseg.config.registry import explain_import
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
-from volseg.data.reading_group import ALONE, Readers
 from volseg.errors import ConfigError, ParallelError
-from volseg.estimate.allocator import MemoryUse
 from volseg.experiment.building import build_objective
 from volseg.experiment.kernels import with_compiled_kernels, with_fast_kernels
 from volseg.experiment.rehearsing import rehearse_losses, rehearse_network, require_window
+from volseg.experiment.training_mesh import TrainingMesh
 from volseg.memory import total_bytes
 from volseg.models import FitGrid, build_network
 from volseg.models.layout import faster_layout
@@ -32,61 +28,12 @@ from volseg.parallel.devices import (
     list_gpus,
     require_devices,
 )
-from volseg.parallel.mesh import Mesh
 from volseg.parallel.model_parallel import StrategyOptions
 from volseg.parallel.processes.group import largest_over_processes
-from volseg.parallel.replicas import Replicas
-from volseg.parallel.spatial.plan.shards import spans
 from volseg.workflow.components import freeze_parts, list_frozen_norms
 from volseg.workflow.precision import Precision
 
-__all__ = ["TrainingMesh", "build_model", "build_plain_network", "choose_device", "count_devices", "describe_mesh"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingMesh:
-    """Who computes what, and this process's place among them."""
-
-    plan: MeshPlan
-    mesh: Mesh
-    replicas: Replicas | None = None
-    """Who shares each batch; None where there is one replica."""
-    readers: Readers = ALONE
-    """Who reads cases: the first process of each replica, from which the others of it get their slabs."""
-    judges: dist.ProcessGroup | None = None
-    """On gloo, of the processes that read and so validate; None where there is one, and in those that do not."""
-    estimate: MemoryUse | None = None
-    """Memory of a step by the plan that chose the mesh, in the leader; None where no plan was made."""
-
-    @property
-    def reads(self) -> bool:
-        """Whether this process reads cases."""
-        return self.readers.number is not None
-
-    def deal(self, batch_size: int) -> list[slice]:
-        """Return the rows of a batch that this process computes, a slice for each of its replicas."""
-        if self.replicas is None:
-            return [slice(0, batch_size)]
-        dealt = self.replicas.deal(batch_size)
-        return [dealt[replica] for replica in self.replicas.own]
-
-
-def describe_mesh(plan: MeshPlan, config: ExperimentConfig, reason: str | None = None) -> str:
-    """Return in a sentence what the devices do with each step's batch."""
-    batch, batches = config.patch.batch, config.training.accumulate
-    parts = [f"each step's batch of {batch}"]
-    if plan.data > 1:
-        dealt = " + ".join(str(stop - start) for start, stop in spans(batch, plan.data))
-        parts = [f"{plan.data} replicas of the network, each step's batch of {batch} dealt {dealt}"]
-    if batches > 1:
-        parts.append(f"{batches} batches per optimizer step")
-    if plan.spatial > 1:
-        parts.append(f"every volume cut into {plan.spatial} slabs")
-    if plan.pipeline > 1:
-        parts.append(f"the layers over {plan.pipeline} devices of each process")
-    if plan.num_processes < plan.data * plan.spatial:
-        parts.append(f"all of it computed by {plan.num_processes} process(es)")
-    return ", ".join(parts) + (f": {reason}" if reason else "")
+__all__ = ["build_model", "build_plain_network", "choose_device", "count_devices"]
 
 
 def choose_device(config: ExperimentConfig) -> torch.device:

@@ -25,10 +25,10 @@ from volseg.data.cases import Batch, Case, Task
 from volseg.data.labels import num_indices
 from volseg.data.preparing import PreparedCases
 from volseg.experiment.building import build_training
-from volseg.experiment.cases import CaseReading
 from volseg.experiment.data_facts import DataFacts
+from volseg.experiment.data_ranks import CaseReading
+from volseg.experiment.mesh_resolution import resolve_mesh
 from volseg.experiment.placed_network import build_model, choose_device
-from volseg.experiment.training_mesh import resolve_mesh
 from volseg.models import FitGrid
 from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import DataParallel

@@ -27,6 +27,7 @@ from volseg.experiment.building import check_components
 from volseg.experiment.data_facts import DataFacts, find_facts
 from volseg.experiment.kernels import explain_eager
 from volseg.experiment.machines import find_machine
+from volseg.experiment.mesh_resolution import join_processes
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.profiled_step import (
     BuiltTraining,
@@ -35,7 +36,6 @@ from volseg.experiment.profiled_step import (
     find_network,
     watch_steps,
 )
-from volseg.experiment.training_mesh import join_processes
 from volseg.experiment.training_work import describe_training, find_freedom
 from volseg.files import replacing
 from volseg.models.networks import complete_spec

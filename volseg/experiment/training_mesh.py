@@ -1,257 +1,61 @@
-"""Decide who computes what in a training, once, before its model is built.
+"""The mesh of a training: which processes compute which rows and slabs."""
 
-Where the config leaves open whether samples are dealt to replicas or cut, the forecast of a training step decides.
-Near the limit, and of a network that cannot be followed, one training pass on each GPU does: beside as many bytes as
-the cases and the batches on their way will hold there.
-"""
-
-import json
-import logging
 from dataclasses import dataclass
 
-import torch
+import torch.distributed as dist
 
-from volseg.config.parallel import MeshPlan, ParallelConfig
+from volseg.config.parallel import MeshPlan
 from volseg.config.schema import ExperimentConfig
-from volseg.data.cases import Task
-from volseg.data.labels import num_indices
-from volseg.data.reading_group import ALONE, meet_readers
+from volseg.data.reading_group import ALONE, Readers
 from volseg.estimate.allocator import MemoryUse
-from volseg.experiment.alternatives import find_candidate, find_estimate
-from volseg.experiment.building import build_objective, draw_batch
-from volseg.experiment.mesh_choice import choose_by_estimate, is_mesh_open
-from volseg.experiment.out_of_memory import is_out_of_memory
-from volseg.experiment.placed_network import TrainingMesh, build_model, build_plain_network, describe_mesh
-from volseg.experiment.plan_process import Gpus, run_plan
-from volseg.experiment.rehearsing import rehearse_network
-from volseg.parallel.devices import count_launched, count_processes, is_main_process
-from volseg.parallel.mesh import join_mesh
-from volseg.parallel.processes.group import gather_over_processes, largest_over_processes, make_group, start_group
-from volseg.parallel.state.random import own_random_numbers
-from volseg.workflow.averaging import WeightAverage
-from volseg.workflow.components import build_optimizer
-from volseg.workflow.named import Named
-from volseg.workflow.objective import require_mean_over_samples
-from volseg.workflow.precision import Precision
+from volseg.parallel.mesh import Mesh
+from volseg.parallel.replicas import Replicas
+from volseg.parallel.spatial.plan.shards import spans
 
-__all__ = ["join_processes", "resolve_mesh"]
-
-logger = logging.getLogger(__name__)
-
-NEAR = 0.1
-"""Part of a forecast by which it may be wrong; what is closer to the limit is tried."""
-
-LEAST_FOR_CASES = 2**26
-"""Bytes of a GPU that batches on their way take, and a few cases."""
-
-HALO = 8
-"""Planes that a slab is tried with on each side besides its own: those of its neighbours that convolutions need."""
-
-
-def join_processes(config: ExperimentConfig) -> None:
-    """Start the process group of a job of several processes (``torchrun``, ``--gpus``).
-
-    Raises
-    ------
-    ConfigError
-        If so many processes cannot run the config.
-    """
-    count = count_launched()
-    config.mesh(count)  # before anybody waits for anybody
-    if count > 1:
-        start_group(config.parallel.timeout, on_cpu=config.device == "cpu")
-
-
-def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> tuple[ExperimentConfig, TrainingMesh]:
-    """Return the config with what it left open about the mesh, and the mesh; every process calls it.
-
-    Raises
-    ------
-    ConfigError
-        If replicas would share a batch whose loss is no mean over its samples.
-    """
-    count = count_processes()
-    plan, reason = config.mesh(count), None
-    estimate: MemoryUse | None = None
-    chosen = choose_by_estimate(config, device) if is_mesh_open(config, count) else None
-    if chosen is not None:
-        config, reason, estimate = chosen
-        plan = config.mesh(count)
-    elif plan.is_open and plan.data > 1 and _has_memory_of_its_own(device):
-        reason = "a sample fits a GPU (parallel.spatial: N cuts it)"
-        fits, roomy, estimate = _can_train(config, plan, task, device)
-        if fits:
-            config = roomy
-        else:
-            plan, estimate = config.mesh(count, fits=False), None
-            reason = "a GPU has no memory for a training step on its whole samples"
-    if plan.data > 1:
-        require_mean_over_samples(
-            build_objective(config, task),
-            num_channels=task.num_channels,
-            num_classes=task.num_outputs,
-            num_indices=num_indices(task),
-            outputs=_count_channels(config, task),
-        )
-    settled = config.with_mesh(plan) if count > 1 else config
-    settled.mesh(count)  # what was open may not go with the rest
-    if is_main_process() and plan.data * plan.spatial * plan.pipeline > 1:
-        logger.info("%s", describe_mesh(plan, config, reason))
-    mesh = join_mesh(plan.data_processes, plan.spatial_processes)
-    replicas = mesh.replicas(plan.data, config.training.deterministic) if plan.data > 1 else None
-    if estimate is not None:
-        estimate = estimate.of_steps()
-    readers, judges = ALONE, None
-    if count > 1:  # groups of their own: a thread sends in them beside other work
-        readers = meet_readers(make_group(backend="gloo"), reads=mesh.shard == 0)
-        judges = make_group(list(range(0, count, mesh.spatial)), "gloo") if mesh.data > 1 else None
-    return settled, TrainingMesh(
-        plan=plan,
-        mesh=mesh,
-        replicas=replicas,
-        readers=readers,
-        judges=judges if mesh.shard == 0 else None,
-        estimate=estimate,
-    )
-
-
-def _count_channels(config: ExperimentConfig, task: Task) -> dict[str, int]:
-    """Return the channels of the network's further outputs, which its losses are tried with."""
-    if len(config.network.outputs) == 1:
-        return {}
-    with own_random_numbers([]):
-        made = rehearse_network(build_plain_network(config, task), config, task)
-    return {name: value.shape[1] for name, value in made.items() if name != "logits" and getattr(value, "ndim", 0) == 5}
-
-
-def _has_memory_of_its_own(device: torch.device) -> bool:
-    return device.type != "cpu"
-
-
-def _can_train(
-    config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device
-) -> tuple[bool, ExperimentConfig, MemoryUse | None]:
-    """Tell whether every process has the memory for a training step on its own part of a batch.
-
-    The forecast is asked first. Where it is close to what there is, or there is none, the step is tried.
-
-    Returns
-    -------
-    bool, ExperimentConfig, MemoryUse or None
-        And the config, with so few cases on the GPU that the step has its room, and the estimate of it.
-    """
-    needed = _forecast_step(config, plan, device)
-    memory = None if needed is None else needed.memory
-    free = 0 if needed is None else _find_free_bytes(device)
-    if needed is not None and config.data.keep == "auto" and config.data.device_limit is None:
-        config, needed = make_room(config, needed, free)
-    judged = None if needed is None else judge(needed, free)
-    if judged is not None:
-        return judged, config, memory
-    fits, beside = True, 0 if needed is None else needed.beside
-    try:
-        with own_random_numbers([device]):
-            held = torch.empty(beside, dtype=torch.uint8, device=device)
-            _rehearse(config, plan, task, device)
-            del held
-    except RuntimeError as fault:  # that of torch, cuDNN or Triton
-        if not is_out_of_memory(fault):
-            raise
-        fits = False
-    torch.cuda.empty_cache()
-    return not largest_over_processes(int(not fits), device), config, memory
+__all__ = ["TrainingMesh", "describe_mesh"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needed:
-    """What a GPU must have for a training, in bytes."""
+class TrainingMesh:
+    """Process mesh of a training, and the place of this process in it."""
 
-    step: int
-    beside: int
-    """For cases and batches."""
-    memory: MemoryUse | None = None
-    """The estimate itself, in the leader."""
+    plan: MeshPlan
+    mesh: Mesh
+    replicas: Replicas | None = None
+    """Who shares each batch; None where there is one replica."""
+    readers: Readers = ALONE
+    """Who reads cases: the first process of each replica, from which the others of it get their slabs."""
+    judges: dist.ProcessGroup | None = None
+    """On gloo, of the processes that read and so validate; None where there is one, and in those that do not."""
+    estimate: MemoryUse | None = None
+    """Memory of a step by the plan that chose the mesh, in the leader; None where no plan was made."""
 
+    @property
+    def reads(self) -> bool:
+        """Whether this process reads cases."""
+        return self.readers.number is not None
 
-def judge(needed: Needed, free: int) -> bool | None:
-    """Tell whether what is needed fits into what is free; None where that is too close to be told.
-
-    >>> [judge(Needed(step=needed, beside=10), 110) for needed in (50, 95, 105, 150)]
-    [True, None, None, False]
-    """
-    room = free - needed.beside
-    if room >= int((1 + NEAR) * needed.step):
-        return True
-    return False if room < (1 - NEAR) * needed.step else None
-
-
-def make_room(config: ExperimentConfig, needed: Needed, free: int) -> tuple[ExperimentConfig, Needed]:
-    """Let cases lie in main memory where a step would lack the room that they take; cases are fetched from there too.
-
-    >>> from volseg.config.schema import DataConfig, PatchConfig
-    >>> config = ExperimentConfig(
-    ...     name="a", data=DataConfig(root="x"), patch=PatchConfig(size=(8, 8, 8)),
-    ...     network={"name": "VNet"}, optimizer={"name": "SGD", "lr": 0.1})
-    >>> limited, needed = make_room(config, Needed(step=80 * 2**30, beside=30 * 2**30), 100 * 2**30)
-    >>> limited.data.device_limit, needed.beside // 2**30
-    (12.0, 12)
-    """
-    left = max(free - int((1 + NEAR) * needed.step), LEAST_FOR_CASES)
-    if left >= needed.beside:
-        return config, needed
-    limited = config.data.model_copy(update={"device_limit": left / 2**30})
-    return config.model_copy(update={"data": limited}), Needed(step=needed.step, beside=left)
+    def deal(self, batch_size: int) -> list[slice]:
+        """Return the rows of a batch that this process computes, a slice for each of its replicas."""
+        if self.replicas is None:
+            return [slice(0, batch_size)]
+        dealt = self.replicas.deal(batch_size)
+        return [dealt[replica] for replica in self.replicas.own]
 
 
-def _forecast_step(config: ExperimentConfig, plan: MeshPlan, device: torch.device) -> Needed | None:
-    """Return what is forecast of a step, the same in all processes; None where nobody knows."""
-    told: list[str] = []
-    memory: MemoryUse | None = None
-    count = plan.num_processes * plan.pipeline
-    gpus = Gpus.find(device, count) if config.training.can_be_followed else None
-    if gpus is not None and is_main_process():
-        answer = run_plan(config.with_mesh(plan), gpus)
-        found = find_estimate(find_candidate(config, plan, 1), answer.forecasts)
-        if found is not None and found.memory is not None:
-            memory = found.memory
-            told = [str(memory.total), str(answer.reserve)]
-        else:
-            refused = None if found is None else found.refused
-            reason = answer.problem or refused or "nobody forecast it"
-            logger.info("no forecast of a training step (%s): it is tried", reason)
-    told = json.loads(gather_over_processes([json.dumps(told)] if is_main_process() else [])[0])
-    return Needed(step=int(told[0]), beside=int(told[1]), memory=memory) if told else None
-
-
-def _find_free_bytes(device: torch.device) -> int:
-    """Return what is free of the GPU of which least is, of all processes' ones."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - largest_over_processes(total - free, device)
-
-
-def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device) -> None:
-    """Do a training step on random voxels with a network of its own, of which nothing is left.
-
-    Of a volume that is cut one slab is taken, with its halo, in this process only: one that runs out of memory must
-    not leave others waiting for it.
-    """
-    rows = -(-config.patch.batch // plan.data)
-    depth, *others = config.patch.size
-    sides = (depth if plan.spatial == 1 else min(depth, -(-depth // plan.spatial) + 2 * HALO), *others)
-    patch = config.patch.model_copy(update={"batch": rows, "size": sides})
-    config = config.model_copy(update={"parallel": ParallelConfig(), "patch": patch})
-    network = build_model(config, task, device)
-    on_gpu, parts = device.type == "cuda", config.optimizer.parts
-    optimizer = build_optimizer(config.optimizer.spec(), network, on_gpu=on_gpu, parts=parts)
-    average = WeightAverage(network, config.training.ema) if config.training.ema else None
-    batch = draw_batch(task, rows, sides, device)
-    network.train()
-    with Precision.choose(config.training.precision, device).autocast():
-        outputs = Named(network, inputs=["image"], outputs=config.network.outputs)(batch)
-        fields = build_objective(config, task).to(device)({**batch, **outputs})
-    fields["loss"].backward()
-    optimizer.step()
-    if average is not None:
-        average.update()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def describe_mesh(plan: MeshPlan, config: ExperimentConfig, reason: str | None = None) -> str:
+    """Return in a sentence what the devices do with each step's batch."""
+    batch, batches = config.patch.batch, config.training.accumulate
+    parts = [f"each step's batch of {batch}"]
+    if plan.data > 1:
+        dealt = " + ".join(str(stop - start) for start, stop in spans(batch, plan.data))
+        parts = [f"{plan.data} replicas of the network, each step's batch of {batch} dealt {dealt}"]
+    if batches > 1:
+        parts.append(f"{batches} batches per optimizer step")
+    if plan.spatial > 1:
+        parts.append(f"every volume cut into {plan.spatial} slabs")
+    if plan.pipeline > 1:
+        parts.append(f"the layers over {plan.pipeline} devices of each process")
+    if plan.num_processes < plan.data * plan.spatial:
+        parts.append(f"all of it computed by {plan.num_processes} process(es)")
+    return ", ".join(parts) + (f": {reason}" if reason else "")
