@@ -405,7 +405,7 @@ def test_a_terminal_shows_the_worst_last_with_its_remedy() -> None:
     names = [line.split()[1] for line in lines[:-1] if line[0] != " "]
     assert names == ["check.ok", "check.ok", "check.note", "check.warning", "check.error"]
     assert "fix: sudo fix it" in lines[-2]
-    assert lines[-1] == "1 error, 1 warning, 1 note, 2 checks are well (1 s)"
+    assert lines[-1] == "1 error, 1 warning, 1 note, 2 checks passed (1 s)"
     assert max(map(len, lines)) <= 60
     assert (diagnosis.level, diagnosis.is_sound) == ("error", False)
     assert made_up("warning", "ok").is_sound

@@ -9,8 +9,8 @@ from torch import nn
 
 from volseg.errors import ConfigError, NonFinitePredictionError, OutOfMemoryError
 from volseg.inference import streaming
+from volseg.inference.memory_plan import plan_blend
 from volseg.inference.predictor import Predictor
-from volseg.inference.windows import plan_blend
 
 GIB = 2**30
 CT = (512, 512, 600)

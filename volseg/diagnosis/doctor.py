@@ -21,8 +21,6 @@ from volseg.version import __version__
 
 __all__ = ["SCHEMA_VERSION", "Diagnosis", "diagnose", "show_diagnosis"]
 
-# A diagnosis as a whole: facts, what they mean, and how both are told.
-
 
 SCHEMA_VERSION = 1
 """Of the JSON: raised where a key goes or changes its meaning."""
@@ -108,7 +106,7 @@ def show_diagnosis(diagnosis: Diagnosis, *, file: TextIO | None = None, width: i
     console.print(table)
     found = {level: len(by_level[level]) for level in ("error", "warning", "note")}
     counts = [f"{number} {level}{'' if number == 1 else 's'}" for level, number in found.items()]
-    well = f"{len(by_level['ok'])} checks are well"
+    well = f"{len(by_level['ok'])} checks passed"
     style = STYLES[diagnosis.level]
     console.print(Text(f"{', '.join([*counts, well])} ({diagnosis.seconds:.0f} s)", style))
 
