@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,9 @@ RESULTS, DECISIONS = ROOT / "workflows" / "benchmarks" / "results", ROOT / "docs
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_PATH = re.compile(r"`((?:docs|configs|workflows)/[\w./-]+)`")
+NAMED_MODULE = re.compile(r"`((?:[a-z_]+/)*[a-z_]+\.py)`")
+OF_OTHERS = {"components.py", "task_params.py", "tiny_package.py"}
+"""Files of users, and of MONAI's tutorials."""
 RESULT_NAME = re.compile(r"[a-z0-9]+(_[a-z0-9]+)*_(cpu|[ahv]\d+(x\d+)?)(_[a-z0-9]+)+\.(json|svg|json\.gz)")
 
 
@@ -43,7 +47,14 @@ def broken_links(page: Path) -> list[str]:
         for target, file, anchor in local_links(page)
         if not file.exists() or (anchor and anchor not in headings(file))
     ]
-    return broken + [path for path in NAMED_PATH.findall(prose(page)) if not (ROOT / path).exists()]
+    modules = [name for name in NAMED_MODULE.findall(prose(page)) if name not in OF_OTHERS and not _is_file(name)]
+    return broken + modules + [path for path in NAMED_PATH.findall(prose(page)) if not (ROOT / path).exists()]
+
+
+@cache
+def _is_file(name: str) -> bool:
+    folders = ("volseg", "workflows", "tests", "docker", "docs", "datasets")
+    return any(f"/{path}".endswith(f"/{name}") for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_page)
@@ -56,10 +67,11 @@ def test_a_link_to_nowhere_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     good = "[a](there.md) [b](there.md#one-idea-said) [c](https://nowhere.invalid/x) [d](#own) `docs/data.md`"
     page.write_text(
-        f"# Own\n{good}\n[e](gone.md) [f](there.md#no-heading) [g](#gone) `docs/gone.md`\n```\ncall[0](x)\n```\n",
+        f"# Own\n{good} [e](gone.md) [f](there.md#no-heading)\n[g](#gone) `gone.py` `docs/gone.md`\n"
+        "```\ncall[0](x)\n```\n",
         encoding="utf-8",
     )
-    assert broken_links(page) == ["gone.md", "there.md#no-heading", "#gone", "docs/gone.md"]
+    assert broken_links(page) == ["gone.md", "there.md#no-heading", "#gone", "gone.py", "docs/gone.md"]
 
 
 def test_every_result_is_linked_from_a_page_and_named_by_network_hardware_and_question() -> None:
