@@ -1,5 +1,6 @@
 """What the processes of a job do whose start and end is tested: ``job_of_processes.py MODE FOLDER``."""
 
+import contextlib
 import json
 import os
 import signal
@@ -61,6 +62,15 @@ def is_open(folder: str) -> bool:
     return any(Path("/proc/self/fd", name).resolve() == Path(folder).resolve() for name in os.listdir("/proc/self/fd"))
 
 
+def name_threads() -> list[str]:
+    """Return the names of the threads of this process, without those that end while they are listed."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append(Path(f"/proc/self/task/{task}/comm").read_text(encoding="utf-8").strip())
+    return names
+
+
 SHORT = ("hang", "read", "stay")
 """Modes in which the timeout matters."""
 
@@ -90,10 +100,7 @@ def main(mode: str, folder: str) -> None:
         time.sleep(0.1)
     add()
     leave_processes()
-    tasks = os.listdir("/proc/self/task")
-    put_down(
-        folder, "threads", [Path(f"/proc/self/task/{task}/comm").read_text(encoding="utf-8").strip() for task in tasks]
-    )
+    put_down(folder, "threads", name_threads())
 
 
 if __name__ == "__main__":
