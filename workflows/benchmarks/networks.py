@@ -39,7 +39,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any, ClassVar
 
-from networks_listed import NETWORKS, fit
+from networks_listed import NETWORKS, TUNED, fit
 from networks_rows import BY_DEFAULT, ROWS, Row, compare, plot
 
 from volseg.files import replacing
@@ -53,7 +53,7 @@ def main() -> None:
     """Measure what was asked for, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS, metavar="NETWORK")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=TUNED, metavar="NETWORK")
     parser.add_argument(
         "--rows",
         nargs="+",

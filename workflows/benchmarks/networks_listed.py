@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 from monai.networks import nets
+from networks_untuned import UNTUNED
 from torch import Tensor, nn
 
 from volseg.models.residual_encoder import ENCODER_BLOCKS, ResEncUNet
 
-__all__ = ["CLASSES", "NETWORKS", "build", "find_logits", "fit"]
+__all__ = ["CLASSES", "NETWORKS", "TUNED", "build", "find_logits", "fit"]
 
 CLASSES = 3
 
@@ -97,7 +98,8 @@ SMALL: Mapping[str, Callable[[Sides], nn.Module]] = {
 }
 """Of the same functions, for a CPU. V-Net's widths are fixed."""
 
-NETWORKS = tuple(FULL)
+TUNED = tuple(FULL)
+NETWORKS = (*TUNED, *UNTUNED)
 
 
 def build(name: str, sides: Sides, *, small: bool = False) -> nn.Module:
@@ -113,7 +115,7 @@ def build(name: str, sides: Sides, *, small: bool = False) -> nn.Module:
         Narrow and flat.
     """
     torch.manual_seed(0)
-    net = (SMALL if small else FULL)[name](sides)
+    net = UNTUNED[name](CLASSES, small) if name in UNTUNED else (SMALL if small else FULL)[name](sides)
     for module in net.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
