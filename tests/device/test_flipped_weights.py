@@ -99,14 +99,14 @@ def test_a_network_trains_with_them(
 ) -> None:
     asked: list[str] = []
 
-    def find(direction: str, call: rules.ConvolutionCall) -> Turned | None:
+    def find(direction: str, call: rules.ConvolutionCall) -> list[Turned]:
         fits = direction != "weight gradient" and call.weight.shape[2:].numel() > 1 and call.settings.groups == 1
         if not fits:
-            return None
+            return []
         asked.append(direction)
-        return Turned(2 if direction == "forward" else 1)
+        return [Turned(2 if direction == "forward" else 1)]
 
-    monkeypatch.setattr(choice, "_find_form", find)
+    monkeypatch.setattr(choice, "_list_forms", find)
 
     def layers() -> list[nn.Module]:
         first = [nn.Conv3d(1, 48, 3, padding=1), nn.InstanceNorm3d(48), nn.PReLU(48)]

@@ -254,12 +254,12 @@ def in_groups(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
     def force(voxels: int) -> list[str]:
         taken: list[str] = []
 
-        def find(direction: str, call: rules.ConvolutionCall) -> Groups:
+        def find(direction: str, call: rules.ConvolutionCall) -> list[Groups]:
             assert find_device(call.slab).type == "cpu"
             taken.append(direction)
-            return Groups(voxels)
+            return [Groups(voxels)]
 
-        monkeypatch.setattr(choice, "_find_form", find)
+        monkeypatch.setattr(choice, "_list_forms", find)
         return taken
 
     return force

@@ -102,7 +102,7 @@ def test_a_network_trains_in_groups(
 
     for form in ("forward", "input_gradient", "weight_gradient"):
         monkeypatch.setattr(space_to_channels, form, partial(note, form, getattr(space_to_channels, form)))
-    monkeypatch.setattr(choice, "_find_form", lambda direction, call: Groups(voxels))
+    monkeypatch.setattr(choice, "_list_forms", lambda direction, call: [Groups(voxels)])
     check_training(build, shape, shards, options)
     assert set(taken) == {"forward", "input_gradient", "weight_gradient"}
     for form, found in taken.items():
@@ -125,13 +125,13 @@ def test_a_network_trains_with_weights_turned_round(
         taken.setdefault(form, set()).add(name_kernel(given[1], given[-1]))
         return compute(*given, **group)
 
-    def find_form(direction: str, call: ConvolutionCall) -> Form | None:
+    def list_forms(direction: str, call: ConvolutionCall) -> list[Form]:
         plain = call.settings.stride == (1, 1, 1) and call.settings.groups == 1 and not call.settings.transposed
-        return Turned(voxels) if plain and direction != "weight gradient" else None
+        return [Turned(voxels)] if plain and direction != "weight gradient" else []
 
     for form in ("forward", "input_gradient"):
         monkeypatch.setattr(flipped_weights, form, partial(note, form, getattr(flipped_weights, form)))
-    monkeypatch.setattr(choice, "_find_form", find_form)
+    monkeypatch.setattr(choice, "_list_forms", list_forms)
     check_training(build, shape, shards, options)
     assert set(taken) == {"forward", "input_gradient"}
     for form, found in taken.items():
@@ -169,9 +169,9 @@ def check_channels_of_zeros(
     filled: tuple[bool, bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def find_form(direction: str, call: ConvolutionCall) -> Form | None:
+    def list_forms(direction: str, call: ConvolutionCall) -> list[Form]:
         plain = call.settings.stride == (1, 1, 1) and call.settings.groups == 1 and not call.settings.transposed
-        return ZeroChannels(*filled) if plain and call.weight.shape[2:].numel() > 1 else None
+        return [ZeroChannels(*filled)] if plain and call.weight.shape[2:].numel() > 1 else []
 
     taken = set()
 
@@ -181,6 +181,6 @@ def check_channels_of_zeros(
 
     for form in ("forward", "input_gradient", "weight_gradient"):
         monkeypatch.setattr(padded, form, partial(note, form, getattr(padded, form)))
-    monkeypatch.setattr(choice, "_find_form", find_form)
+    monkeypatch.setattr(choice, "_list_forms", list_forms)
     check_training(build, shape, shards, options)
     assert taken == {"forward", "input_gradient", "weight_gradient"}

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "workflows" / "benchmarks"))
 
 import networks
 import networks_rows
-from networks_listed import NETWORKS, build, fit
+from networks_listed import NETWORKS, TUNED, build, fit
 from networks_rows import compare, plot
 
 from volseg.device import compiler_internals
@@ -134,5 +134,5 @@ def test_ratios_are_to_the_best_of_each_kind(tmp_path):
     assert "1.50 x compiled" in (tmp_path / "plot.svg").read_text(encoding="utf-8")
 
 
-def test_there_are_twelve():
-    assert len(NETWORKS) == 12
+def test_there_are_twelve_and_six_that_nobody_tuned():
+    assert (len(TUNED), len(NETWORKS)) == (12, 18)

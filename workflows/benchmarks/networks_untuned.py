@@ -12,19 +12,7 @@ Block = Callable[[int, int], nn.Module]
 
 
 class Encoder2Decoder(nn.Module):
-    """A U-Net of any blocks: halved by ``down``, doubled by ``up``, joined by channels.
-
-    Parameters
-    ----------
-    widths : sequence of int
-        Channels of each level, the finest first.
-    block : callable
-        Makes a level's block from its channels before and after.
-    down, up : callable
-        Make what leads one level down and up, from the channels before and after.
-    classes : int
-        Channels of the logits.
-    """
+    """A U-Net of any blocks, made from their channels before and after; ``widths`` has the finest level first."""
 
     def __init__(self, widths: Sequence[int], block: Block, down: Block, up: Block, classes: int) -> None:
         super().__init__()
@@ -130,18 +118,22 @@ class DenseUNet(nn.Module):
         return self.head(volume)
 
 
+Norm, Activation = Callable[[int], nn.Module], Callable[[], nn.Module]
+
+
 def _unit(
-    before: int,
-    after: int,
-    norm: Callable[[int], nn.Module],
-    activation: Callable[[], nn.Module],
-    *,
-    kernel: int = 3,
-    stride: int = 1,
-    bias: bool = False,
+    before: int, after: int, norm: Norm, activation: Activation, kernel: int = 3, stride: int = 1, bias: bool = False
 ) -> nn.Sequential:
     convolution = nn.Conv3d(before, after, kernel, stride, kernel // 2, bias=bias)
     return nn.Sequential(convolution, norm(after), activation())
+
+
+def _double(coarse: int, fine: int) -> nn.Module:
+    return nn.ConvTranspose3d(coarse, fine, 2, 2)
+
+
+def _halve(*_: int) -> nn.Module:
+    return nn.MaxPool3d(2)
 
 
 def _plain(widths: Sequence[int], classes: int) -> nn.Module:
@@ -161,9 +153,7 @@ def _plain(widths: Sequence[int], classes: int) -> nn.Module:
     def leaky() -> nn.Module:
         return nn.LeakyReLU(inplace=True)
 
-    return Encoder2Decoder(
-        widths, block, lambda *_: nn.Identity(), lambda coarse, fine: nn.ConvTranspose3d(coarse, fine, 2, 2), classes
-    )
+    return Encoder2Decoder(widths, block, lambda *_: nn.Identity(), _double, classes)
 
 
 def _group(widths: Sequence[int], classes: int) -> nn.Module:
@@ -196,7 +186,7 @@ def _gcr(widths: Sequence[int], classes: int) -> nn.Module:
     def up(coarse: int, fine: int) -> nn.Module:
         return nn.Sequential(nn.Upsample(scale_factor=2, mode="nearest"), nn.Conv3d(coarse, fine, 1, bias=False))
 
-    return Encoder2Decoder(widths, block, lambda *_: nn.MaxPool3d(2), up, classes)
+    return Encoder2Decoder(widths, block, _halve, up, classes)
 
 
 def _convnext(widths: Sequence[int], classes: int) -> nn.Module:
@@ -212,13 +202,10 @@ def _convnext(widths: Sequence[int], classes: int) -> nn.Module:
         )
         return Residual(before, after, body)
 
-    return Encoder2Decoder(
-        widths,
-        block,
-        lambda before, after: nn.Sequential(ChannelNorm(before), nn.Conv3d(before, after, 2, 2)),
-        lambda coarse, fine: nn.ConvTranspose3d(coarse, fine, 2, 2),
-        classes,
-    )
+    def down(before: int, after: int) -> nn.Module:
+        return nn.Sequential(ChannelNorm(before), nn.Conv3d(before, after, 2, 2))
+
+    return Encoder2Decoder(widths, block, down, _double, classes)
 
 
 def _of_2016(widths: Sequence[int], classes: int) -> nn.Module:
@@ -230,13 +217,7 @@ def _of_2016(widths: Sequence[int], classes: int) -> nn.Module:
             _unit(before, middle, nn.BatchNorm3d, nn.ReLU), _unit(middle, after, nn.BatchNorm3d, nn.ReLU)
         )
 
-    return Encoder2Decoder(
-        widths,
-        block,
-        lambda *_: nn.MaxPool3d(2),
-        lambda coarse, fine: nn.ConvTranspose3d(coarse, fine, 2, 2),
-        classes,
-    )
+    return Encoder2Decoder(widths, block, _halve, _double, classes)
 
 
 UNTUNED: Mapping[str, Callable[[int, bool], nn.Module]] = {

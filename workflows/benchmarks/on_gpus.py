@@ -100,10 +100,9 @@ MEASUREMENTS = (
         1,
         60,
         "kernel_timings.py convolutions --seconds 36 --result {result}",
-        "convolution_h200_forms.json",
+        "convolutions_h200_random.json",
     ),
     Measurement("norms", 1, 60, "kernel_timings.py norms --result {result}", "norms_h200_reductions.json"),
-    Measurement("attention", 1, 60, "kernel_timings.py attention --result {result}", "attention_h200_passes.json"),
     Measurement(
         "networks",
         1,

@@ -7,6 +7,7 @@ considered only for those.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,13 +21,14 @@ from volseg.device.convolution import (
     few_out,
     few_taps,
     flipped_weights,
+    forms,
     many_taps,
     one_voxel,
     padded,
     rules,
     space_to_channels,
 )
-from volseg.device.convolution.forms import Direction, Form, Groups, Turned, ZeroChannels, find_form
+from volseg.device.convolution.forms import Direction, Form, Groups, Turned, ZeroChannels, rank_forms
 from volseg.device.convolution.rules import ConvolutionCall
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import in_layout
@@ -59,14 +61,15 @@ class Chosen(NamedTuple):
     """Whether the kernel adds the bias in its own pass."""
 
 
-def _find_form(direction: Direction, call: ConvolutionCall) -> Form | None:
-    """Return the form of torch's convolution that was measured as faster than the plain one; otherwise None."""
+def _list_forms(direction: Direction, call: ConvolutionCall) -> Sequence[Form]:
+    """Return the forms of torch's convolution that are faster than the plain one, the fastest first."""
     volume = call.slab if direction == "forward" else call.given
     if not rules.is_plain(volume, call.weight, call.settings):
-        return None
+        return ()
     voxels, device = rules.count_voxels(volume), gpus.find_device(volume)
-    form = find_form(direction, call.weight.shape, call.settings.dilation, voxels, device)
-    return form if form is not None and fusions.is_on(_name(form)) else None
+    ranked = rank_forms(direction, call.weight.shape, call.settings.dilation, voxels, device)
+    grouped = fusions.is_on("pairs")
+    return [form for form in ranked if fusions.is_on(_name(form)) and (grouped or not forms.is_grouped(form))]
 
 
 def _can_take(form: Form, direction: Direction, call: ConvolutionCall) -> bool:
@@ -82,7 +85,7 @@ def _can_take(form: Form, direction: Direction, call: ConvolutionCall) -> bool:
     else:
         volumes = [call.slab] if direction == "forward" else [call.slab, call.given]
     grouped = partial(space_to_channels.can_group, weight=call.weight, settings=call.settings, voxels=form.voxels)
-    return form.voxels == 1 or all(map(grouped, volumes))
+    return not forms.is_grouped(form) or all(map(grouped, volumes))
 
 
 def _name(form: Form) -> str:
@@ -183,7 +186,7 @@ TABLES: Mapping[Direction, Sequence[Kernel]] = {
         ),
         Kernel(
             "few channels out",
-            rules.differentiates_few_out,
+            partial(rules.differentiates_few_out, most=inf),
             lambda call: few_out.weight_gradient(call.given, call.slab, call.weight, call.settings.padding),
         ),
         Kernel(
@@ -203,10 +206,10 @@ def choose(direction: Direction, call: ConvolutionCall) -> Chosen | None:
     for kernel in TABLES[direction]:
         if kernel.suits(call):
             return Chosen(kernel.name, partial(kernel.compute, call), adds_bias=True)
-    form = _find_form(direction, call)
-    if form is None or not _can_take(form, direction, call):
-        return None
-    return Chosen(_name(form), partial(compute_in_form, form, direction, call), adds_bias=False)
+    for form in _list_forms(direction, call):
+        if _can_take(form, direction, call):
+            return Chosen(_name(form), partial(compute_in_form, form, direction, call), adds_bias=False)
+    return None
 
 
 def adds_bias(slab: Tensor, weight: Tensor, settings: Settings, channels_last: bool) -> bool:

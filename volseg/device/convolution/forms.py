@@ -1,41 +1,41 @@
-"""Convolutions that torch computes faster in another form, as measured.
+"""Convolutions that torch computes faster in another form, by the measured times of the convolution that it becomes.
 
-The forms: over groups of voxels, pairs or fours (``space_to_channels``), or with zero channels (``padded``). Measured
-on an H200 (bf16, one volume, recorded; torch 2.11, cuDNN 9.19), where nothing else was at least a tenth faster: of 32
-channels to 32 with 3 x 3 x 3 taps the weight's gradient gains a third over pairs, forward and the input's gradient 4
-and 5 %, half of which expanding the weight takes. For zero channels the time of copying a volume into more channels,
-by torch, is included; channels added after a convolution cost no copy: its result is a slice.
+cuDNN computes in tiles of channels, and chooses its kernels by rules of its own: on an H200, with 3 x 3 x 3 taps, 16
+channels take as long as 32, 24 channels to 80 take 2.5 times as long as 32 to 96, and the weight's gradient of 64
+channels to 16 takes 340 ms for 128^3 voxels where 64 to 32 takes 1. Three forms of a convolution give cuDNN other
+channels: groups of voxels along W (``space_to_channels``), channels of zeros (``padded``), and forward and the input's
+gradient exchanged (``flipped_weights``).
 
-Forward and the input's gradient may be computed as one another (``flipped_weights``). With 5 x 5 x 5 taps on an H100
-(workflows/benchmarks/results/convolution_h100_turned.json) 64 channels to 64 take 0.75 to 0.89 of torch's time forward,
-as an input's gradient over pairs; the input's gradient of 32 channels 0.69 to 0.75, as a forward one over pairs, and
-0.71 to 0.87 over pairs without being turned round.
+The time of a form is that of the convolution that cuDNN then computes, from `TABLE` (bfloat16, channels last, 96^3
+voxels, recorded by ``workflows/benchmarks/kernel_timings.py table``), plus its copies. Of 372 random convolutions on an
+H200 volseg replaced 203, which then took 109 ms instead of 284; of these one took longer than torch's
+(``workflows/benchmarks/results/convolutions_h200_random.json``).
 
-Results do not transfer from one number of channels to another: 24 are slower than 16 and than 32, groups of 64 win with
-5 x 5 x 5 taps in one direction of three, and with a dilation of 4 they took up to 26 times as long as torch. GPUs of
-other compute capabilities than 9 use torch until measured.
+A form must be a tenth faster. torch computes what the table lacks: other channels, other taps, few voxels, and GPUs of
+other compute capabilities than 9.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from volseg.device import gpus
+from volseg.device.convolution import padded, space_to_channels
 
 __all__ = [
-    "BOTH",
-    "LARGE",
-    "RULES",
-    "SMALL",
-    "Case",
+    "TABLE",
     "Direction",
     "Form",
     "Groups",
-    "Rule",
     "Turned",
     "ZeroChannels",
-    "find_form",
+    "estimate_time",
+    "is_grouped",
+    "rank_forms",
 ]
 
 Direction = Literal["forward", "input gradient", "weight gradient"]
@@ -66,84 +66,138 @@ class Turned(NamedTuple):
 
 Form: TypeAlias = Groups | ZeroChannels | Turned
 
+FORMS: Sequence[Form] = (
+    Groups(2),
+    Groups(4),
+    ZeroChannels(True, False),
+    ZeroChannels(False, True),
+    ZeroChannels(True, True),
+    Turned(),
+    Turned(2),
+)
 
-class Rule(NamedTuple):
-    """What was measured of one convolution."""
-
-    form: Form
-    fewest: int
-    """Voxels of all samples, below which torch computes as it would."""
-    share: float
-    """Of torch's time, where there were most voxels; without expanding the weight of groups."""
-
-
-SMALL = 32**3
-"""Voxels, if only that size was measured."""
-
-BOTH = 64**3
-"""If 64^3 was measured, with or without 128^3."""
-
-LARGE = 2**19
-"""If only 128^3 was measured: a quarter of it, which still gives each multiprocessor 30 tiles of 128 voxels."""
-
-Case = tuple[int, int, int, int]
-"""Channels in, channels out, sides of the kernel, dilation."""
-
-PAIRS, FOURS = Groups(2), Groups(4)
-TURNED_PAIRS = Turned(2)
-IN, OUT, AROUND = ZeroChannels(True, False), ZeroChannels(False, True), ZeroChannels(True, True)
-
-RULES: Mapping[Direction, Mapping[Case, Rule]] = {
-    "forward": {
-        (8, 8, 3, 1): Rule(FOURS, LARGE, 0.33),
-        (16, 16, 3, 1): Rule(PAIRS, BOTH, 0.52),
-        (16, 32, 3, 2): Rule(PAIRS, LARGE, 0.41),
-        (16, 16, 5, 1): Rule(PAIRS, LARGE, 0.30),
-        (32, 32, 5, 1): Rule(PAIRS, BOTH, 0.79),
-        (64, 64, 5, 1): Rule(TURNED_PAIRS, 2**17, 0.81),
-        (20, 20, 3, 1): Rule(AROUND, LARGE, 0.40),
-        (24, 24, 3, 1): Rule(IN, LARGE, 0.54),
-        (40, 40, 3, 1): Rule(AROUND, LARGE, 0.45),
-        (48, 48, 3, 1): Rule(OUT, BOTH, 0.60),
-        (96, 48, 3, 1): Rule(OUT, BOTH, 0.53),
-        (96, 96, 3, 1): Rule(OUT, SMALL, 0.76),
-        (192, 96, 3, 1): Rule(OUT, SMALL, 0.57),
-    },
-    "input gradient": {
-        (8, 8, 3, 1): Rule(FOURS, LARGE, 0.25),
-        (16, 16, 3, 1): Rule(PAIRS, BOTH, 0.50),
-        (24, 24, 3, 1): Rule(FOURS, LARGE, 0.40),
-        (48, 48, 3, 1): Rule(PAIRS, LARGE, 0.82),
-        (32, 32, 3, 2): Rule(PAIRS, LARGE, 0.87),
-        (16, 16, 5, 1): Rule(PAIRS, LARGE, 0.30),
-        (32, 32, 5, 1): Rule(TURNED_PAIRS, BOTH, 0.71),
-        (64, 64, 5, 1): Rule(PAIRS, 2**17, 0.73),
-        (20, 20, 3, 1): Rule(OUT, LARGE, 0.54),
-        (40, 40, 3, 1): Rule(OUT, LARGE, 0.55),
-    },
-    "weight gradient": {
-        (8, 8, 3, 1): Rule(FOURS, LARGE, 0.51),
-        (16, 16, 3, 1): Rule(FOURS, BOTH, 0.55),
-        (32, 32, 3, 1): Rule(PAIRS, BOTH, 0.66),
-        (64, 32, 3, 1): Rule(PAIRS, LARGE, 0.67),
-        (16, 32, 3, 2): Rule(FOURS, LARGE, 0.61),
-        (32, 32, 3, 2): Rule(PAIRS, LARGE, 0.66),
-        (16, 16, 5, 1): Rule(PAIRS, LARGE, 0.59),
-        (20, 20, 3, 1): Rule(IN, LARGE, 0.84),
-        (40, 40, 3, 1): Rule(IN, LARGE, 0.71),
-        (48, 48, 3, 1): Rule(IN, BOTH, 0.74),
-    },
-}
-"""By direction; of a case whose rows cannot be grouped torch computes as it would."""
+TABLE = Path(__file__).with_name("times_h200.json")
+"""Picoseconds of torch's convolutions for a voxel, by taps, dilation, direction, and channels in and out."""
 
 CAPABILITY = 9
 """Of the GPUs that were measured."""
 
+FEWEST, FEWEST_OF_GROUPS = 2**15, 2**17
+"""Voxels of all samples, below which tiles do not fill the GPU and the table says little."""
 
-def find_form(
+GAIN = 0.9
+"""Most of torch's time that a form may take."""
+
+COPY_PS = 0.53
+"""Picoseconds for a byte that is read or written by a copy: 1.9 TB/s."""
+
+LAUNCHES_PS = {Groups: 15e6, ZeroChannels: 12e6, Turned: 5e6}
+"""Picoseconds of what a form launches whatever the size: a weight is expanded, padded, or turned round."""
+
+Sides = tuple[int, ...]
+Lookup: TypeAlias = Mapping[tuple[Sides, Sides], Mapping[Direction, Mapping[tuple[int, int], int]]]
+
+
+@cache
+def load_table() -> Lookup:
+    """Return the table: by taps and dilation, by direction, by channels in and out."""
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))["rows"]
+    return {(tuple(row["taps"]), tuple(row["dilation"])): _read_kernel(row) for row in rows}
+
+
+def _read_kernel(row: Mapping[str, object]) -> Mapping[Direction, Mapping[tuple[int, int], int]]:
+    channels, times = row["channels"], row["picoseconds"]
+    assert isinstance(channels, list)
+    assert isinstance(times, dict)
+    return {
+        direction: {
+            (given, out): time
+            for given, of_given in zip(channels, square, strict=True)
+            for out, time in zip(channels, of_given, strict=True)
+            if time is not None
+        }
+        for direction, square in times.items()
+    }
+
+
+class Convolved(NamedTuple):
+    """A convolution without strides or groups."""
+
+    direction: Direction
+    inputs: int
+    outputs: int
+    taps: Sides
+    dilation: Sides
+    voxels: int
+
+    def look_up(self) -> float | None:
+        """Return the picoseconds that torch takes; None where that was not measured."""
+        times = load_table().get((self.taps, self.dilation))
+        time = None if times is None else times[self.direction].get((self.inputs, self.outputs))
+        return None if time is None else float(time) * self.voxels
+
+    def group(self, voxels: int) -> "Convolved":
+        """Return the convolution over groups of so many voxels."""
+        reach = (self.taps[-1] - 1) // 2 * self.dilation[-1]
+        taps = (*self.taps[:2], 2 * space_to_channels.count_groups(reach, voxels) + 1)
+        wide = self._replace(inputs=self.inputs * voxels, outputs=self.outputs * voxels, voxels=self.voxels // voxels)
+        return wide._replace(taps=taps, dilation=(*self.dilation[:2], 1))
+
+    def turn(self) -> "Convolved | None":
+        """Return the convolution that gives the same with a turned weight."""
+        other: Mapping[Direction, Direction] = {"forward": "input gradient", "input gradient": "forward"}
+        if self.direction not in other:
+            return None
+        return self._replace(direction=other[self.direction], inputs=self.outputs, outputs=self.inputs)
+
+
+def is_grouped(form: Form) -> bool:
+    """Return whether a form is computed over groups of voxels."""
+    return not isinstance(form, ZeroChannels) and form.voxels > 1
+
+
+def estimate_time(form: Form | None, convolved: Convolved) -> float | None:
+    """Return the picoseconds of a convolution in a form, None for torch's own; None if the table does not have it."""
+    if form is None:
+        return convolved.look_up()
+    compute = {Groups: _estimate_groups, ZeroChannels: _estimate_zeros, Turned: _estimate_turned}[type(form)]
+    time = compute(form, convolved)  # type: ignore[operator]
+    return None if time is None else float(time) + LAUNCHES_PS[type(form)]
+
+
+def _estimate_groups(form: Groups, convolved: Convolved) -> float | None:
+    wide = convolved.group(form.voxels)
+    time = wide.look_up()
+    entries = wide.inputs * wide.outputs * wide.taps[0] * wide.taps[1] * wide.taps[2]
+    # An expanded weight, or its gradient, is written and read.
+    return None if time is None else time + 4 * entries * COPY_PS
+
+
+def _estimate_zeros(form: ZeroChannels, convolved: Convolved) -> float | None:
+    inputs = padded.fill_up(convolved.inputs) if form.inputs else convolved.inputs
+    outputs = padded.fill_up(convolved.outputs) if form.outputs else convolved.outputs
+    if (inputs != convolved.inputs, outputs != convolved.outputs) != tuple(form):
+        return None
+    time = convolved._replace(inputs=inputs, outputs=outputs).look_up()
+    copied = 0
+    if form.inputs and convolved.direction != "input gradient":
+        copied += inputs + convolved.inputs
+    if form.outputs and convolved.direction != "forward":
+        copied += outputs + convolved.outputs
+    return None if time is None else time + 2 * copied * convolved.voxels * COPY_PS
+
+
+def _estimate_turned(form: Turned, convolved: Convolved) -> float | None:
+    turned = convolved.turn()
+    if turned is None:
+        return None
+    return turned.look_up() if form.voxels == 1 else _estimate_groups(Groups(form.voxels), turned)
+
+
+def rank_forms(
     direction: Direction, weight: torch.Size, dilation: Sequence[int], voxels: int, device: torch.device
-) -> Form | None:
-    """Return the faster form of a convolution; None if torch's own is faster, or nothing was measured.
+) -> Sequence[Form]:
+    """Return the forms of a convolution that are faster than torch's own, the fastest first.
 
     Parameters
     ----------
@@ -157,10 +211,22 @@ def find_form(
     device : torch.device
         A GPU.
     """
+    if not torch.backends.cudnn.enabled or gpus.find_capability(device)[0] != CAPABILITY:
+        return ()
+    return _rank(direction, tuple(weight), tuple(dilation), voxels)
+
+
+@cache
+def _rank(direction: Direction, weight: Sides, dilation: Sides, voxels: int) -> Sequence[Form]:
     outputs, inputs, *taps = weight
-    if len({*taps}) > 1 or len({*dilation}) > 1:
-        return None
-    rule = RULES[direction].get((inputs, outputs, taps[0], dilation[0]))
-    if rule is None or voxels < rule.fewest or not torch.backends.cudnn.enabled:
-        return None
-    return rule.form if gpus.find_capability(device)[0] == CAPABILITY else None
+    convolved = Convolved(direction, inputs, outputs, tuple(taps), dilation, voxels)
+    plain = estimate_time(None, convolved)
+    if plain is None or voxels < FEWEST:
+        return ()
+    found = []
+    for form in FORMS:
+        is_small = is_grouped(form) and voxels < FEWEST_OF_GROUPS
+        time = None if is_small else estimate_time(form, convolved)
+        if time is not None and time <= GAIN * plain:
+            found.append((time, form))
+    return [form for _, form in sorted(found, key=lambda pair: pair[0])]

@@ -142,9 +142,9 @@ def has_own_taps(weight: Tensor) -> bool:
     return prod(weight.shape[2:]) > 1 and fusions.is_on("few channels")
 
 
-def _has_few_in(weight: Tensor) -> bool:
+def _has_few_in(weight: Tensor, most: float = few_in.MOST_CHANNELS) -> bool:
     """Return whether ``few_in`` is for a kernel with so many channels out and in, and lines of taps of this length."""
-    fits = few_in.FEWEST_CHANNELS <= weight.shape[0] <= few_in.MOST_CHANNELS and weight.shape[1] <= few_in.MOST_IN
+    fits = few_in.FEWEST_CHANNELS <= weight.shape[0] <= most and weight.shape[1] <= few_in.MOST_IN
     return fits and weight.shape[1] * weight.shape[-1] <= few_in.MOST_COLUMNS and fusions.is_on("few channels")
 
 
@@ -154,8 +154,8 @@ def is_few_in(call: ConvolutionCall) -> bool:
     return fits and _is_undilated(call.slab, call.weight, call.settings) and few_in.can_read(call.slab)
 
 
-def _is_few_out(call: ConvolutionCall) -> bool:
-    suits = _has_few_in(call.weight.transpose(0, 1)) and prod(call.weight.shape[2:]) >= few_out.FEWEST_TAPS
+def _is_few_out(call: ConvolutionCall, most: float = few_in.MOST_CHANNELS) -> bool:
+    suits = _has_few_in(call.weight.transpose(0, 1), most) and prod(call.weight.shape[2:]) >= few_out.FEWEST_TAPS
     return suits and _is_undilated(call.slab, call.weight, call.settings) and call.slab.stride(1) == 1
 
 
@@ -165,9 +165,9 @@ def computes_few_out(call: ConvolutionCall) -> bool:
     return fits and few_out.keeps_width(call.weight, call.settings.padding)
 
 
-def differentiates_few_out(call: ConvolutionCall) -> bool:
-    """Return whether ``few_out`` takes the gradients of this convolution."""
-    return _is_few_out(call) and pads_less_than_kernel(call.weight, call.settings) and few_in.can_read(call.given)
+def differentiates_few_out(call: ConvolutionCall, most: float = few_in.MOST_CHANNELS) -> bool:
+    """Return whether ``few_out`` takes a gradient of this convolution, of so many channels in at most."""
+    return _is_few_out(call, most) and pads_less_than_kernel(call.weight, call.settings) and few_in.can_read(call.given)
 
 
 def _is_many_taps(call: ConvolutionCall) -> bool:

@@ -34,7 +34,7 @@ from volseg.device.convolution.settings import Settings
 from volseg.device.gpus import keeping
 from volseg.device.layout import in_layout
 
-__all__ = ["can_group", "expand", "forward", "input_gradient", "view_groups", "weight_gradient"]
+__all__ = ["can_group", "count_groups", "expand", "forward", "input_gradient", "view_groups", "weight_gradient"]
 
 
 def _compute_reach(kernel: Sequence[int], settings: Settings) -> int:
@@ -91,11 +91,11 @@ def _list_taps(shape: Shape, dilation: int, voxels: int) -> list[tuple[int, int,
     found = []
     for out, tap in product(range(voxels), range(shape[-1])):
         group, given = divmod(out + tap * dilation - reach, voxels)
-        found.append((out, given, group + _count_groups(reach, voxels), tap))
+        found.append((out, given, group + count_groups(reach, voxels), tap))
     return found
 
 
-def _count_groups(reach: int, voxels: int) -> int:
+def count_groups(reach: int, voxels: int) -> int:
     """Return the groups on each side that hold a reach."""
     return (reach + voxels - 1) // voxels
 
@@ -120,7 +120,7 @@ def _index_expansion(shape: Shape, dilation: int, voxels: int, last: bool, devic
     out, given, *taps = shape
     with torch.inference_mode(False):
         numbers = _number_entries(shape, last)
-        groups = 2 * _count_groups((taps[2] - 1) // 2 * dilation, voxels) + 1
+        groups = 2 * count_groups((taps[2] - 1) // 2 * dilation, voxels) + 1
         index = torch.full((voxels, out, voxels, given, taps[0], taps[1], groups), prod(shape), dtype=torch.int32)
         for one, other, group, tap in _list_taps(shape, dilation, voxels):
             index[one, :, other, :, :, :, group] = numbers[..., tap]
@@ -133,7 +133,7 @@ def _index_folding(shape: Shape, dilation: int, voxels: int, last: bool, device:
     """Return where the ``voxels`` entries of each tap of ``w``, channels last, stand in the memory of ``V``."""
     out, given, *taps = shape
     with torch.inference_mode(False):
-        groups = 2 * _count_groups((taps[2] - 1) // 2 * dilation, voxels) + 1
+        groups = 2 * count_groups((taps[2] - 1) // 2 * dilation, voxels) + 1
         wide = (voxels * out, voxels * given, *taps[:2], groups)
         numbers = _number_entries(wide, last).view(voxels, out, voxels, given, *taps[:2], groups)
         index = torch.empty((voxels, *shape), dtype=torch.int32)
@@ -169,7 +169,7 @@ def expand(weight: Tensor, settings: Settings, voxels: int) -> Tensor:
     (out, given, *taps), dilation = weight.shape, settings.dilation[-1]
     flat, last = _flatten(weight)
     index = _index_expansion(tuple(weight.shape), dilation, voxels, last, weight.device)
-    groups = 2 * _count_groups(_compute_reach(taps, settings), voxels) + 1
+    groups = 2 * count_groups(_compute_reach(taps, settings), voxels) + 1
     wide = torch.cat([flat, _make_zero(weight.dtype, weight.device)]).index_select(0, index)
     return wide.view(voxels * out, *taps[:2], groups, voxels * given).permute(0, 4, 1, 2, 3)
 
@@ -186,7 +186,7 @@ def _fold(gradient: Tensor, weight: Tensor, settings: Settings, voxels: int) -> 
 
 def _settle(weight: Tensor, settings: Settings, voxels: int) -> Settings:
     """Return the settings of the convolution of groups."""
-    groups = _count_groups(_compute_reach(weight.shape[2:], settings), voxels)
+    groups = count_groups(_compute_reach(weight.shape[2:], settings), voxels)
     return replace(settings, padding=(*settings.padding[:2], groups), dilation=(*settings.dilation[:2], 1))
 
 
@@ -214,7 +214,7 @@ def input_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Set
 
 def weight_gradient(gradient: Tensor, slab: Tensor, weight: Tensor, settings: Settings, voxels: int) -> Tensor:
     """Return the gradient of the weight, with channels last; both volumes may be grouped."""
-    groups = 2 * _count_groups(_compute_reach(weight.shape[2:], settings), voxels) + 1
+    groups = 2 * count_groups(_compute_reach(weight.shape[2:], settings), voxels) + 1
     out, given, *taps = weight.shape
     # Only its shape is asked for.
     wide = weight.new_empty((voxels * out, *taps[:2], groups, voxels * given)).permute(0, 4, 1, 2, 3)
