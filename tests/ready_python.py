@@ -31,13 +31,13 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NAME", "Popen"]
+__all__ = ["NAME", "Popen", "wait_until"]
 
 NAME = "ready_python"
 """What a process that waits to be forked is called in ``/proc/PID/comm``."""
@@ -67,6 +67,14 @@ _signature = inspect.signature(_plain._execute_child) if os.name == "posix" else
 _asking = threading.Lock()
 _waiting: socket.socket | None = None
 """To the process that is forked for those that this one starts."""
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.1)
 
 
 class Popen(_plain):

@@ -11,8 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from volseg.cli import app
+from volseg.data.readers import read_volume
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.folders import evaluate_folders, find_names, pair_files
+from volseg.inference.writing import write_prediction
 
 AFFINE = np.diag([1.0, 1.0, 2.0, 1.0])
 
@@ -138,6 +140,9 @@ def test_labels_are_named_found_or_taken_from_the_files(folders, tmp_path):
     write(predictions / "case_3.nii.gz", value=4)
     evaluated = evaluate_folders(predictions, labels)
     assert evaluated.names == {"1": "label_1", "4": "label_4"}
+    first = min(predictions.iterdir())
+    write_prediction(read_volume(first), read_volume(first), first, {1: "liver", 4: "tumour"})
+    assert find_names(labels, predictions).structures == {1: "liver", 4: "tumour"}, "of the file's header"
     assert evaluated.summary["mean"]["4"]["Dice"] == 0
     assert not evaluated.scoring.tolerances
 

@@ -1,5 +1,6 @@
 """A prediction that was interrupted goes on, and says what keeps it from writing before hours of work."""
 
+import csv
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from volseg.cli import app
+from volseg.data.labels import read_label_table
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import predict, train
 from volseg.experiment.prediction_files import FILE
@@ -55,6 +57,24 @@ def test_only_label_maps_that_are_not_there_whole_are_made(outcome, images, tmp_
     assert contents(output) == expected
     again = times(output)
     assert {name for name in names if again[name] != written[name]} == {*names[:2]}
+
+
+def test_volumes_of_labels_are_written_also_of_cases_done_before(outcome, images, tmp_path):
+    output = tmp_path / "out"
+    whole = predict(outcome.folder, [images], output)
+    names = read_label_table(next(iter(whole.label_maps.values())))
+    expected = []
+    for case, path in sorted(whole.label_maps.items()):
+        image = nibabel.load(path)
+        voxels, ml = np.asarray(image.dataobj), abs(np.linalg.det(image.affine[:3, :3])) / 1000
+        expected.append({"case": case, **{names[k]: f"{(voxels == k).sum() * ml:.3f}" for k in names}})
+    written = (output / "volumes.csv").read_text(encoding="utf-8")
+    assert list(csv.DictReader(written.splitlines())) == expected
+    first = whole.label_maps[expected[0]["case"]]
+    first.unlink()
+    (output / "volumes.csv").unlink()
+    predict(outcome.folder, [images], output, resume=True)
+    assert (output / "volumes.csv").read_text(encoding="utf-8") == written
 
 
 def test_an_image_that_was_replaced_is_predicted_again(outcome, images, tmp_path):

@@ -5,11 +5,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import ready_python
+from ready_python import wait_until
 
 from volseg.lifetime import is_running
 from volseg.workflow import load_checkpoint
@@ -30,13 +30,6 @@ def children(process: subprocess.Popen) -> list[int]:
     pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
     names = {pid: Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() for pid in pids}
     return [int(pid) for pid, name in names.items() if name != ready_python.NAME]  # which is one of the tests' own
-
-
-def wait_until(holds, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.1)
 
 
 def test_a_killed_process_is_started_again_and_the_job_goes_on(start, config_file, tmp_path):

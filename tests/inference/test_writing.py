@@ -1,6 +1,7 @@
 import errno
 import zlib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nibabel as nib
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from monai.data import MetaTensor
 
+from volseg.data.labels import read_label_table
 from volseg.data.readers import read_volume
 from volseg.errors import DataError, GridError
 from volseg.inference import writing
@@ -50,6 +52,26 @@ def test_written_labels_are_read_back_where_they_were(tmp_path, suffix):
     assert volume.affine.equal(rounded_to_float32(OBLIQUE))  # NIfTI stores float32
     assert nib.load(path).get_data_dtype() == np.uint8
     assert nib.load(path).header.get_xyzt_units()[0] == "mm"
+
+
+def test_names_and_colours_of_labels_are_in_the_header(tmp_path):
+    """As TotalSegmentator writes them; its reader takes the first extension, any other reader the voxels."""
+    names = {1: "left <atrium> & appendage", 2: "a ]]> b", 300: "Ö"}
+    image = MetaTensor(torch.rand(1, 5, 6, 7), affine=torch.diag(torch.tensor([-1.0, 1.5, 2.0, 1.0])))
+    labels = torch.randint(0, 301, (1, 5, 6, 7), dtype=torch.int32)
+    path = write_prediction(labels, image, tmp_path / "heart.nii.gz", names)
+    [extension] = nib.load(path).header.extensions
+    root = ElementTree.fromstring(extension.get_content().rstrip(b"\0"))
+    rows = root.findall("VolumeInformation/LabelTable/Label")
+    assert [(row.get("Key"), row.text) for row in rows] == [("1", names[1]), ("2", "a ]] > b"), ("300", "Ö")]
+    assert extension.get_code() == 0
+    assert [rows[0].get(name) for name in ("Red", "Green", "Blue", "Alpha")] == ["0.9020", "0.3137", "0.2353", "1"]
+    assert read_label_table(path) == {**names, 2: "a ]] > b"}
+    assert read_volume(path).as_tensor().equal(labels.float())
+    read = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(path)))
+    assert np.array_equal(read.transpose(2, 1, 0), labels[0].numpy())
+    assert path.read_bytes() == write_prediction(labels, image, tmp_path / "2.nii.gz", names).read_bytes()
+    assert read_label_table(write_prediction(labels, image, tmp_path / "plain.nii")) == {}
 
 
 @pytest.mark.parametrize(("sform", "qform"), [(1, 1), (2, 1), (4, 0), (0, 1), (0, 0)])

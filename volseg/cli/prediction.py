@@ -262,6 +262,8 @@ def evaluate(
         overwrite=overwrite,
     )
     show(judging.judging_json(evaluated) if as_json else judging.judging_words(evaluated, metrics))
+    if evaluated.summary is not None and not as_json:
+        show(f"every case: summary.json and cases.csv in {output or predictions}")
     if evaluated.faults:
         raise typer.Exit(1)
 

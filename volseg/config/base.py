@@ -287,7 +287,9 @@ def list_values(value: Any) -> Iterator[Any]:
 
 
 def _sentence(section: type[BaseModel], error: Any) -> str:
-    *parents, last = [part for part in error["loc"] if not _is_of_union(part)] or ("(top level)",)
+    # A part like ``list[int]`` or ``constrained-str`` is no key: pydantic names which of several types it tried there.
+    keys = [part for part in error["loc"] if "[" not in str(part) and not str(part).startswith("constrained-")]
+    *parents, last = keys or ("(top level)",)
     where = ".".join(str(part) for part in (*parents, last))
     if error["type"] == "extra_forbidden":
         if where in RENAMED:
@@ -311,11 +313,6 @@ def _sentence(section: type[BaseModel], error: Any) -> str:
 def _follows(error: Any) -> bool:
     """Tell whether a list is too short only because its items were refused, which is told of each."""
     return error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]
-
-
-def _is_of_union(part: Any) -> bool:
-    """Tell whether a part of a place is no key, but which of several types pydantic tried there."""
-    return isinstance(part, str) and ("[" in part or part.startswith("constrained-"))
 
 
 def _section_at(section: type[BaseModel], path: Sequence[Any]) -> type[BaseModel]:

@@ -11,8 +11,11 @@ what is known of each voxel, and whoever cuts, moves or stores it needs to know 
 (`num_indices`). What each number says about each output of a network is in `volseg.losses.Targets`.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import nibabel as nib
 import torch
 from monai.data import MetaTensor
 from torch import Tensor
@@ -21,10 +24,26 @@ from volseg.data.cases import Case, Task
 from volseg.errors import DataError
 from volseg.losses.targets import Targets
 
-__all__ = ["num_indices", "targets_of", "to_classes", "to_values"]
+__all__ = [
+    "LABEL_COLOURS",
+    "format_label_table",
+    "measure_volumes",
+    "num_indices",
+    "read_label_table",
+    "targets_of",
+    "to_classes",
+    "to_values",
+]
 
 MOST_INDICES = 256
 """Of uint8."""
+
+LABEL_COLOURS = (
+    (230, 80, 60), (60, 150, 230), (90, 200, 110), (240, 190, 60), (170, 110, 220), (80, 210, 210), (240, 130, 180),
+)  # fmt: skip
+"""Colours (RGB, 0 to 255) of labels 1, 2, ...; further labels start again."""
+
+LABEL_ROW = re.compile(r'<Label Key="(\d+)"[^>]*><!\[CDATA\[(.*?)\]\]></Label>', re.DOTALL)
 
 
 def to_classes(label_map: Tensor, task: Task, case: Case | None = None) -> Tensor:
@@ -138,3 +157,48 @@ def _place_labelled(labelled: tuple[int, ...], case: Case, task: Task) -> int:
 def _with_metadata(voxels: Tensor, label_map: Tensor) -> Tensor:
     """Return ``voxels`` with the place in the patient that ``label_map`` has, if it has one."""
     return MetaTensor(voxels).copy_meta_from(label_map) if isinstance(label_map, MetaTensor) else voxels
+
+
+def format_label_table(names: Mapping[int, str]) -> bytes:
+    """Return the names and colours of labels as the XML of a NIfTI header extension, as TotalSegmentator writes it.
+
+    It is the label table of Caret and Connectome Workbench.
+
+    Examples
+    --------
+    >>> LABEL_ROW.findall(format_label_table({1: "Anterior", 2: "Posterior"}).decode())
+    [('1', 'Anterior'), ('2', 'Posterior')]
+    """
+    rows = []
+    for value, name in names.items():
+        red, green, blue = (colour / 255 for colour in LABEL_COLOURS[(value - 1) % len(LABEL_COLOURS)])
+        colour = f'Red="{red:.4f}" Green="{green:.4f}" Blue="{blue:.4f}" Alpha="1"'
+        rows.append(f'<Label Key="{value}" {colour}><![CDATA[{name.replace("]]>", "]] >")}]]></Label>\n')
+    table = f"<LabelTable>\n{''.join(rows)}</LabelTable>"
+    volume = f'<VolumeInformation Index="0">{table}<VolumeType><![CDATA[Label]]></VolumeType></VolumeInformation>'
+    return f'<?xml version="1.0" encoding="UTF-8"?><CaretExtension>{volume}</CaretExtension>\n'.encode()
+
+
+def read_label_table(path: Path) -> dict[int, str]:
+    """Return the names of labels in the header extension of a NIfTI file, as `format_label_table` wrote them.
+
+    Empty for a file of another format, or without a table.
+    """
+    if not path.name.lower().endswith((".nii", ".nii.gz")):
+        return {}
+    texts = [extension.get_content() for extension in nib.load(path).header.extensions]  # type: ignore[attr-defined]
+    rows = (
+        row for text in texts if isinstance(text, bytes) for row in LABEL_ROW.findall(text.decode(errors="replace"))
+    )
+    return {int(value): name for value, name in rows}
+
+
+def measure_volumes(label_map: MetaTensor, task: Task) -> dict[str, float]:
+    """Return the volume (ml) of each label or region in a label map of the files' values."""
+    counts = torch.bincount(label_map.as_tensor().flatten()).tolist()
+    voxel = abs(float(torch.linalg.det(label_map.affine[:3, :3].double()))) / 1000
+    volumes = {}
+    for values, name in task.structures.items():
+        each = values if isinstance(values, tuple) else (values,)
+        volumes[name] = voxel * sum(counts[value] for value in each if value < len(counts))
+    return volumes

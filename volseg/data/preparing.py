@@ -325,13 +325,10 @@ def _choose_own(sides: Sequence[tuple[Case, bool]], readers: Readers) -> list[in
 
 def _file_size(case: Case) -> int:
     try:
-        return sum(_size_on_disk(path) for path in list_files(case["image"]))
+        paths = list_files(case["image"])
+        return sum(file.stat().st_size for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
     except OSError:  # what is wrong with it is told by who reads it
         return 0
-
-
-def _size_on_disk(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
 def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[list[list[int]]], None]:

@@ -92,18 +92,14 @@ def describe_plain(value: Any) -> Hashable | None:
     which its class may define as it likes. So it is plain where all that it holds is, and its name tells it.
     """
     if isinstance(value, Enum):
-        held = [part for name, part in vars(value).items() if not _is_of_enumerations(name)]
+        # A member's attributes ``_name_`` and ``__name__`` are Python's own.
+        held = [part for name, part in vars(value).items() if not (name.startswith("_") and name.endswith("_"))]
         parts = [describe_plain(part) for part in (value._value_, *held)]
         return None if None in parts else (type(value), value._name_, *parts)
     if type(value) in (tuple, torch.Size):
         parts = [describe_plain(part) for part in value]
         return None if None in parts else (type(value), *parts)
     return (type(value), value) if isinstance(value, PLAIN) else None  # True == 1 == 1.0
-
-
-def _is_of_enumerations(name: str) -> bool:
-    """Return whether a member's attribute is Python's own: it has reserved ``_name_`` and ``__name__``."""
-    return name.startswith("_") and name.endswith("_")
 
 
 def read_modes() -> tuple[Any, ...]:

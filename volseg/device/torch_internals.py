@@ -25,7 +25,7 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
-from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
     "PLAIN_TENSORS",
@@ -88,6 +88,7 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_map_only",
     "tree_unflatten",
     "unwrap_transformed",
     "watching_scripts",

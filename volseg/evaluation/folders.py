@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from volseg.data.cases import Case, Structure, Task
+from volseg.data.labels import read_label_table
 from volseg.data.layouts.declared import add_labelled, name_task, read_manifest, read_regions
 from volseg.data.layouts.files import list_images
 from volseg.data.layouts.pairs import LABEL_WORDS
@@ -140,7 +141,8 @@ def find_names(labels: str | Path, predictions: str | Path, names: str | None = 
     Parameters
     ----------
     labels, predictions : path
-        Folders: a ``dataset.json`` (or ``task.yaml``) in the first, above it, or in the second is read.
+        Folders: a ``dataset.json`` (or ``task.yaml``) in the first, above it, or in the second is read, else the label
+        table in the header of the first file of the second, or of the first.
     names : str, optional
         In place of these: such a file, or ``1=liver,2=tumour``.
 
@@ -161,6 +163,11 @@ def find_names(labels: str | Path, predictions: str | Path, names: str | None = 
             return _make_task(manifest[1], manifest[0], name_task(manifest[0].absolute().parent, manifest[1]))
     if names is not None:
         raise DataError(f"{names} is no dataset.json with 'labels'; name one, or give 1=NAME,2=NAME")
+    for file in (file for folder in (Path(predictions), Path(labels)) for file in list_images(folder)[:1]):
+        if table := read_label_table(file):
+            return _make_task(
+                {"labels": {"0": "background", **{str(value): table[value] for value in table}}}, file, ""
+            )
     return None
 
 

@@ -55,6 +55,10 @@ def scores_table(summary: Summary, names: Mapping[str, str], metrics: Collection
                     "" if undefined is None else str(undefined),
                 )
             )
+        labels = [key for key in summary["mean"] if key != "0" and metric in summary["mean"][key]]
+        if metric in JUDGED and len(labels) > 1:
+            mean = _format(summary["foreground_mean"][metric], metric)
+            rows.append((rows[-1][0], "mean of labels", mean, "", "", ""))
     return format_table(rows)
 
 

@@ -59,7 +59,8 @@ def find_facts(config: ExperimentConfig, channels: int | None = None, classes: i
     """
     root = config.data.root
     if channels is not None and classes is not None:
-        task = _make_task(root.name or "task", [f"channel {n}" for n in range(channels)], _number_labels(classes))
+        labels = {value: f"label {value}" if value else "background" for value in range(classes)}
+        task = _make_task(root.name or "task", [f"channel {n}" for n in range(channels)], labels)
         return DataFacts(task=task, spacing=_spacing_without_cases(config), source="--channels and --classes")
     if root.exists():
         task = load_task(root, require_files=False)
@@ -80,10 +81,6 @@ def find_facts(config: ExperimentConfig, channels: int | None = None, classes: i
 
 def _make_task(name: str, modalities: Sequence[str], labels: dict[int, str]) -> Task:
     return Task(name=name, root=Path(name), modalities=tuple(modalities), labels=labels, training=(), test=())
-
-
-def _number_labels(classes: int) -> dict[int, str]:
-    return {value: "background" if value == 0 else f"label {value}" for value in range(classes)}
 
 
 def _find_public(name: str) -> PublicTask | None:

@@ -13,6 +13,7 @@ from monai.data import MetaTensor
 from volseg.data.cases import Task
 from volseg.data.checks.kinds import KINDS
 from volseg.data.checks.volumes import find_grid_faults, find_image_faults
+from volseg.data.labels import measure_volumes
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.sources import Source, load_trained, path_of
@@ -102,9 +103,9 @@ class LoadedModel:
             labels = self._postprocessing(labels)
         task = self.task
         return Segmentation(
-            labels=as_kind_of(volume, labels, image),
+            labels=as_kind_of(volume, labels, image, task.foreground),
             names=task.foreground,
-            volumes=_measure(labels, task),
+            volumes=measure_volumes(labels, task),
             probabilities=predicted.probabilities,
             outputs=tuple(task.regions) or tuple(task.labels[value] for value in task.class_values),
         )
@@ -198,14 +199,3 @@ def _choose_gpu(device: str | None) -> Any:
     if not device.startswith("cuda:") or not number.isdecimal() or int(number) >= count:
         raise ConfigError(f"device should be auto, cpu, cuda, or cuda:N of {count} GPUs, got {device}")
     return torch.cuda.device(int(number))
-
-
-def _measure(labels: MetaTensor, task: Task) -> dict[str, float]:
-    """Return the volume of each label or region (ml)."""
-    counts = torch.bincount(labels.as_tensor().flatten()).tolist()
-    voxel = abs(float(torch.linalg.det(labels.affine[:3, :3].double()))) / 1000
-    volumes = {}
-    for values, name in task.structures.items():
-        each = values if isinstance(values, tuple) else (values,)
-        volumes[name] = voxel * sum(counts[value] for value in each if value < len(counts))
-    return volumes

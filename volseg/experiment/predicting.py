@@ -129,6 +129,7 @@ def predict(
     for_worker = {**order, "source": [str(path_of(one)) for one in order["source"]], "output": str(files.folder)}
     with count_up(len(cases), "predicting", done=len(done)) as count:
         results |= queue.run(count, () if cut_over else devices, for_worker)
+    record.write_volumes()
     return Predicted(folder=files.folder, cases=tuple(results[case["case"]] for case in cases))
 
 

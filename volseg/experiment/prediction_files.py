@@ -5,9 +5,11 @@
     FOLDER/CASE.nii.gz                  label map; CASE.dcm where DICOM segmentations are asked for
     FOLDER/probabilities/CASE.nii.gz    of every class or region
     FOLDER/uncertainty/CASE.nii.gz      entropy of the probabilities
+    FOLDER/volumes.csv                  volume (ml) of each label
     FOLDER/predicted.jsonl              what made them; see `volseg.experiment.prediction_files`
 """
 
+import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +22,7 @@ from volseg.checkpointing.components import describe_components
 from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Case
 from volseg.data.json_files import parse_json
+from volseg.data.labels import measure_volumes
 from volseg.data.readers import find_suffix, list_files
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.trained import Trained
@@ -111,8 +114,10 @@ class PredictionFiles:
         if self.probabilities:
             require_room(prepared["image"], trained.task.num_outputs, held=HELD)
 
-    def write(self, given: Case, prepared: Mapping[str, Any], prediction: Prediction, trained: Trained) -> Path:
-        """Write the files of a case, its label map last; return that one.
+    def write(
+        self, given: Case, prepared: Mapping[str, Any], prediction: Prediction, trained: Trained
+    ) -> tuple[Path, dict[str, float]]:
+        """Write the files of a case, its label map last; return that one, and the volumes of its labels (ml).
 
         Parameters
         ----------
@@ -135,12 +140,13 @@ class PredictionFiles:
             assert prediction.entropy is not None
             write_entropy(prediction.entropy, image, self.folder / "uncertainty" / name)
         labels = prediction.labels if self.postprocessing is None else self.postprocessing(prediction.labels)
-        path = self.name_label_map(given)
+        path, task = self.name_label_map(given), trained.task
         if self.label_format == "nifti":
-            return write_prediction(labels, image, path)
-        return write_dicom_segmentation(
-            labels, image, path, task=trained.task, series=list_files(given["image"])[0], weights=trained.weights
-        )
+            write_prediction(labels, image, path, task.foreground)
+        else:
+            series = list_files(given["image"])[0]
+            write_dicom_segmentation(labels, image, path, task=task, series=series, weights=trained.weights)
+        return path, measure_volumes(labels, task)
 
 
 # What a folder of predictions was made with, so that a prediction that was interrupted can go on.
@@ -150,7 +156,7 @@ class PredictionFiles:
 # each case that failed.
 
 
-FILE = "predicted.jsonl"
+FILE, VOLUMES = "predicted.jsonl", "volumes.csv"
 SETTINGS = ("network", "preprocessing", "inference")
 """Sections of the config that a label map depends on, with the weights."""
 
@@ -217,7 +223,7 @@ class PredictionRecord:
             entry, path = known.get(case["case"], {}), self._files.name_label_map(case)
             if entry.get("made_by") != self._digest:  # by another process, that was writing here when this one began
                 continue
-            same_image = "image" in entry and entry["image"] == identify(case)
+            same_image = {"image", "ml"} <= entry.keys() and entry["image"] == identify(case)
             is_whole = all(file.is_file() for file in self._files.name_all(case))
             if same_image and is_whole and entry.get("label_map") == digest_file(path):
                 done[case["case"]] = path
@@ -228,7 +234,7 @@ class PredictionRecord:
         paths = {case["case"]: self._files.name_label_map(case) for case in cases}
         return {name: path for name, path in paths.items() if path.is_file()}
 
-    def add(self, case: Case, image: Sequence[Any] | None) -> None:
+    def add(self, case: Case, image: Sequence[Any] | None, volumes: Mapping[str, float]) -> None:
         """Record that the label map of a case is whole; from any thread.
 
         Parameters
@@ -237,9 +243,24 @@ class PredictionRecord:
             With paths.
         image : sequence
             What `identify` said before the image was read: since then another may have taken its place.
+        volumes : mapping
+            Of each label or region (ml), for ``volumes.csv``.
         """
         digest = digest_file(self._files.name_label_map(case))
-        self._add({"case": case["case"], "made_by": self._digest, "image": image, "label_map": digest})
+        self._add(
+            {"case": case["case"], "made_by": self._digest, "image": image, "label_map": digest, "ml": dict(volumes)}
+        )
+
+    def write_volumes(self) -> Path:
+        """Write ``volumes.csv``, the volume (ml) of each label in each case that was predicted; return its path."""
+        entries = {entry["case"]: entry["ml"] for entry in map(_parse, self._read()) if "ml" in entry}
+        path = self._folder / VOLUMES
+        with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["case", *dict.fromkeys(name for volumes in entries.values() for name in volumes)])
+            for case, volumes in sorted(entries.items()):
+                rows.writerow([case, *(f"{volume:.3f}" for volume in volumes.values())])
+        return path
 
     def add_failure(self, case: Case, error: str, message: str) -> None:
         """Record that a case failed; it is tried again when the prediction goes on."""

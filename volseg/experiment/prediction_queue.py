@@ -323,8 +323,8 @@ class PredictionQueue:
         """Write the files of a case, and record it: here, so that it is done before another one is begun."""
         given = self._cases[case["case"]]
         try:
-            path = self._files.write(given, case, prediction, self._trained)
-            self._record.add(given, self._identities[case["case"]])
+            path, volumes = self._files.write(given, case, prediction, self._trained)
+            self._record.add(given, self._identities[case["case"]], volumes)
         except OSError as fault:
             raise ConfigError(
                 f"label maps cannot be written to {self._files.folder} ({fault.strerror or fault}); free space, then "

@@ -9,6 +9,7 @@
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def _require_as_read(volume: MetaTensor) -> None:
         )
 
 
-def as_kind_of(given: Any, label_map: MetaTensor, image: MetaTensor) -> Any:
+def as_kind_of(given: Any, label_map: MetaTensor, image: MetaTensor, names: Mapping[int, str]) -> Any:
     """Return a label map (1, D, H, W) on the image's grid as the kind of what was given.
 
     Parameters
@@ -131,9 +132,11 @@ def as_kind_of(given: Any, label_map: MetaTensor, image: MetaTensor) -> Any:
         On the original grid of the image.
     image : MetaTensor
         The volume of ``given``.
+    names : mapping
+        Names of the labels by value, for an image of nibabel.
     """
     if isinstance(given, nibabel.Nifti1Image | nibabel.Nifti2Image):
-        return build_label_image(label_map, image, NOWHERE)
+        return build_label_image(label_map, image, NOWHERE, names)
     voxels = label_map.as_tensor()[0]
     if _is_simpleitk(given):
         made = simpleitk().GetImageFromArray(np.ascontiguousarray(voxels.numpy().transpose(2, 1, 0)))

@@ -117,7 +117,11 @@ class Aligned:
             if table.weight is None:
                 values = _select(values, dim, below)
                 continue
-            of_above = table.weight[part.start : part.stop].to(values.device).view(*_column(dim))
+            of_above = (
+                table.weight[part.start : part.stop]
+                .to(values.device)
+                .view([-1 if other == dim else 1 for other in range(4)])
+            )
             # Products and a sum: a fused product would round otherwise at the ends of a row, and so by the box.
             lower = values.index_select(dim, below.to(values.device)).mul_(1 - of_above)
             values = lower.add_(values.index_select(dim, above.to(values.device)).mul_(of_above))
@@ -268,10 +272,6 @@ def _select(values: Tensor, dim: int, indices: Tensor) -> Tensor:
     if indices.equal(torch.arange(first, first + len(indices))):
         return values.narrow(dim, first, len(indices))
     return values.index_select(dim, indices.to(values.device))
-
-
-def _column(dim: int) -> list[int]:
-    return [-1 if other == dim else 1 for other in range(4)]
 
 
 def split_box(box: Box, most_voxels: int) -> Iterator[Box]:

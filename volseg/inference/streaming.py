@@ -144,7 +144,9 @@ class Streamer:
 
     def _blend(self, plan: BlendPlan, images: Tensor) -> Iterator[tuple[Slab, Box, Box]]:
         """Yield each slab with the voxels that are finished since the last one, and those that can be decided."""
-        images = images.to(self.device) if self._keeps_on_device(images) else images
+        # Windows are cut on the device where the image takes a small part of what is free.
+        if self.device.type != "cpu" and images.numel() * FLOAT_BYTES <= count_free_bytes(self.device) // 8:
+            images = images.to(self.device)
         windows = skipped = 0
         for region in plan.regions():
             for slab in blend_slabs(
@@ -160,10 +162,6 @@ class Streamer:
                 yield slab, (finished[0], finished[1], finished[2]), (ready[0], ready[1], ready[2])
         if self.predictor.skip_background:
             logger.info("%d of %d windows hold one value and count as background (skip_background)", skipped, windows)
-
-    def _keeps_on_device(self, images: Tensor) -> bool:
-        """Say whether windows are cut on the device: where the image takes a small part of what is free."""
-        return self.device.type != "cpu" and images.numel() * FLOAT_BYTES <= count_free_bytes(self.device) // 8
 
     def _plan(self, image: Tensor, budget: int) -> BlendPlan:
         assert self.window is not None

@@ -17,6 +17,7 @@ from monai.data import MetaTensor
 from torch import Tensor
 
 from volseg.data.cases import LARGEST_VALUE, Task
+from volseg.data.labels import format_label_table
 from volseg.data.volume import SCANNER_ANATOMICAL
 from volseg.errors import DataError, GridError, OutOfMemoryError
 from volseg.files import replacing
@@ -44,11 +45,16 @@ COMPRESSED_TOGETHER = 2**20
 MOST_THREADS = 4
 """Beyond them putting the voxels in order takes longer."""
 
+LABEL_TABLE = 0
+"""TotalSegmentator's code of a header extension with a label table: nibabel cannot read that of Caret, 30."""
+
 BLOCK_SIDE = 64
 """Voxels along two axes that are put in the file's order together."""
 
 
-def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.PathLike[str]) -> Path:
+def write_prediction(
+    label_map: Tensor, reference: MetaTensor, path: str | os.PathLike[str], names: Mapping[int, str] | None = None
+) -> Path:
     """Write ``label_map`` as NIfTI with the affine and the header codes of its image; return the path.
 
     Voxels are uint8, or uint16 or int32 where the largest value needs it. The file replaces an older one in one step or
@@ -63,6 +69,8 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
         ``qform_code`` and ``qform_affine`` as the readers set them; without them the affine counts as the scanner's.
     path : path
         Ends in ``.nii`` or ``.nii.gz``.
+    names : mapping, optional
+        Names of the labels by value, for the header extension that viewers read (`format_label_table`).
 
     Raises
     ------
@@ -74,7 +82,7 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
     path = Path(path)
     if not path.name.lower().endswith((".nii", ".nii.gz")):
         raise DataError(f"a prediction is written as NIfTI: {path} must end in .nii or .nii.gz")
-    image = build_label_image(label_map, reference, path)
+    image = build_label_image(label_map, reference, path, names)
     content = io.BytesIO()
     image.to_stream(content)
     if path.name.lower().endswith(".gz"):
@@ -84,7 +92,9 @@ def write_prediction(label_map: Tensor, reference: MetaTensor, path: str | os.Pa
     return path
 
 
-def build_label_image(label_map: Tensor, reference: MetaTensor, path: Path) -> nib.Nifti1Image:
+def build_label_image(
+    label_map: Tensor, reference: MetaTensor, path: Path, names: Mapping[int, str] | None = None
+) -> nib.Nifti1Image:
     """Return the image that `write_prediction` writes; ``path`` names it in messages."""
     grid = Grid.original(reference)
     voxels = torch.as_tensor(label_map).detach().cpu()
@@ -93,9 +103,10 @@ def build_label_image(label_map: Tensor, reference: MetaTensor, path: Path) -> n
             f"{path} needs a label map on the image's own grid of {grid.shape} voxels, got {tuple(voxels.shape)}; "
             "bring it there with volseg.inference.original_grid.resample"
         )
-    return place(
-        nib.Nifti1Image(_to_integers(voxels.reshape(grid.shape), path), grid.affine.numpy()), grid, reference.meta
-    )
+    image = nib.Nifti1Image(_to_integers(voxels.reshape(grid.shape), path), grid.affine.numpy())
+    if names:
+        image.header.extensions.append(nib.nifti1.Nifti1Extension(LABEL_TABLE, format_label_table(names)))
+    return place(image, grid, reference.meta)
 
 
 def _compress(content: memoryview) -> io.BytesIO:

@@ -122,10 +122,6 @@ def _by_strides(strides: Sequence[Any]) -> GridRule:
     return _by_sides([math.prod(step[axis] for step in steps) for axis in range(3)], least_blocks=2)
 
 
-def _unetr(net: Any) -> GridRule:
-    return _by_sides([cells * patch for cells, patch in zip(net.feat_size, net.patch_size, strict=True)], fixed=True)
-
-
 _KNOWN: dict[type[nn.Module], Callable[[Any], GridRule]] = {
     nets.VNet: lambda _: _by_strides([2] * 4),
     # MONAI ignores strides beyond the last level.
@@ -133,7 +129,7 @@ _KNOWN: dict[type[nn.Module], Callable[[Any], GridRule]] = {
     **dict.fromkeys((VNet, nets.DynUNet, DynUNet, PlainConvUNet, ResEncUNet), lambda net: _by_strides(net.strides)),
     nets.SegResNet: lambda net: _by_strides([2] * (len(net.blocks_down) - 1)),
     nets.SwinUNETR: lambda net: _by_strides([int(net.patch_size)] * 5),
-    nets.UNETR: _unetr,
+    nets.UNETR: lambda net: _by_sides([a * b for a, b in zip(net.feat_size, net.patch_size, strict=True)], fixed=True),
 }
 _BASES = (96, 64, 128, 160, 48, 80, 112, 32)
 """Cubes to begin with; a divisor of a side that is taken is what is looked for, and these have many."""

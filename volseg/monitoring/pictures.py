@@ -16,15 +16,12 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn import functional
 
+from volseg.data.labels import LABEL_COLOURS
 from volseg.workflow.validation import Example
 
 __all__ = ["PALETTE", "draw_example", "draw_slices", "face_patient"]
 
-PALETTE = torch.tensor(
-    [[230, 80, 60], [60, 150, 230], [90, 200, 110], [240, 190, 60], [170, 110, 220], [80, 210, 210], [240, 130, 180]],
-    dtype=torch.float32,
-)
-"""Colours (RGB, 0 to 255) of labels 1, 2, ...; further labels start again."""
+PALETTE = torch.tensor(LABEL_COLOURS, dtype=torch.float32)
 
 PLANES = ("sagittal", "coronal", "axial")
 """What is seen along each axis of a volume that faces the patient."""

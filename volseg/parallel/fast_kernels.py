@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from volseg.device import triton_tiles
-from volseg.device.torch_internals import left_out_of_compilation, tree_map
+from volseg.device.torch_internals import left_out_of_compilation, tree_map_only
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.devices import find_current_device, name_devices
 from volseg.parallel.model_parallel import ModelParallel, check_network
@@ -73,7 +73,8 @@ class FastKernels(ModelParallel):
             ) from fault
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return tree_map(_take_whole, super().forward(*args, **kwargs))
+        # A volume's only slab is the volume.
+        return tree_map_only(ShardedVolume, lambda volume: volume.to_local(), super().forward(*args, **kwargs))
 
     def rehearse(self, *args: Any, **kwargs: Any) -> None:
         """Run the network once in training and once in evaluation on an example, and undo all side effects.
@@ -118,8 +119,3 @@ def explain_absence(device: torch.device) -> str | None:
         needed, has = (".".join(map(str, version)) for version in (CAPABILITY, capability))
         return f"they need a GPU of compute capability {needed} or more, and {device} has {has}"
     return None
-
-
-def _take_whole(value: Any) -> Any:
-    """Return the only slab of a volume, which is the volume, as an ordinary tensor."""
-    return value.to_local() if isinstance(value, ShardedVolume) else value

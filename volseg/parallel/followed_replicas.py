@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device.gpus import observer
-from volseg.device.torch_internals import find_backward_pass, tree_map
+from volseg.device.torch_internals import find_backward_pass, tree_map_only
 
 __all__ = ["FollowedReplicas"]
 
@@ -51,7 +51,8 @@ class FollowedReplicas(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network, and copy its outputs."""
-        return tree_map(_copy_if_trained, self._model(*args, **kwargs))
+        outputs = self._model(*args, **kwargs)
+        return tree_map_only(Tensor, lambda value: value.clone() if value.requires_grad else value, outputs)
 
 
 class _Bucket:
@@ -111,7 +112,3 @@ def _fill_buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
                 limit, size, bucket = LIMITS[1], 0, []
         if bucket:
             yield bucket
-
-
-def _copy_if_trained(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value.requires_grad else value

@@ -149,7 +149,7 @@ def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry) -> Iterato
 def _normalise(fingerprint: Fingerprint) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield a step per scheme that the channels' names ask for, by nnU-Net's names."""
     kept = float(np.median([case.kept for case in fingerprint.cases]))
-    schemes = [_choose_scheme(name) for name in fingerprint.channels]
+    schemes = [{"ct": "ct", "nonorm": "none"}.get(name.casefold(), "zscore") for name in fingerprint.channels]
     for channel, scheme in enumerate(schemes):
         if scheme != "ct":
             continue
@@ -171,10 +171,6 @@ def _normalise(fingerprint: Fingerprint) -> Iterator[tuple[dict[str, Any], str]]
         if len(scored) < len(schemes):
             value["channels"] = scored
         yield value, reason
-
-
-def _choose_scheme(channel: str) -> str:
-    return {"ct": "ct", "nonorm": "none"}.get(channel.casefold(), "zscore")
 
 
 def _clip_ct(found: Intensities | None) -> dict[str, Any]:

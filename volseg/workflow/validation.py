@@ -269,7 +269,8 @@ class Validation:
         )
         path = None
         if self.folder is not None:
-            path = write_prediction(prediction, case["image"], self.folder / f"{case['case']}.nii.gz")
+            names = {value: name for value, name in self.labels.items() if isinstance(value, int)}
+            path = write_prediction(prediction, case["image"], self.folder / f"{case['case']}.nii.gz", names)
         return EvaluatedCase(metrics=metrics, prediction_file=path, reference_file=case.get("reference_file"))
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ready_python import wait_until
 
 from volseg.errors import ParallelError
 from volseg.lifetime import is_running
@@ -25,13 +26,6 @@ def written(folder: Path, name: str) -> list[list]:
     return [
         json.loads(line) for file in folder.glob(f"{name}.*") for line in file.read_text(encoding="utf-8").splitlines()
     ]
-
-
-def wait_until(holds, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.1)
 
 
 def assert_nothing_is_left(folder: Path) -> None:

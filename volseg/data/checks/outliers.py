@@ -11,6 +11,7 @@ References
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -82,10 +83,6 @@ def _smoothness(axis: int) -> Callable[[Texture], float]:
     return lambda texture: texture.smoothness[axis]
 
 
-def _roughness(axis: int) -> Callable[[Texture], float]:
-    return lambda texture: texture.compare_axis(axis)
-
-
 VOLUME = "{value:.3g} mm3, elsewhere about {median:.3g}"
 
 LABEL_RULES = (
@@ -134,7 +131,7 @@ TEXTURE_RULES = (
             "slices-unlike",
             "high",
             1.5,
-            _roughness(axis),
+            partial(Texture.compare_axis, axis=axis),
             f"{name} {{value:.2f}} times as rough as along the other axes, elsewhere {{median:.2f}}",
             is_ratio=True,
         )

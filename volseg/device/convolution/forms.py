@@ -18,6 +18,8 @@ other compute capabilities than 9.
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import chain, product
+from math import prod
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -95,28 +97,19 @@ LAUNCHES_PS = {Groups: 15e6, ZeroChannels: 12e6, Turned: 5e6}
 """Picoseconds of what a form launches whatever the size: a weight is expanded, padded, or turned round."""
 
 Sides = tuple[int, ...]
-Lookup: TypeAlias = Mapping[tuple[Sides, Sides], Mapping[Direction, Mapping[tuple[int, int], int]]]
+Lookup: TypeAlias = Mapping[tuple[Sides, Sides], Mapping[Direction, Mapping[tuple[int, int], int | None]]]
 
 
 @cache
 def load_table() -> Lookup:
     """Return the table: by taps and dilation, by direction, by channels in and out."""
     rows = json.loads(TABLE.read_text(encoding="utf-8"))["rows"]
-    return {(tuple(row["taps"]), tuple(row["dilation"])): _read_kernel(row) for row in rows}
-
-
-def _read_kernel(row: Mapping[str, object]) -> Mapping[Direction, Mapping[tuple[int, int], int]]:
-    channels, times = row["channels"], row["picoseconds"]
-    assert isinstance(channels, list)
-    assert isinstance(times, dict)
     return {
-        direction: {
-            (given, out): time
-            for given, of_given in zip(channels, square, strict=True)
-            for out, time in zip(channels, of_given, strict=True)
-            if time is not None
+        (tuple(row["taps"]), tuple(row["dilation"])): {
+            direction: dict(zip(product(row["channels"], repeat=2), chain(*square), strict=True))
+            for direction, square in row["picoseconds"].items()
         }
-        for direction, square in times.items()
+        for row in rows
     }
 
 
@@ -160,17 +153,20 @@ def estimate_time(form: Form | None, convolved: Convolved) -> float | None:
     """Return the picoseconds of a convolution in a form, None for torch's own; None if the table does not have it."""
     if form is None:
         return convolved.look_up()
-    compute = {Groups: _estimate_groups, ZeroChannels: _estimate_zeros, Turned: _estimate_turned}[type(form)]
-    time = compute(form, convolved)  # type: ignore[operator]
-    return None if time is None else float(time) + LAUNCHES_PS[type(form)]
+    if isinstance(form, ZeroChannels):
+        time = _estimate_zeros(form, convolved)
+    else:
+        time = _estimate_groups(form.voxels, convolved.turn() if isinstance(form, Turned) else convolved)
+    return None if time is None else time + LAUNCHES_PS[type(form)]
 
 
-def _estimate_groups(form: Groups, convolved: Convolved) -> float | None:
-    wide = convolved.group(form.voxels)
+def _estimate_groups(voxels: int, convolved: Convolved | None) -> float | None:
+    if convolved is None or voxels == 1:
+        return None if convolved is None else convolved.look_up()
+    wide = convolved.group(voxels)
     time = wide.look_up()
-    entries = wide.inputs * wide.outputs * wide.taps[0] * wide.taps[1] * wide.taps[2]
     # An expanded weight, or its gradient, is written and read.
-    return None if time is None else time + 4 * entries * COPY_PS
+    return None if time is None else time + 4 * wide.inputs * wide.outputs * prod(wide.taps) * COPY_PS
 
 
 def _estimate_zeros(form: ZeroChannels, convolved: Convolved) -> float | None:
@@ -185,13 +181,6 @@ def _estimate_zeros(form: ZeroChannels, convolved: Convolved) -> float | None:
     if form.outputs and convolved.direction != "forward":
         copied += outputs + convolved.outputs
     return None if time is None else time + 2 * copied * convolved.voxels * COPY_PS
-
-
-def _estimate_turned(form: Turned, convolved: Convolved) -> float | None:
-    turned = convolved.turn()
-    if turned is None:
-        return None
-    return turned.look_up() if form.voxels == 1 else _estimate_groups(Groups(form.voxels), turned)
 
 
 def rank_forms(
@@ -225,8 +214,7 @@ def _rank(direction: Direction, weight: Sides, dilation: Sides, voxels: int) -> 
         return ()
     found = []
     for form in FORMS:
-        is_small = is_grouped(form) and voxels < FEWEST_OF_GROUPS
-        time = None if is_small else estimate_time(form, convolved)
+        time = None if is_grouped(form) and voxels < FEWEST_OF_GROUPS else estimate_time(form, convolved)
         if time is not None and time <= GAIN * plain:
             found.append((time, form))
     return [form for _, form in sorted(found, key=lambda pair: pair[0])]

@@ -41,7 +41,7 @@ def gather_system() -> SystemFacts:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = find_memory_limit()
     shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
-    soft, hard = (_unlimited(count, 2**31) for count in resource.getrlimit(resource.RLIMIT_NOFILE))
+    soft, hard = (2**31 if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     return SystemFacts(
         memory_bytes=memory,
@@ -58,10 +58,6 @@ def gather_system() -> SystemFacts:
         now=time.time(),
         built=max(path.stat().st_mtime for path in Path(volseg.__file__).parent.glob("*.py")),
     )
-
-
-def _unlimited(count: int, instead: int) -> int:
-    return instead if count == resource.RLIM_INFINITY else count
 
 
 def find_memory_limit(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | None:

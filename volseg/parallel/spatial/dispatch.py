@@ -16,6 +16,7 @@ from volseg.device.torch_internals import (
     hand_backward_over,
     left_out_of_compilation,
     tree_map,
+    tree_map_only,
     without_subclass_overrides,
 )
 from volseg.errors import UnsupportedOperatorError
@@ -80,7 +81,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any], kinds: Iterabl
             if by_sample and func in BY_SAMPLE and len(given) == 1 and _is_by_sample(given[0], args):
                 handler = BY_SAMPLE[func]
             elif merged and not entry.merged:
-                args, kwargs = tree_map(_in_planes, (args, kwargs))
+                args, kwargs = tree_map_only(ShardedVolume, in_planes, (args, kwargs))
                 given = _given(args, kwargs)
             unknown = entry.rehearsed and given and not (entry.broadcasts and _of_one_shape(args, kwargs))
             expected = rehearsed(func, args, kwargs, given[0]) if unknown else None
@@ -181,10 +182,6 @@ def in_planes(volume: ShardedVolume) -> ShardedVolume:
     # A copy: who changes it in place is refused.
     moved.origin = Origin(volume.slabs, moved.slabs, [volume.origin] if volume.origin is not None else [])
     return moved
-
-
-def _in_planes(leaf: Any) -> Any:
-    return in_planes(leaf) if isinstance(leaf, ShardedVolume) else leaf
 
 
 @dataclass(frozen=True, slots=True)

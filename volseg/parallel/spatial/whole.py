@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from volseg.device.torch_internals import tree_map
+from volseg.device.torch_internals import tree_map_only
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["whole"]
@@ -27,11 +27,7 @@ def whole(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def on_whole_tensors(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(_gathered, (args, kwargs))
+        args, kwargs = tree_map_only(ShardedVolume, lambda volume: volume.full_tensor(), (args, kwargs))
         return function(*args, **kwargs)
 
     return on_whole_tensors
-
-
-def _gathered(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, ShardedVolume) else value

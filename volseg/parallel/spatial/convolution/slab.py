@@ -32,7 +32,7 @@ from volseg.parallel.spatial.lazy.recipes import Join
 from volseg.parallel.spatial.lazy.vanishing import sum_vanishing, vanishes
 from volseg.parallel.spatial.recipe import Recipe, Write
 from volseg.parallel.spatial.transport import kept_halo
-from volseg.parallel.spatial.transport.halo import Halo, Wait, return_gradients, start_filling
+from volseg.parallel.spatial.transport.halo import Wait, return_gradients, start_filling
 from volseg.parallel.spatial.transport.room import extend, find_room, own_planes
 from volseg.parallel.spatial.volume import ShardedVolume
 
@@ -141,7 +141,8 @@ class _Convolve(torch.autograd.Function):
         else:
             ctx.likes = [(buffer.shape, buffer.dtype, layout_of(buffer)) for buffer in buffers]
             if borders is None:
-                borders = [kept_halo.copy_planes(*pair) for pair in zip(buffers, _own_sizes(halos, count), strict=True)]
+                sizes = [halo.own for halo in halos] or [(0, 0)] * count  # planes before and behind each slab
+                borders = [kept_halo.copy_planes(*pair) for pair in zip(buffers, sizes, strict=True)]
             # Of each slab: copies of its halo, then what it is written from.
             kept = [[*own, *row] for own, row in zip(borders, recipe.rows, strict=True)]
             ctx.num_borders, ctx.num_kept = [len(own) for own in borders], [len(row) for row in kept]
@@ -213,11 +214,6 @@ class _ConvolveTransposed(torch.autograd.Function):
             vanish, others = all(map(vanishes, gradients)), (0, *range(DIM, gradients[0].ndim))
             biases = [sum_vanishing(own) if vanish else own.sum(others) for own in gradients]
         return None, *(own[1] for own in found), *biases, *(own[0] for own in found)
-
-
-def _own_sizes(halos: Sequence[Halo], count: int) -> list[tuple[int, int]]:
-    """Return the planes before and behind each slab."""
-    return [halo.own for halo in halos] if halos else [(0, 0)] * count
 
 
 def _share_memory(slab: Tensor, buffer: Tensor) -> bool:
