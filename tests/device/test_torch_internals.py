@@ -561,7 +561,7 @@ def test_trees_of_arguments() -> None:
     leaves, structure = internals.tree_flatten(tree)
     assert leaves == internals.tree_leaves(tree) == [1, 2, None, 3, 4]
     assert internals.tree_unflatten(leaves, structure) == tree
-    assert internals.tree_map(lambda leaf: leaf, tree) == tree
+    assert internals.tree_map(lambda leaf: leaf, tree) == internals.tree_map_only(int, abs, tree) == tree
     again = internals.tree_flatten({"a": [5, (6, 7)], "b": pair(8, OrderedDict(c=9))})[1]
     assert (structure, hash(str(structure))) == (again, hash(str(again)))
     assert {dict, list, tuple, OrderedDict} <= set(internals.SUPPORTED_NODES)

@@ -142,7 +142,7 @@ class PredictionFiles:
         labels = prediction.labels if self.postprocessing is None else self.postprocessing(prediction.labels)
         path, task = self.name_label_map(given), trained.task
         if self.label_format == "nifti":
-            write_prediction(labels, image, path, task.foreground)
+            write_prediction(labels, image, path, {} if task.regions else task.foreground)
         else:
             series = list_files(given["image"])[0]
             write_dicom_segmentation(labels, image, path, task=task, series=series, weights=trained.weights)

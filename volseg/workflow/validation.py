@@ -269,7 +269,7 @@ class Validation:
         )
         path = None
         if self.folder is not None:
-            names = {value: name for value, name in self.labels.items() if isinstance(value, int)}
+            names = {v: n for v, n in self.labels.items() if isinstance(v, int) and v and not self.predictor.regions}
             path = write_prediction(prediction, case["image"], self.folder / f"{case['case']}.nii.gz", names)
         return EvaluatedCase(metrics=metrics, prediction_file=path, reference_file=case.get("reference_file"))
 
