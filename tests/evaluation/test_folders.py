@@ -143,6 +143,12 @@ def test_labels_are_named_found_or_taken_from_the_files(folders, tmp_path):
     first = min(predictions.iterdir())
     write_prediction(read_volume(first), read_volume(first), first, {1: "liver", 4: "tumour"})
     assert find_names(labels, predictions).structures == {1: "liver", 4: "tumour"}, "of the file's header"
+    image = nibabel.load(first)
+    image.header.extensions[:] = [nibabel.nifti1.NiftiExtension(30, image.header.extensions[0].content)]
+    nibabel.save(nibabel.Nifti1Image(image.get_fdata(), None, image.header), first)
+    assert find_names(labels, predictions).structures == {1: "liver", 4: "tumour"}, "of Caret's extension"
+    first.write_bytes(b"damaged: this ends no evaluation")
+    assert find_names(labels, predictions) is None
     assert evaluated.summary["mean"]["4"]["Dice"] == 0
     assert not evaluated.scoring.tolerances
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from volseg.cli import app
-from volseg.data.labels import read_label_table
+from volseg.data.nifti import read_label_table
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import predict, train
 from volseg.experiment.prediction_files import FILE

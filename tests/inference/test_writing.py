@@ -9,7 +9,7 @@ import pytest
 import torch
 from monai.data import MetaTensor
 
-from volseg.data.labels import read_label_table
+from volseg.data.nifti import read_label_table
 from volseg.data.readers import read_volume
 from volseg.errors import DataError, GridError
 from volseg.inference import writing

@@ -115,6 +115,11 @@ class Task:
         return {value: name for value, name in self.labels.items() if value != 0}
 
     @property
+    def value_names(self) -> dict[int, str]:
+        """Name of each foreground value of a label map; none of regions, for one value may be in several."""
+        return {} if self.regions else self.foreground
+
+    @property
     def structures(self) -> dict[Structure, str]:
         """Name of what is scored: regions where there are any, else the foreground's values.
 

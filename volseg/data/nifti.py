@@ -8,6 +8,7 @@ stops at the last voxel and returns damaged voxels without a word.
 import io
 import logging
 import math
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -23,13 +24,15 @@ from volseg.data.content import Content, require_held, require_memory, require_p
 from volseg.data.volume import as_volume, require_numbers
 from volseg.errors import DamagedFileError, ReaderError
 
-__all__ = ["convert_nifti", "read_nifti", "read_nifti_affine"]
+__all__ = ["convert_nifti", "read_label_table", "read_nifti", "read_nifti_affine"]
 
 logger = logging.getLogger(__name__)
 
 KINDS = (nibabel.Nifti1Image, nibabel.Nifti2Image)
 LONGEST_HEADER = 540
 """Bytes of NIfTI-2's; NIfTI-1's is shorter."""
+
+LABEL_ROW = re.compile(r'<Label Key="(\d+)"[^>]*><!\[CDATA\[(.*?)\]\]></Label>', re.DOTALL)
 
 FARTHEST_VOXELS = 1 << 26
 """Byte before which the voxels must begin: extensions of the header lie between."""
@@ -106,6 +109,19 @@ def read_nifti_affine(path: Path) -> np.ndarray:
         return _in_millimetres(header.get_best_affine(), header)[0]
     except (ValueError, HeaderDataError) as fault:
         raise ReaderError(f"{path} is truncated or damaged ({fault}); fetch it again") from fault
+
+
+def read_label_table(path: Path) -> dict[int, str]:
+    """Return the names of labels in a NIfTI header extension (`volseg.data.labels.format_label_table`); often none.
+
+    Raises
+    ------
+    ReaderError
+        As `read_nifti`.
+    """
+    extensions = _parse(path)[0].header.extensions
+    text = b"".join(extension.content for extension in extensions).decode(errors="replace")
+    return {int(value): name for value, name in LABEL_ROW.findall(text)}
 
 
 def _in_millimetres(affine: np.ndarray, header: nibabel.Nifti1Header) -> tuple[np.ndarray, float]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from volseg.data.cases import Case, Structure, Task
-from volseg.data.labels import read_label_table
 from volseg.data.layouts.declared import add_labelled, name_task, read_manifest, read_regions
 from volseg.data.layouts.files import list_images
 from volseg.data.layouts.pairs import LABEL_WORDS
 from volseg.data.names import find_doubled, list_some
+from volseg.data.nifti import read_label_table
 from volseg.data.readers import read_volume, stem
 from volseg.data.threads import map_in_threads
 from volseg.errors import ConfigError, DataError, GridError
@@ -164,10 +165,9 @@ def find_names(labels: str | Path, predictions: str | Path, names: str | None = 
     if names is not None:
         raise DataError(f"{names} is no dataset.json with 'labels'; name one, or give 1=NAME,2=NAME")
     for file in (file for folder in (Path(predictions), Path(labels)) for file in list_images(folder)[:1]):
-        if table := read_label_table(file):
-            return _make_task(
-                {"labels": {"0": "background", **{str(value): table[value] for value in table}}}, file, ""
-            )
+        with suppress(DataError):  # of another format or damaged: said when its case is scored
+            if table := read_label_table(file):
+                return _make_task({"labels": {"0": "background"} | {str(key): table[key] for key in table}}, file, "")
     return None
 
 

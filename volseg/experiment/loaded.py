@@ -103,7 +103,7 @@ class LoadedModel:
             labels = self._postprocessing(labels)
         task = self.task
         return Segmentation(
-            labels=as_kind_of(volume, labels, image, {} if task.regions else task.foreground),
+            labels=as_kind_of(volume, labels, image, task.value_names),
             names=task.foreground,
             volumes=measure_volumes(labels, task),
             probabilities=predicted.probabilities,

@@ -142,7 +142,7 @@ class PredictionFiles:
         labels = prediction.labels if self.postprocessing is None else self.postprocessing(prediction.labels)
         path, task = self.name_label_map(given), trained.task
         if self.label_format == "nifti":
-            write_prediction(labels, image, path, {} if task.regions else task.foreground)
+            write_prediction(labels, image, path, task.value_names)
         else:
             series = list_files(given["image"])[0]
             write_dicom_segmentation(labels, image, path, task=task, series=series, weights=trained.weights)
@@ -253,7 +253,8 @@ class PredictionRecord:
 
     def write_volumes(self) -> Path:
         """Write ``volumes.csv``, the volume (ml) of each label in each case that was predicted; return its path."""
-        entries = {entry["case"]: entry["ml"] for entry in map(_parse, self._read()) if "ml" in entry}
+        own = [entry for entry in map(_parse, self._read()) if entry.get("made_by") == self._digest]
+        entries = {entry["case"]: entry["ml"] for entry in own if "ml" in entry}
         path = self._folder / VOLUMES
         with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
             rows = csv.writer(file)

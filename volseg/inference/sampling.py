@@ -117,11 +117,8 @@ class Aligned:
             if table.weight is None:
                 values = _select(values, dim, below)
                 continue
-            of_above = (
-                table.weight[part.start : part.stop]
-                .to(values.device)
-                .view([-1 if other == dim else 1 for other in range(4)])
-            )
+            sides = [-1 if other == dim else 1 for other in range(4)]
+            of_above = table.weight[part.start : part.stop].to(values.device).view(sides)
             # Products and a sum: a fused product would round otherwise at the ends of a row, and so by the box.
             lower = values.index_select(dim, below.to(values.device)).mul_(1 - of_above)
             values = lower.add_(values.index_select(dim, above.to(values.device)).mul_(of_above))

@@ -46,7 +46,7 @@ MOST_THREADS = 4
 """Beyond them putting the voxels in order takes longer."""
 
 LABEL_TABLE = 0
-"""TotalSegmentator's code of a header extension with a label table: nibabel cannot read that of Caret, 30."""
+"""TotalSegmentator's code of a header extension with a label table: of Caret's, 30, nibabel returns no content."""
 
 BLOCK_SIDE = 64
 """Voxels along two axes that are put in the file's order together."""

@@ -1,14 +1,14 @@
 """Convolutions that torch computes faster in another form, by the measured times of the convolution that it becomes.
 
 cuDNN computes in tiles of channels, and chooses its kernels by rules of its own: on an H200, with 3 x 3 x 3 taps, 16
-channels take as long as 32, 24 channels to 80 take 2.5 times as long as 32 to 96, and the weight's gradient of 64
-channels to 16 takes 340 ms for 128^3 voxels where 64 to 32 takes 1. Three forms of a convolution give cuDNN other
+channels take as long as 32, 24 channels to 80 take twice as long as 32 to 96, and the weight's gradient of 64
+channels to 16 takes 290 ms for 128^3 voxels where 64 to 32 takes 1. Three forms of a convolution give cuDNN other
 channels: groups of voxels along W (``space_to_channels``), channels of zeros (``padded``), and forward and the input's
 gradient exchanged (``flipped_weights``).
 
 The time of a form is that of the convolution that cuDNN then computes, from `TABLE` (bfloat16, channels last, 96^3
 voxels, recorded by ``workflows/benchmarks/kernel_timings.py table``), plus its copies. Of 372 random convolutions on an
-H200 volseg replaced 203, which then took 109 ms instead of 284; of these one took longer than torch's
+H200 volseg replaced 203, which then took 109 ms instead of 284; one of them took longer than torch's
 (``workflows/benchmarks/results/convolutions_h200_random.json``).
 
 A form must be a tenth faster. torch computes what the table lacks: other channels, other taps, few voxels, and GPUs of
@@ -93,8 +93,8 @@ GAIN = 0.9
 COPY_PS = 0.53
 """Picoseconds for a byte that is read or written by a copy: 1.9 TB/s."""
 
-LAUNCHES_PS = {Groups: 15e6, ZeroChannels: 12e6, Turned: 5e6}
-"""Picoseconds of what a form launches whatever the size: a weight is expanded, padded, or turned round."""
+OVERHEAD_PS = {Groups: 15e6, ZeroChannels: 12e6, Turned: 5e6}
+"""Picoseconds of the kernels that expand, pad or flip the weight, whatever the size of the volume."""
 
 Sides = tuple[int, ...]
 Lookup: TypeAlias = Mapping[tuple[Sides, Sides], Mapping[Direction, Mapping[tuple[int, int], int | None]]]
@@ -113,7 +113,7 @@ def load_table() -> Lookup:
     }
 
 
-class Convolved(NamedTuple):
+class ConvolutionShape(NamedTuple):
     """A convolution without strides or groups."""
 
     direction: Direction
@@ -129,14 +129,14 @@ class Convolved(NamedTuple):
         time = None if times is None else times[self.direction].get((self.inputs, self.outputs))
         return None if time is None else float(time) * self.voxels
 
-    def group(self, voxels: int) -> "Convolved":
+    def group(self, voxels: int) -> "ConvolutionShape":
         """Return the convolution over groups of so many voxels."""
         reach = (self.taps[-1] - 1) // 2 * self.dilation[-1]
         taps = (*self.taps[:2], 2 * space_to_channels.count_groups(reach, voxels) + 1)
         wide = self._replace(inputs=self.inputs * voxels, outputs=self.outputs * voxels, voxels=self.voxels // voxels)
         return wide._replace(taps=taps, dilation=(*self.dilation[:2], 1))
 
-    def turn(self) -> "Convolved | None":
+    def turn(self) -> "ConvolutionShape | None":
         """Return the convolution that gives the same with a turned weight."""
         other: Mapping[Direction, Direction] = {"forward": "input gradient", "input gradient": "forward"}
         if self.direction not in other:
@@ -149,7 +149,7 @@ def is_grouped(form: Form) -> bool:
     return not isinstance(form, ZeroChannels) and form.voxels > 1
 
 
-def estimate_time(form: Form | None, convolved: Convolved) -> float | None:
+def estimate_time(form: Form | None, convolved: ConvolutionShape) -> float | None:
     """Return the picoseconds of a convolution in a form, None for torch's own; None if the table does not have it."""
     if form is None:
         return convolved.look_up()
@@ -157,10 +157,10 @@ def estimate_time(form: Form | None, convolved: Convolved) -> float | None:
         time = _estimate_zeros(form, convolved)
     else:
         time = _estimate_groups(form.voxels, convolved.turn() if isinstance(form, Turned) else convolved)
-    return None if time is None else time + LAUNCHES_PS[type(form)]
+    return None if time is None else time + OVERHEAD_PS[type(form)]
 
 
-def _estimate_groups(voxels: int, convolved: Convolved | None) -> float | None:
+def _estimate_groups(voxels: int, convolved: ConvolutionShape | None) -> float | None:
     if convolved is None or voxels == 1:
         return None if convolved is None else convolved.look_up()
     wide = convolved.group(voxels)
@@ -169,7 +169,7 @@ def _estimate_groups(voxels: int, convolved: Convolved | None) -> float | None:
     return None if time is None else time + 4 * wide.inputs * wide.outputs * prod(wide.taps) * COPY_PS
 
 
-def _estimate_zeros(form: ZeroChannels, convolved: Convolved) -> float | None:
+def _estimate_zeros(form: ZeroChannels, convolved: ConvolutionShape) -> float | None:
     inputs = padded.fill_up(convolved.inputs) if form.inputs else convolved.inputs
     outputs = padded.fill_up(convolved.outputs) if form.outputs else convolved.outputs
     if (inputs != convolved.inputs, outputs != convolved.outputs) != tuple(form):
@@ -208,7 +208,7 @@ def rank_forms(
 @cache
 def _rank(direction: Direction, weight: Sides, dilation: Sides, voxels: int) -> Sequence[Form]:
     outputs, inputs, *taps = weight
-    convolved = Convolved(direction, inputs, outputs, tuple(taps), dilation, voxels)
+    convolved = ConvolutionShape(direction, inputs, outputs, tuple(taps), dilation, voxels)
     plain = estimate_time(None, convolved)
     if plain is None or voxels < FEWEST:
         return ()
