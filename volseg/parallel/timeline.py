@@ -55,34 +55,44 @@ class Timeline:
     ----------
     micro_batch : int
         Micro-batch whose forward pass is being queued.
+    marks : list of NotedMoment
+        Recorded so far.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(dict.fromkeys(devices))
         self.micro_batch = 0
-        self._marks: list[NotedMoment] = []
+        self.marks: list[NotedMoment] = []
         self._ends: dict[torch.device, torch.cuda.Event | float] = {}
         self._zero: dict[torch.device, torch.cuda.Event | float] = {}
 
     @contextmanager
     def watching(self) -> Iterator["Timeline"]:
         """Record the step in this block; synchronises the devices before and after."""
-        global _watched
         self._synchronize()
         # Clocks of different GPUs cannot be compared: record a common point while all are idle.
         self._zero = {device: self._get_moment(device) for device in self.devices}
-        _watched = self
         try:
-            yield self
+            with self.noting():
+                yield self
         finally:
-            _watched = None
             if not self._ends:
                 self.end_pass()
             self._synchronize()
 
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Take the marks of this block, which may be recorded in a CUDA graph: each replay repeats its events."""
+        global _watched
+        before, _watched = _watched, self
+        try:
+            yield
+        finally:
+            _watched = before
+
     def mark(self, stage: int, device: torch.device, what: Pass, micro_batch: int, *, is_end: bool) -> None:
         """Record the start or end of a micro-batch on a stage, at the current point of the device's queue."""
-        self._marks.append(NotedMoment(stage, device, what, micro_batch, is_end, self._get_moment(device)))
+        self.marks.append(NotedMoment(stage, device, what, micro_batch, is_end, self._get_moment(device)))
 
     def end_pass(self) -> None:
         """Record the end of the backward pass; work queued afterwards, such as the optimizer's, does not count."""
@@ -95,9 +105,9 @@ class Timeline:
         gradient
         leaves. The first stage sends none: it counts as busy until its device starts something else.
         """
-        at = [(mark, self._measure(mark.device, mark.moment)) for mark in self._marks]
+        at = [(mark, self._measure(mark.device, mark.moment)) for mark in self.marks]
         ends = {device: self._measure(device, moment) for device, moment in self._ends.items()}
-        places = {mark.stage: str(mark.device) for mark in self._marks}
+        places = {mark.stage: str(mark.device) for mark in self.marks}
         found = [
             Interval(stage=stage, device=places[stage], what=what, micro_batch=number, begin=begin, end=end)
             for what in ("forward", "backward")
@@ -115,7 +125,7 @@ class Timeline:
     def _get_moment(device: torch.device) -> "torch.cuda.Event | float":
         if device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True, external=True)
         event.record(torch.cuda.current_stream(device))
         return event
 

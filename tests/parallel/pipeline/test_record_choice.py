@@ -5,9 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from volseg.parallel.pipeline import Pipeline, PipelineStrategy
 from volseg.parallel.pipeline.observe.run import has_foreign_hooks
-from volseg.parallel.pipeline.record import choice
 from volseg.parallel.pipeline.record.choice import LONG, MOST_RECORDINGS, WARM_UP, Behaviour, identify_batch
-from volseg.parallel.pipeline.record.trial import EAGER
 from volseg.parallel.state.conditions import Conditions
 
 
@@ -104,27 +102,6 @@ def test_hooks_and_arguments_that_are_not_plain_are_never_recorded():
     assert identify_batch(look(), ((x, object()), {}), cpu) is None
     net.b.register_forward_hook(lambda module, args, output: None)
     assert identify_batch(look(), ((x,), {}), cpu) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "best"), [({0: 5, 1: 3, 2: 1}, 2), ({0: 5, 1: 3, 2: 3}, 1), ({0: 1, 1: 3, 2: 3}, 0)]
-)
-def test_each_way_is_timed_and_the_quickest_stays(seconds, best, monkeypatch):
-    """Steps of a played clock: the first of a recording, which makes it, does not count."""
-    now = 0
-    monkeypatch.setattr(choice, "make_clock", lambda devices: lambda: now)
-    strategy = pipeline(Net())
-    strategy._recorder._ways = (EAGER, 1, 2)
-    x, ways = torch.randn(8, 2), []
-    for _ in range(WARM_UP + 12):
-        output = strategy(x)
-        output.sum().backward()
-        replayed = type(output.grad_fn).__name__ == "_ReplayedBackward"
-        ways.append(strategy.lanes[0] if replayed else EAGER)
-        now += seconds[ways[-1]]
-    timed = [EAGER] * (WARM_UP + 2) + [1] * 3 + [2] * 3
-    assert ways == timed + [best] * (len(ways) - len(timed))
-    assert strategy.lanes == ([best] if best else [])
 
 
 def test_a_batch_whose_predecessor_waits_for_its_backward_runs_eagerly():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from volseg.device.torch_internals import get_version, pytree
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.flow.placement import Location, PlacedRun, Placement
+from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement, mark_return
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics, WholeBatchStatistics
 from volseg.parallel.pipeline.flow.transfer import Passage, send
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, copy_pieces, join, with_pieces
@@ -20,7 +20,7 @@ from volseg.parallel.pipeline.observe.costs import copy_network, move_call
 from volseg.parallel.pipeline.record.choice import Behaviour, ObservedRun
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.random import own_random_numbers
-from volseg.parallel.timeline import Timeline, find_timeline
+from volseg.parallel.timeline import find_timeline
 
 __all__ = ["lend_untraced", "run_batch"]
 
@@ -83,7 +83,7 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Beha
         if isinstance(run, ObservedRun) and behaviour is not None:
             behaviour.note(batch.sizes[index], run.summary, run.changed)
         if timeline is not None:
-            _mark_return(timeline, run.here, index, output)
+            mark_return(timeline, run.here, index, output)
         output, sent = _send_home(output, batch.target)
         outputs.append(output)
         passages += sent
@@ -96,17 +96,6 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Beha
         logger.warning(SPLIT_BATCH_NORM)
     placement.forget_marks(outputs)
     return outputs
-
-
-def _mark_return(timeline: Timeline, last: Location, index: int, output: Any) -> None:
-    """Record the start of the last stage's backward pass of a micro-batch."""
-
-    def mark(gradient: Tensor) -> None:
-        timeline.mark(last.stage, gradient.device, "backward", index, is_end=False)
-
-    for tensor in runs.find_tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(mark)
 
 
 def _send_home(output: Any, target: torch.device) -> tuple[Any, list[tuple[Tensor, Passage]]]:

@@ -30,9 +30,9 @@ from volseg.parallel.pipeline.flow.statistics import (
 from volseg.parallel.pipeline.flow.transfer import send
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.trace import Trace, find_segments, find_self_contained
-from volseg.parallel.timeline import find_timeline
+from volseg.parallel.timeline import Timeline, find_timeline
 
-__all__ = ["Location", "PlacedRun", "Placement", "place"]
+__all__ = ["Location", "PlacedRun", "Placement", "mark_return", "place"]
 
 MARKS = ("_volseg_location", "_volseg_order", "_volseg_copies")
 """Attributes set on tensors."""
@@ -392,3 +392,14 @@ class PlacedRun(runs.Run):
                 "function, or set the cuts (cuts=[...]) so that both are on one device"
             )
         self._received.clear()
+
+
+def mark_return(timeline: Timeline, last: Location, index: int, output: Any) -> None:
+    """Record the start of the last stage's backward pass of a micro-batch."""
+
+    def mark(gradient: Tensor) -> None:
+        timeline.mark(last.stage, gradient.device, "backward", index, is_end=False)
+
+    for tensor in runs.find_tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(mark)

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from volseg.device.gpus import keeping
+from volseg.device.gpus import is_gpu, keeping
 from volseg.device.module_internals import NormBase
-from volseg.device.torch_internals import lerp_each_, zero_each_
+from volseg.device.streams import find_current_stream
+from volseg.device.torch_internals import lerp_each_
 from volseg.errors import ParallelError
 
 __all__ = [
@@ -111,6 +112,14 @@ class _Gathered:
         self.rows = torch.zeros(2, rows, len(mean), dtype=mean.dtype, device=site.device)
         # Zero for a micro-batch whose forward took another branch.
         self.counts = [0] * rows
+        self._stream = find_current_stream(site.device) if is_gpu(site.device) else None
+        self._blank = None if self._stream is None else self._stream.record_event()
+
+    def row(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the blank mean and variance of a micro-batch, which may run on another stream than the first one."""
+        if self._stream is not None and (stream := find_current_stream(self.rows.device)) != self._stream:
+            stream.wait_event(self._blank)
+        return self.rows[0, index], self.rows[1, index]
 
 
 @keeping(64)
@@ -201,7 +210,7 @@ class WholeBatchStatistics:
             self.gathered[key] = _Gathered(site, self.micro_batches)
         kept = self.gathered[key]
         # Blank buffers and a momentum of one: the norm leaves its batch statistics there.
-        result = site.call(kept.rows[0, self._index], kept.rows[1, self._index], 1.0)
+        result = site.call(*kept.row(self._index), 1.0)
         kept.counts[self._index] = len(result) if site.by_instance else result.numel() // result.shape[1]
         return result
 
@@ -214,14 +223,6 @@ class WholeBatchStatistics:
             groups[call, rows.device, rows.dtype, kept.by_instance, kept.momentum].append(kept)
         for _, calls in sorted(groups.items(), key=lambda group: group[0][0]):
             _commit(calls)
-
-    def blank(self) -> None:
-        """Zero the gathered statistics, so that the next batch can use the same memory."""
-        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for kept in self.gathered.values():
-            by_device[kept.rows.device].append(kept.rows)
-        for rows in by_device.values():
-            zero_each_(rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ only there is the wait queued. Waiting in ``_Cross`` would put all waits before 
 """
 
 from collections.abc import Iterable
+from itertools import permutations
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +25,7 @@ from volseg.device.gpus import find_kept, is_gpu, observer
 from volseg.device.streams import find_current_stream, make_stream, note_use, on_stream
 from volseg.parallel.timeline import find_timeline
 
-__all__ = ["Passage", "copy_between", "copy_into", "send", "wait_for_departures"]
+__all__ = ["Passage", "copy_between", "list_copy_streams", "send"]
 
 
 class Passage:
@@ -100,33 +101,9 @@ def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
     return copied, event
 
 
-def copy_into(tensor: Tensor, room: Tensor, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
-    """Copy into persistent memory, once ``free`` has passed there; return the event of the arrival.
-
-    Between devices the copy runs on side streams, as in ``copy_between``; on one device in the current stream.
-    """
-    if tensor.device == room.device or not (is_gpu(tensor.device) or is_gpu(room.device)):
-        room.copy_(tensor)
-        return None
-    if is_gpu(tensor.device) != is_gpu(room.device):
-        room.copy_(tensor, non_blocking=True)
-        return None
-    observer().on_sent(tensor.device, "copy", tensor.nbytes)
-    leaving, entering = _get_streams(tensor.device, room.device)
-    leaving.wait_stream(find_current_stream(tensor.device))
-    if free is not None:
-        entering.wait_event(free)
-    with on_stream(leaving), on_stream(entering):
-        room.copy_(tensor, non_blocking=True)
-        return entering.record_event()
-
-
-def wait_for_departures(devices: Iterable[torch.device]) -> None:
-    """Make the current streams wait until earlier copies have read their sources."""
-    waiting = set(devices)
-    for (source, _), (leaving, _) in list(_list_pairs().items()):
-        if source in waiting:
-            find_current_stream(source).wait_stream(leaving)
+def list_copy_streams(devices: Iterable[torch.device]) -> list[Any]:
+    """Return the side streams between some GPUs, of each pair in both directions."""
+    return [stream for pair in permutations(devices, 2) for stream in _get_streams(*pair)]
 
 
 class _Depart(torch.autograd.Function):

@@ -10,13 +10,10 @@ A recording repeats kernels, not Python. It may replace ``forward`` only if Pyth
 * hooks of the user are Python that must run, and a replay would not repeat side effects of ``forward`` (on buffers,
   attributes, arguments): such networks stay eager.
 
-An attempt to record runs ``forward`` more often than the user did; it has no side effects, whether it succeeds or not.
-
-Some steps are then timed in each available way (eagerly, recorded, recorded with two concurrent micro-batches), and the
-fastest is kept. ``device.record_policy`` decides how many recordings there are, and which are dropped.
+An attempt to record runs ``forward`` once more than the user did; it has no side effects, whether it succeeds or not.
+``device.record_policy`` decides how many recordings there are, and which are dropped.
 """
 
-import gc
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from volseg.device.gpus import has_values, is_gpu, observer, release_cache
+from volseg.device.gpus import has_values, is_gpu, observer
 from volseg.device.graph import describe_inputs, describe_plain, read_modes
 from volseg.device.module_internals import get_backward_hooks
 from volseg.device.record_policy import Kind, Recordings
@@ -33,12 +30,10 @@ from volseg.device.torch_internals import count_dispatch_modes, get_storage_key,
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.record.passage import RecordRefusedError
-from volseg.parallel.pipeline.record.record import record_batch
-from volseg.parallel.pipeline.record.rehearsal import rehearse
-from volseg.parallel.pipeline.record.replay import Replay
-from volseg.parallel.pipeline.record.trial import EAGER, Trial, make_clock
+from volseg.parallel.pipeline.record.batch import RecordedBatch
+from volseg.parallel.pipeline.record.graphs import RecordRefusedError
 from volseg.parallel.state.attempt import Attempt
+from volseg.parallel.timeline import find_timeline
 
 __all__ = ["WARM_UP", "BatchKind", "BatchRecorder", "Behaviour", "ObservedRun", "identify_batch"]
 
@@ -52,9 +47,6 @@ FOLLOWED = 2
 
 MOST_RECORDINGS = 3
 """Kinds of batches kept as recordings: training, validation and one spare."""
-
-RECORDED = (1, 2, 4)
-"""Numbers of lanes that are tried."""
 
 LONG = 200
 """Batches after which an unused recording may be replaced."""
@@ -112,13 +104,10 @@ class Behaviour:
 
 
 @dataclass(eq=False)
-class BatchKind(Kind[Replay]):
+class BatchKind(Kind[RecordedBatch]):
     """Batches that do the same."""
 
     behaviour: Behaviour = field(default_factory=Behaviour)
-    trial: Trial | None = None
-    draws: bool = False
-    """Whether forward draws random numbers, which allows only one lane."""
 
 
 class BatchRecorder:
@@ -132,25 +121,18 @@ class BatchRecorder:
     net
         The network.
     record
-        False for no recordings, True for recordings wherever they are correct, ``"auto"`` for those that are also
-        faster.
+        False for no recordings, True for recordings wherever they are correct, ``"auto"`` for those on GPUs.
     devices
         Of the pipeline.
     """
 
     def __init__(self, net: nn.Module, record: str | bool, devices: Sequence[torch.device]) -> None:
         self._net, self._devices = net, list(devices)
-        has_gpu = any(map(is_gpu, devices))
-        self.is_active = record is True or (record == "auto" and has_gpu)
+        self._on_gpus = any(map(is_gpu, devices))
+        self.is_active = record is True or (record == "auto" and self._on_gpus)
         """Whether batches are recorded at all."""
-        recorded = RECORDED if has_gpu else RECORDED[:1]
-        times_eager = record == "auto" and has_values()
-        self._ways = (EAGER, *recorded) if times_eager else recorded
-        # Without a GPU there is nothing to time: the way with most lanes, which holds most memory, comes first and
-        # stays.
-        self._follows = not has_values()
-        self._modes = count_dispatch_modes() if self._follows else 0
-        warm_up = FOLLOWED if self._follows else WARM_UP
+        self._modes = 0 if has_values() else count_dispatch_modes()
+        warm_up = WARM_UP if has_values() else FOLLOWED
         self._recordings = Recordings(BatchKind, warm_up=warm_up, limit=MOST_RECORDINGS, idle=LONG)
 
     def __len__(self) -> int:
@@ -171,75 +153,43 @@ class BatchRecorder:
         self._recordings.count(kind)
         return kind.behaviour if kind.calls <= WARM_UP else None
 
-    def find(self, kind: BatchKind, placement: Placement, batch: CutBatch) -> Replay | None:
+    def find(self, kind: BatchKind, placement: Placement, batch: CutBatch) -> RecordedBatch | None:
         """Return a usable recording for batches of this kind; make one if it is due."""
-        if kind.recording is None and not self._is_time(kind):
+        if find_timeline() is not None and not self._on_gpus:
+            return None  # a host's recording notes no times
+        if kind.recording is None and not (self._is_time(kind) and self._record(kind, placement, batch)):
             return None
-        if kind.trial is None:
-            ways = _choose_ways(self._ways, len(placement.locations), len(batch.calls))
-            kind.trial = Trial(make_clock(self._devices), ways[::-1] if self._follows else ways)
-        trial = kind.trial
-        if kind.recording is not None and not kind.recording.is_free:
-            # An eager run although a recording exists: not to be timed.
-            trial.end()
-            return None
-        is_undecided = not trial.is_over
-        trial.end()
-        if is_undecided and trial.is_over:
-            logger.info("a step takes %s", trial)
-        if kind.recording is not None and kind.recording.lanes == trial.way:
-            trial.begin(trial.way)
-        elif not self._record_next(kind, trial, placement, batch):
-            return None
-        replay: Replay = self._recordings.use(kind)
-        return replay
+        found: RecordedBatch | None = kind.recording
+        return self._recordings.use(kind) if found is not None and found.is_free else None
 
-    def _record_next(self, kind: BatchKind, trial: Trial, placement: Placement, batch: CutBatch) -> bool:
-        """Make the recording that is to be tried next; return False if the next trial is an eager step."""
-        if kind.recording is not None:
-            self._recordings.drop(kind)
-            # Two would not fit at the same time.
-            _free_memory(self._devices)
-        while trial.way != EAGER:
-            try:
-                self._recordings.keep(kind, self._record(kind, placement, batch, trial.way))
-            except Exception as failure:  # a recording that fails costs speed, not the run
-                level = logging.WARNING if trial.way == 1 else logging.INFO
-                logger.log(level, "recording micro-batches in %d lanes failed: %s", trial.way, failure)
-                trial.exclude(trial.way)
-                continue
-            return True
-        if trial.is_over:
-            logger.info("micro-batches run kernel by kernel")
-            self._recordings.refuse("no recording is possible, or quicker", kind)
-        trial.begin(EAGER)
-        return False
+    def _record(self, kind: BatchKind, placement: Placement, batch: CutBatch) -> bool:
+        """Record a kind of batches; return whether that was possible."""
+        try:
+            self._recordings.keep(kind, self._attempt(placement, batch))
+        except Exception as failure:  # a recording that fails costs speed, not the run
+            logger.warning("micro-batches run kernel by kernel, since recording them failed: %s", failure)
+            self._recordings.refuse(str(failure), kind)
+            return False
+        return True
 
-    def _record(self, kind: BatchKind, placement: Placement, batch: CutBatch, lanes: int) -> Replay:
-        """Record, and compare with an eager run, without side effects."""
-        _check_draws(kind, lanes)
+    def _attempt(self, placement: Placement, batch: CutBatch) -> RecordedBatch:
+        """Record without side effects."""
         hooked = [name for name, parameter in self._net.named_parameters() if get_backward_hooks(parameter)]
         if hooked:
             raise RecordRefusedError(f"the hook of {hooked[0]} would be called for gradients of the attempt")
         observer().on_mark("lanes")
         # Recorded GPU work draws from the GPUs' generators, which a recording does not advance.
         with Attempt(self._net, written=placement.written) as attempt:
-            rehearsal = rehearse(self._net, placement, batch.calls, batch.sizes)
+            recorded = RecordedBatch(
+                self._net, placement, batch, choose_lanes(len(placement.locations), len(batch.calls))
+            )
             if changed := attempt.network.changes():
                 raise RecordRefusedError(f"forward changes {', '.join(changed[:SHOWN])}, which a replay would not")
-            # Recordings have their own memory; they need the memory that eager batches have cached.
-            _free_memory(self._devices)
-            kind.draws = rehearsal is None
-            _check_draws(kind, lanes)
-            leaves = pytree.tree_leaves(batch.call)
-            pairs = zip(leaves, batch.is_batch, strict=True)
-            is_cut = [is_cut for leaf, is_cut in pairs if isinstance(leaf, Tensor)]
-            replay = Replay(record_batch(self._net, placement, batch.calls, lanes), batch.sizes, batch.target, is_cut)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            found = None if rehearsal is None else rehearsal.find_disagreement(replay, tensors)
-            if found is not None:
-                raise RecordRefusedError(found)
-            return replay
+            if attempt.random.foreign_moved():
+                raise RecordRefusedError("forward draws random numbers of Python or NumPy, which a replay would not")
+            if self._on_gpus and attempt.random.torch_moved():
+                raise RecordRefusedError("forward draws random numbers on the host, which a replay would not")
+        return recorded
 
     def _is_time(self, kind: BatchKind) -> bool:
         """Return whether batches of this kind have been observed, and may be recorded."""
@@ -256,30 +206,18 @@ def _read_address(tensor: Tensor) -> int:
     return get_storage_key(tensor.untyped_storage()) if tensor.layout == torch.strided else -1
 
 
-def _check_draws(kind: BatchKind, lanes: int) -> None:
-    if kind.draws and lanes > 1:
-        raise RecordRefusedError("concurrent graphs would draw the same random numbers")
+def choose_lanes(stages: int, micro_batches: int) -> int:
+    """Return two lanes where sharing a device gains more than filling and draining the pipeline by twos costs.
 
-
-def _choose_ways(ways: Sequence[int], stages: int, micro_batches: int) -> list[int]:
-    """Leave out lanes whose filling and draining must cost more than sharing a device gains.
-
-    Micro-batches that go by groups of n, at s times the speed of one, take (m / n + p - 1) n / s steps of a stage where
-    single ones take m + p - 1. With the s of a small V-Net on an H200, 1.4 (two) and 1.6 (four), groups are quicker
-    from m = 1.5 (p - 1) and m = 4 (p - 1) on: the rule asks for a little more, and the trial decides.
+    Micro-batches that go by twos, at s times the speed of one, take (m / 2 + p - 1) 2 / s steps of a stage where single
+    ones take m + p - 1. With s = 1.2 of a V-Net on 64^3 voxels, twos are faster from m = 4 (p - 1) on.
 
     Examples
     --------
-    >>> _choose_ways((0, 1, 2, 4), stages=2, micro_batches=16), _choose_ways((1, 2, 4), stages=4, micro_batches=8)
-    ([0, 1, 2, 4], [1, 2])
+    >>> choose_lanes(stages=2, micro_batches=16), choose_lanes(stages=4, micro_batches=8)
+    (2, 1)
     """
-    return [way for way in ways if way <= 1 or way**2 * max(1, stages - 1) <= 2 * micro_batches]
-
-
-def _free_memory(devices: Sequence[torch.device]) -> None:
-    if any(map(is_gpu, devices)):
-        gc.collect()
-        release_cache(devices)
+    return 2 if micro_batches > max(1, 4 * (stages - 1)) else 1
 
 
 class ObservedRun(PlacedRun):

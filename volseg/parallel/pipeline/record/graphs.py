@@ -1,4 +1,4 @@
-"""Graphs of a recorded batch, their streams and memory: CUDA graphs, and their stand-in on hosts.
+"""Record the work of several devices as one graph: a CUDA graph, and its stand-in on hosts.
 
 ``HostGraph`` exists so that tests without a GPU exercise everything built on graphs: it records ATen functions and
 repeats them into the same memory. It is no faster than running them.
@@ -6,129 +6,151 @@ repeats them into the same memory. It is no faster than running them.
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from volseg.device.gpus import find_kept, is_gpu
-from volseg.device.graph import make_graph, make_pool
-from volseg.device.streams import find_current_stream, make_stream, on_stream, turn_to_stream
+from volseg.device.gpus import find_kept, has_values, is_gpu, release_cache
+from volseg.device.graph import make_graph, make_pool, undisturbed
+from volseg.device.streams import find_current_stream, make_stream, on_stream
 from volseg.device.torch_internals import TorchDispatchMode, get_schema
+from volseg.errors import ParallelError
+from volseg.parallel.pipeline.flow.transfer import list_copy_streams
 
-__all__ = ["HostGraph", "Lanes", "StageGraph", "Unrecorded"]
+__all__ = ["BatchGraph", "HostGraph", "Lanes", "RecordRefusedError"]
 
+T = TypeVar("T")
 
 _numbers: dict[str, "itertools.count[int]"] = {}
 """Counter that numbers recordings."""
 
+VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
-class StageGraph(Protocol):
-    """Work of one device, recorded between ``begin`` and ``end``."""
 
-    def begin(self) -> None:
-        """Start recording this thread's work on the device."""
+class RecordRefusedError(ParallelError):
+    """A forward does something that a recording would not repeat."""
 
-    def end(self) -> None:
-        """Stop recording."""
+
+class BatchGraph(Protocol):
+    """Recorded work of all devices."""
 
     def replay(self) -> None:
-        """Run the recorded work on the device's current stream."""
+        """Run the recorded work."""
 
 
 class Lanes:
-    """Make the graphs of a batch, and hold their streams and memory.
+    """Streams and memory of the graphs of one batch.
 
-    A device has one stream and one memory pool per *lane*. The graphs of a lane must be replayed in the order of
-    recording; those of different lanes run concurrently, so that kernels too small for a whole GPU share it.
+    A device has one stream per *lane*. Micro-batches alternate among the lanes, so that kernels too small for a whole
+    GPU share it. All graphs are started on one stream, and must be replayed in the order of recording.
 
     Parameters
     ----------
+    devices
+        Everything that a recorded function touches.
     count
-        Number of lanes.
+        Number of lanes; hosts have one.
     """
 
-    def __init__(self, count: int = 1) -> None:
-        self.count = count
-        self._number = next(find_kept(_numbers).setdefault("lanes", itertools.count()))
-        self._pools: dict[tuple[torch.device, int], Any] = {}
-        self._streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+    def __init__(self, devices: Iterable[torch.device], count: int) -> None:
+        every = sorted(set(devices), key=str)
+        self._gpus = [device for device in every if is_gpu(device)]
+        if self._gpus and len(self._gpus) < len(every):
+            raise RecordRefusedError("a CUDA graph cannot hold the work of a CPU")
+        self.count = count if self._gpus else 1
+        if not self._gpus:
+            return
+        self._start = make_stream(self._gpus[0])
+        self._streams = {(device, lane): make_stream(device) for device in self._gpus for lane in range(self.count)}
+        number = next(find_kept(_numbers).setdefault("lanes", itertools.count()))
+        self._pool = make_pool(self._gpus[0], f"recording {number}")
+        # ``torch.cuda.CUDAGraph`` has memory on one device only.
+        self._others = {device: _make_memory(device) for device in self._gpus[1:] if has_values(device)}
 
-    def make_graph(self, device: torch.device, lane: int) -> StageGraph:
-        """Return a new graph for ``device``."""
-        if not is_gpu(device):
-            return HostGraph()
-        if (device, lane) not in self._pools:
-            self._pools[device, lane] = make_pool(device, f"recording {self._number}, lane {lane}")
-        return make_graph(self._get_stream(device, lane), self._pools[device, lane], is_step=False)
-
-    def _get_stream(self, device: torch.device, lane: int) -> torch.cuda.Stream:
-        if (device, lane) not in self._streams:
-            self._streams[device, lane] = make_stream(device)
-        return self._streams[device, lane]
+    @property
+    def has_events(self) -> bool:
+        """Whether recorded events tell the time."""
+        return bool(self._gpus) and has_values(self._gpus[0])
 
     @contextlib.contextmanager
-    def on_streams(self, devices: Iterable[torch.device]) -> Iterator[dict[torch.device, torch.cuda.Stream]]:
-        """Work on the streams of lane 0, after the caller's earlier work and before its later work."""
-        gpus = [device for device in devices if is_gpu(device)]
-        callers = {device: find_current_stream(device) for device in gpus}
-        streams = {device: self._get_stream(device, 0) for device in gpus}
+    def turn_to(self, lane: int) -> Iterator[None]:
+        """Work on the streams of ``lane`` in this block."""
         with contextlib.ExitStack() as stack:
-            for device, stream in streams.items():
-                stream.wait_stream(callers[device])
-                stack.enter_context(on_stream(stream))
-            yield streams
-        for device, caller in callers.items():
-            for lane in range(self.count):
-                caller.wait_stream(self._get_stream(device, lane))
+            for device in self._gpus:
+                stack.enter_context(on_stream(self._streams[device, lane]))
+            if self.has_events:
+                stack.enter_context(torch.cuda.device(self._gpus[0]))
+            yield
 
-    def fan_out(self, devices: Iterable[torch.device]) -> None:
-        """Make the other lanes wait for the queued work of lane 0."""
-        for device in devices:
-            for lane in range(1, self.count if is_gpu(device) else 1):
-                self._get_stream(device, lane).wait_stream(self._get_stream(device, 0))
+    def record(self, work: Callable[[], T]) -> tuple[BatchGraph, T]:
+        """Record what ``work`` gives to the devices, from this thread only; return the graph and its result.
 
-    def turn_to(self, lane: int, devices: Iterable[torch.device]) -> None:
-        """Work on the streams of ``lane`` from now on, within ``on_streams``."""
-        if self.count > 1:
-            for device in devices:
-                if is_gpu(device):
-                    turn_to_stream(self._get_stream(device, lane))
+        ``work`` chooses lanes by ``turn_to``. On GPUs no kernel runs.
+        """
+        if not self._gpus:
+            graph = HostGraph()
+            with undisturbed(), graph:
+                return graph, work()
+        generators = [torch.cuda.default_generators[device.index] for device in self._others]
+        own = make_graph(self._start, self._pool, generators, is_step=False)
+        joined = [*self._streams.values(), *list_copy_streams(self._gpus)]
+        with undisturbed(), contextlib.ExitStack() as stack:
+            release_cache(self._gpus)  # a recording has its own memory, and needs what eager batches have cached
+            own.begin()
+            try:
+                for device, memory in self._others.items():
+                    stack.enter_context(torch.cuda.use_mem_pool(memory, device))
+                for stream in joined:
+                    stream.wait_stream(self._start)
+                # Backward must not run in autograd's own threads: their allocations would not be the recording's.
+                with self.turn_to(0), torch.autograd.set_multithreading_enabled(False):
+                    result = work()
+                for stream in joined:
+                    self._start.wait_stream(stream)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the first failure tells more than that of the broken graph
+                    own.end()
+                raise
+            own.end()
+        return _StartedGraph(own, self._start, self._gpus), result
 
 
-class Unrecorded:
-    """Run the work without recording it."""
+class _StartedGraph:
+    """A graph that runs after the callers' earlier work on every device, and before their later work."""
 
-    def begin(self) -> None:
-        """Record nothing."""
-
-    def end(self) -> None:
-        """Nothing to finish."""
+    def __init__(self, graph: Any, start: Any, devices: list[torch.device]) -> None:
+        self._graph, self._start, self._devices = graph, start, devices
 
     def replay(self) -> None:
-        """Nothing to repeat."""
+        """Run the recorded work."""
+        callers = [find_current_stream(device) for device in self._devices]
+        for caller in callers:
+            self._start.wait_stream(caller)
+        with on_stream(self._start):
+            self._graph.replay()
+        for caller in callers:
+            caller.wait_stream(self._start)
+
+
+def _make_memory(device: torch.device) -> torch.cuda.MemPool:
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool()
 
 
 class HostGraph(TorchDispatchMode):
-    """A list of ATen functions with their arguments and results."""
+    """A list of ATen functions with their arguments and results, recorded while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
         self._steps: list[tuple[Any, Any, Any, Any]] = []
 
-    def begin(self) -> None:
-        """Start recording."""
-        self.__enter__()
-
-    def end(self) -> None:
-        """Stop recording."""
-        self.__exit__(None, None, None)
-
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        _refuse_values(function, args)
         result = function(*args, **kwargs)
         self._steps.append((function, args, kwargs, result))
         return result
@@ -146,6 +168,15 @@ class HostGraph(TorchDispatchMode):
                 continue
             for old, new in _list_fresh(function, result, function(*args, **kwargs)):
                 old.copy_(new)
+
+
+def _refuse_values(function: Any, args: tuple[Any, ...]) -> None:
+    """Refuse what cannot be captured on a GPU: Python reads a result, or a shape depends on values."""
+    # Indexing has such a tag because of masks.
+    is_index = function is torch.ops.aten.index.Tensor
+    by_mask = is_index and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if by_mask or (not is_index and VALUES.intersection(function.tags)):
+        raise RecordRefusedError(f"forward reads values of a tensor ({function}), which a replay would not")
 
 
 def _list_fresh(function: Any, first: Any, again: Any) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,346 @@
+"""Record a batch of a pipeline: one graph for the forward pass of all micro-batches, one for the backward pass.
+
+The eager pipeline itself is recorded, on all its devices: the network's own ``forward`` runs once per micro-batch under
+``RecordedRun``, and autograd differentiates it. One autograd node then represents the whole network. Its forward copies
+the batch into the recorded inputs and replays; so does its backward with the gradients of the outputs.
+
+Aliases stand in for the parameters: the gradient accumulators of the parameters themselves may stem from an eager batch
+on another stream, which a recording must not touch, and other wrappers have their hooks there.
+
+What is written before a replay has memory from outside the graph: memory allocated in it may be another allocation's
+before its first kernel.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from volseg.device.first_order import first_order
+from volseg.device.module_internals import NormBase
+from volseg.device.streams import find_current_stream
+from volseg.device.torch_internals import find_saved_tensors_hooks, find_transform, multiply_each, pytree
+from volseg.errors import ParallelError
+from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement, mark_return
+from volseg.parallel.pipeline.flow.statistics import WholeBatchStatistics
+from volseg.parallel.pipeline.flow.transfer import copy_between
+from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join, split
+from volseg.parallel.pipeline.observe import run as runs
+from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE
+from volseg.parallel.pipeline.record.graphs import BatchGraph, Lanes, RecordRefusedError
+from volseg.parallel.timeline import Timeline, find_timeline
+
+__all__ = ["RecordedBatch"]
+
+
+class RecordedRun(PlacedRun):
+    """A micro-batch's run that refuses what a recording would not repeat."""
+
+    skips_quiet = False
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in DIFFERENTIATE or find_transform() is not None:
+            raise RecordRefusedError("forward differentiates or maps functions (torch.autograd, torch.func)")
+        if find_saved_tensors_hooks(False) is not None:
+            raise RecordRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class _CountedStatistics(WholeBatchStatistics):
+    """Leave ``num_batches_tracked`` to the replay."""
+
+    def __init__(self, micro_batches: int) -> None:
+        super().__init__(micro_batches)
+        self._counters: list[Tensor] = []
+
+    def counts_batch(self, counter: Tensor) -> bool:
+        """Count later; return False."""
+        if super().counts_batch(counter):
+            self._counters.append(counter)
+        return False
+
+    def commit(self) -> None:
+        """Update running buffers and counters."""
+        super().commit()
+        for counter in self._counters:
+            counter.add_(1)
+
+
+@dataclass(eq=False)
+class _Output:
+    """A tensor that ``forward`` returned for one micro-batch."""
+
+    number: int
+    """Its place among the tensors of the output."""
+    source: Tensor
+    home: Tensor
+    """Copy of it where the outputs are joined."""
+
+
+class _Ticket:
+    """Held by the autograd node of one forward: while it exists unused, its activations are needed."""
+
+    is_used = False
+
+
+class RecordedBatch:
+    """A recording of ``net`` for batches like the given one; the tensors' values do not matter.
+
+    Its memory holds one batch: ``is_free`` tells whether a backward still needs it.
+
+    Parameters
+    ----------
+    net, placement
+        The network on its stages.
+    batch
+        The batch, and its micro-batches.
+    lanes
+        Streams per device among which the micro-batches alternate.
+
+    Raises
+    ------
+    RecordRefusedError
+        If a recording would not repeat what ``forward`` does.
+    """
+
+    def __init__(self, net: nn.Module, placement: Placement, batch: CutBatch, lanes: int = 1) -> None:
+        for path, module in net.named_modules():
+            if isinstance(module, NormBase) and module.momentum is None and module.training:
+                raise RecordRefusedError(f"{path} computes its momentum from the number of batches so far")
+        self._net, self._batch = net, batch
+        self._ticket: weakref.ref[_Ticket] | None = None
+        self._call: Call = pytree.tree_map_only(Tensor, _copy_input, batch.call)
+        self._inputs = [leaf for leaf in pytree.tree_leaves(self._call) if isinstance(leaf, Tensor)]
+        named = dict(net.named_parameters())
+        self.parameters = list(named.values())
+        self._aliases: dict[str, Tensor] = {
+            name: nn.Parameter(p.detach(), p.requires_grad) for name, p in named.items()
+        }
+        owners = {id(alias): placement.owners[id(named[name])] for name, alias in self._aliases.items()}
+        self._placement = replace(placement, owners=placement.owners | owners)
+        self._statistics = _CountedStatistics(len(batch.sizes))
+        places = {tensor.device for tensor in self._inputs} | placement.devices | {batch.target}
+        self._lanes = Lanes(places, lanes)
+        timeline = Timeline(sorted(places, key=str))
+        with timeline.noting() if self._lanes.has_events else nullcontext():
+            self._forward, self._homes = self._record_forward()
+            self._forward_marks = list(timeline.marks)
+            self._backward = self._record_backward() if torch.is_grad_enabled() else None
+            self._backward_marks = timeline.marks[len(self._forward_marks) :]
+        self._leaves, self._structure = pytree.tree_flatten(join(self._homes, batch.sizes))
+        self._roots.clear()  # the autograd graph goes; the memory stays the recording's
+
+    @property
+    def lanes(self) -> int:
+        """Number of streams per device among which the micro-batches alternate."""
+        return self._lanes.count
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no forward waits for its backward."""
+        ticket = None if self._ticket is None else self._ticket()
+        return ticket is None or ticket.is_used
+
+    def __call__(self, call: Call) -> Any:
+        """Run one batch; return the joined outputs."""
+        tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+        outputs = iter(_Replayed.apply(self, len(tensors), *tensors, *self.parameters))
+        leaves = [next(outputs) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        return pytree.tree_unflatten(leaves, self._structure)
+
+    def release(self) -> None:
+        """Drop the recording: its memory is freed once no forward waits for its backward, which holds the memory."""
+
+    def take_ticket(self) -> _Ticket:
+        """Mark the activations as needed while the returned object exists."""
+        ticket = _Ticket()
+        self._ticket = weakref.ref(ticket)
+        return ticket
+
+    def _record_forward(self) -> tuple[BatchGraph, list[Any]]:
+        """Record every micro-batch; note its outputs, return the graph and the outputs where they are joined."""
+        self._roots: list[_Output] = []
+        states = [*self._placement.states, *self._inputs]
+        versions = list(map(runs.read_version, states))
+        graph, homes = self._lanes.record(self._run_forward)
+        if list(map(runs.read_version, states)) != versions:
+            raise RecordRefusedError("forward changes its arguments, a parameter or a buffer in place")
+        return graph, homes
+
+    def _run_forward(self) -> list[Any]:
+        borrowed: dict[int, dict[Any, Tensor]] = defaultdict(dict)
+        homes, arrivals, target = [], [], self._batch.target
+        for index, (args, kwargs) in enumerate(split(*self._call, self._batch.sizes[0], self._batch.is_batch)):
+            lane = index % self._lanes.count
+            self._statistics.begin(index)
+            if (timeline := find_timeline()) is not None:
+                timeline.micro_batch = index
+            with self._lanes.turn_to(lane):
+                with RecordedRun(self._placement, self._statistics, borrowed[lane]) as run:
+                    output = functional_call(self._net, self._aliases, args, kwargs)
+                if timeline is not None:
+                    mark_return(timeline, run.here, index, output)
+                leaves, structure = pytree.tree_flatten(output)
+                places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+                for number, place in enumerate(places):
+                    tensor = leaves[place]
+                    home = target if tensor.device.type == target.type else tensor.device
+                    leaves[place], event = _bring(tensor.detach(), home)
+                    self._roots.append(_Output(number, tensor, leaves[place]))
+                    arrivals.append((leaves[place], event))
+            homes.append(pytree.tree_unflatten(leaves, structure))
+        # Only now: an earlier wait would keep the target from its next micro-batch.
+        for tensor, event in arrivals:
+            _wait(tensor, event)
+        self._placement.forget_marks(homes)
+        return homes
+
+    def _record_backward(self) -> BatchGraph | None:
+        """Record the gradients of the inputs and of the parameters from those of the outputs."""
+        wanted = [*self._inputs, *self._aliases.values()]
+        self._places = {id(tensor): place for place, tensor in enumerate(wanted) if tensor.requires_grad}
+        roots = [root for root in self._roots if root.source.requires_grad]
+        if not roots or not self._places:
+            return None
+        self._reaches: dict[int, set[int]] = defaultdict(set)
+        """For each output, the inputs and parameters that its gradient reaches."""
+        self._arriving: dict[int, Tensor] = {}
+        """For each output, where its gradient is written."""
+        gradients: dict[int, Iterator[Tensor]] = {}
+        for number in {root.number for root in roots}:
+            own = [root for root in self._roots if root.number == number]
+            self._reaches[number].update(*(self._find_leaves(root.source) for root in own))
+            self._arriving[number] = torch.zeros_like(torch.cat([root.home for root in own]))
+            gradients[number] = iter(self._arriving[number].split([len(root.home) for root in own]))
+        pieces = [(root, next(gradients[root.number])) for root in self._roots if root.number in gradients]
+        before = [parameter.grad for parameter in self.parameters]
+        graph, found = self._lanes.record(partial(self._run_backward, pieces, wanted))
+        if any(parameter.grad is not own for parameter, own in zip(self.parameters, before, strict=True)):
+            raise RecordRefusedError("backward itself computes gradients of parameters (reentrant checkpoints)")
+        self._gradients = dict(zip(self._places.values(), found, strict=True))
+        return graph
+
+    def _run_backward(
+        self, pieces: Sequence[tuple[_Output, Tensor]], wanted: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        pieces = [(root, piece) for root, piece in pieces if root.source.requires_grad]
+        gradients = []
+        # All at once, in the order of use: a copy queued after a micro-batch's backward on the loss's device would
+        # start only then, and the stages would alternate.
+        for root, piece in reversed(pieces):
+            landed, event = _bring(piece, root.source.device)
+            _wait(landed, event)
+            gradients.append(landed)
+        sources = [root.source for root, _ in reversed(pieces)]
+        own = [wanted[place] for place in self._places.values()]
+        return torch.autograd.grad(sources, own, gradients, allow_unused=True)
+
+    def _find_leaves(self, tensor: Tensor) -> Iterator[int]:
+        """Yield the places of the inputs and parameters from which ``tensor`` was computed."""
+        todo, seen = [tensor.grad_fn], set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                if id(variable) not in self._places:
+                    raise RecordRefusedError(
+                        "forward uses a tensor with a gradient that is no parameter of the network"
+                    )
+                yield self._places[id(variable)]
+
+    def replay_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Replay the forward pass; return new tensors, and update running statistics."""
+        for tensor, static in zip(tensors, self._inputs, strict=True):
+            static.copy_(tensor)
+        self._forward.replay()
+        if (timeline := find_timeline()) is not None:
+            timeline.marks += self._forward_marks
+        self._statistics.commit()
+        outputs = (
+            leaf for leaf in pytree.tree_leaves(join(self._homes, self._batch.sizes)) if isinstance(leaf, Tensor)
+        )
+        return tuple(output.clone() if len(self._homes) == 1 else output for output in outputs)
+
+    def find_fixed(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs without a gradient."""
+        return [output for number, output in enumerate(outputs) if not self._backward or number not in self._arriving]
+
+    def replay_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay the backward pass; return the gradients of the inputs, then of the parameters.
+
+        A gradient is None where none arrives. They are copies, since the next batch overwrites the recording's own.
+        """
+        assert self._backward is not None
+        reached: set[int] = set()
+        for number, arriving in self._arriving.items():
+            gradient = gradients[number]
+            if gradient is None:
+                arriving.zero_()
+            else:
+                arriving.copy_(gradient)
+                reached |= self._reaches[number]
+        self._backward.replay()
+        if (timeline := find_timeline()) is not None:
+            timeline.marks += self._backward_marks
+        found: list[Tensor | None] = [None] * (len(self._inputs) + len(self.parameters))
+        # Many at a time: a kernel for each would take longer to queue than to run.
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+        for place, gradient in self._gradients.items():
+            if gradient is not None and place in reached:
+                groups[gradient.device, gradient.dtype].append(place)
+        for places in groups.values():
+            own = [gradient for place in places if (gradient := self._gradients[place]) is not None]
+            for place, copied in zip(places, multiply_each(own, 1), strict=True):
+                found[place] = copied
+        return found
+
+
+def _bring(tensor: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+    """Return a tensor on ``device``, and the event of its arrival, None where it is there."""
+    return (tensor, None) if tensor.device == device else copy_between(tensor, device)
+
+
+def _wait(tensor: Tensor, event: Any) -> None:
+    if event is not None:
+        find_current_stream(tensor.device).wait_event(event)
+
+
+def _copy_input(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+class _Replayed(torch.autograd.Function):
+    """The whole network as one node."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: RecordedBatch, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.recorded = recorded
+        ctx.ticket = recorded.take_ticket() if any(ctx.needs_input_grad) else None
+        ctx.set_materialize_grads(False)
+        outputs = recorded.replay_forward(tensors[:num_inputs])
+        ctx.mark_non_differentiable(*recorded.find_fixed(outputs))
+        return outputs
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if ctx.ticket.is_used:
+            raise ParallelError(
+                "backward through a recorded pipeline ran a second time, and its activations are gone; for "
+                "retain_graph=True use ModelParallel(..., record=False)"
+            )
+        ctx.ticket.is_used = True
+        return None, None, *ctx.recorded.replay_backward(gradients)
