@@ -209,13 +209,12 @@ def list_pools(trace: StepTrace) -> set[str]:
     return {event.pool for event in trace.events if isinstance(event, Allocate) and event.pool}
 
 
-def test_a_recorded_pipeline_has_memory_of_its_own_for_each_lane() -> None:
-    """Of what is tried where there are GPUs, that with most lanes is followed; the steps after it run no kernel."""
+def test_a_recorded_pipeline_has_memory_of_its_own_and_later_steps_run_no_kernel() -> None:
     candidate = Candidate(pipeline=2, split_size=1, recorded=True)
     traces = trace_candidate(make_work(), candidate)
     assert traces == trace_candidate(make_work(), candidate)
     for trace in traces:
-        assert list_pools(trace) == {"recording 0, lane 0", "recording 0, lane 1"}
+        assert list_pools(trace) == {"recording 0"}
         last = [place for place, event in enumerate(trace.events) if event == Mark("step")][-1]
         names = {event.name for event in trace.events[last:] if isinstance(event, KernelRun)}
         assert "aten.convolution" not in names
@@ -223,12 +222,6 @@ def test_a_recorded_pipeline_has_memory_of_its_own_for_each_lane() -> None:
         assert "aten.convolution" in timed
         eager = trace_candidate(make_work(), Candidate(pipeline=2, split_size=1))[trace.device]
         assert count_held(trace) > count_held(eager)  # received, landed and copied: for good
-
-
-def test_a_pipeline_that_draws_random_numbers_is_recorded_in_one_lane() -> None:
-    work = make_work(lambda: nn.Sequential(*list(build_small())[:3], nn.Dropout(), *list(build_small())[3:]))
-    for trace in trace_candidate(work, Candidate(pipeline=2, split_size=1, recorded=True)):
-        assert len(list_pools(trace)) == 1
 
 
 def list_steps(trace: StepTrace) -> list[Counter[Any]]:

@@ -19,8 +19,8 @@ FIFTY_EPOCHS = 450
 """Batches: nine per epoch, as 260 volumes make of 32."""
 
 
-WARM = {"graphs": 14, "auto": 16, "eager": 3}
-"""Steps before those that are timed: recordings are watched, tried and chosen in them."""
+WARM = {"graphs": 6, "auto": 6, "eager": 3}
+"""Steps before those that are timed: batches are observed, and recorded, in them."""
 
 
 class Block(nn.Module):
