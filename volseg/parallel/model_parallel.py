@@ -42,7 +42,7 @@ from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.module import REGISTRIES
-from volseg.parallel.state.random import CommonSeeds
+from volseg.parallel.state.random import CommonSeeds, own_random_numbers
 from volseg.parallel.strategy import Devices, Options, Strategy
 
 __all__ = ["ModelParallel", "StrategyOptions", "check_network"]
@@ -186,7 +186,9 @@ class ModelParallel(nn.Module):
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the chosen strategy, or try the spatial split and fall back to the pipeline; record the choice."""
-        choice = None if kwargs else import_module(CHOOSER).choose_for_first_batch(self.module, self._devices, args)
+        with own_random_numbers(()):  # libraries draw while they are imported
+            chooser = import_module(CHOOSER)
+        choice = None if kwargs else chooser.choose_for_first_batch(self.module, self._devices, args)
         if choice is not None:
             self._take(*choice)
         if self.chosen == "pipeline":

@@ -5,7 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from volseg.parallel.pipeline import Pipeline, PipelineStrategy
 from volseg.parallel.pipeline.observe.run import has_foreign_hooks
-from volseg.parallel.pipeline.record.choice import LONG, MOST_RECORDINGS, WARM_UP, Behaviour, identify_batch
+from volseg.parallel.pipeline.record.choice import LONG, MOST_RECORDINGS, WARM_UP, identify_batch
 from volseg.parallel.state.conditions import Conditions
 
 
@@ -38,16 +38,6 @@ def test_at_most_a_few_kinds_are_kept_and_an_idle_one_gives_way():
         strategy(newest)
     assert type(strategy(newest).grad_fn).__name__ == "_ReplayedBackward"
     assert len(strategy._recorder) == MOST_RECORDINGS
-
-
-def test_behaviour_tells_a_forward_that_changes_from_sizes_that_differ():
-    behaviour = Behaviour()
-    behaviour.note(2, 11)
-    behaviour.note(1, 12)
-    assert behaviour.is_steady
-    behaviour.note(2, 13)
-    assert not behaviour.is_steady
-    assert behaviour.objection == "forward does not do the same for each"
 
 
 def test_precision_that_differs_by_layer_can_be_asked():

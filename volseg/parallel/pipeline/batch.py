@@ -17,7 +17,6 @@ from volseg.parallel.pipeline.flow.transfer import Passage, send
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, copy_pieces, join, with_pieces
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.costs import copy_network, move_call
-from volseg.parallel.pipeline.record.choice import Behaviour, ObservedRun
 from volseg.parallel.state.attempt import Attempt
 from volseg.parallel.state.random import own_random_numbers
 from volseg.parallel.timeline import find_timeline
@@ -33,24 +32,24 @@ SPLIT_BATCH_NORM = (
 )
 
 
-def run_batch(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Behaviour | None = None) -> Any:
+def run_batch(net: nn.Module, placement: Placement, batch: CutBatch) -> Any:
     """Run the micro-batches; copy in-place changes back to the caller's tensors.
 
     Pieces of one tensor share its version: an in-place change of one would invalidate what autograd has saved of
     another.
     So if forward was seen to change its arguments, each micro-batch has copies; otherwise a tensor with a history is
-    watched. Observations are added to ``behaviour``.
+    watched.
     """
     leaves, sizes = pytree.tree_leaves(batch.call), batch.sizes
     if len(batch.calls) == 1 or not torch.is_grad_enabled():
-        return join(_flow(net, placement, batch, behaviour), sizes)
+        return join(_flow(net, placement, batch), sizes)
     rows = [number for number, is_cut in enumerate(batch.is_batch) if is_cut]
     pieces = copy_pieces(leaves, rows, sizes) if placement.changes_arguments else {}
     if pieces:
         batch = replace(batch, calls=with_pieces(batch.calls, pieces))
     results = [leaves[number] for number in rows if leaves[number].requires_grad and not leaves[number].is_leaf]
     versions = [get_version(tensor) for tensor in results]
-    output = join(_flow(net, placement, batch, behaviour), sizes)
+    output = join(_flow(net, placement, batch), sizes)
     given_back: set[int] = set()
     for number, own in pieces.items():
         if id(leaves[number]) not in given_back and any(get_version(piece) for piece in own):
@@ -64,7 +63,7 @@ def run_batch(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: 
     return output
 
 
-def _flow(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Behaviour | None) -> list[Any]:
+def _flow(net: nn.Module, placement: Placement, batch: CutBatch) -> list[Any]:
     """Start the micro-batches one after another.
 
     Kernels run behind the host: while the second stage computes the first micro-batch, the first stage already has the
@@ -77,11 +76,9 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch, behaviour: Beha
         statistics.begin(index)
         if (timeline := find_timeline()) is not None:
             timeline.micro_batch = index
-        run = (PlacedRun if behaviour is None else ObservedRun)(placement, statistics, borrowed)
+        run = PlacedRun(placement, statistics, borrowed)
         with run:
             output = net(*args, **kwargs)
-        if isinstance(run, ObservedRun) and behaviour is not None:
-            behaviour.note(batch.sizes[index], run.summary, run.changed)
         if timeline is not None:
             mark_return(timeline, run.here, index, output)
         output, sent = _send_home(output, batch.target)

@@ -237,13 +237,12 @@ class PipelineStrategy:
             condition = self._form.number, self.net.training
             proof = self._batching.check(condition, (args, kwargs), is_batch, sizes[0], self._runner)
         kind = self._recorder.find_kind(self._conditions(), cut.call, target) if self._recorder.is_active else None
-        behaviour = None
         if kind is not None:
             replay = self._recorder.find(kind, placement, cut)
             if replay is not None:
                 return replay(cut.call)
-            behaviour = self._recorder.observe(kind)
-        output = run_batch(self.net, placement, cut, behaviour)
+            self._recorder.count(kind)
+        output = run_batch(self.net, placement, cut)
         if proof is not None:
             self._batching.confirm(proof, output, (args, kwargs), is_batch, self._runner)
         return output

@@ -26,7 +26,13 @@ from torch.func import functional_call
 from volseg.device.first_order import first_order
 from volseg.device.module_internals import NormBase
 from volseg.device.streams import find_current_stream
-from volseg.device.torch_internals import find_saved_tensors_hooks, find_transform, multiply_each, pytree
+from volseg.device.torch_internals import (
+    find_saved_tensors_hooks,
+    find_transform,
+    get_storage_key,
+    multiply_each,
+    pytree,
+)
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement, mark_return
 from volseg.parallel.pipeline.flow.statistics import WholeBatchStatistics
@@ -45,6 +51,12 @@ class RecordedRun(PlacedRun):
 
     skips_quiet = False
 
+    def __enter__(self) -> "RecordedRun":
+        super().__enter__()
+        # By memory, not identity: ``.data`` is another tensor, with its own version.
+        self._memory = {_find_memory(state) for state in self.placement.states}
+        return self
+
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -52,7 +64,17 @@ class RecordedRun(PlacedRun):
             raise RecordRefusedError("forward differentiates or maps functions (torch.autograd, torch.func)")
         if find_saved_tensors_hooks(False) is not None:
             raise RecordRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
-        return super().__torch_function__(function, types, args, kwargs)
+        plain = [runs.unwrap(tensor) for tensor in runs.find_tensors((args, kwargs or {}))]
+        read = [(tensor, runs.read_version(tensor)) for tensor in plain]
+        result = super().__torch_function__(function, types, args, kwargs)
+        # Micro-batches in several lanes would change it at the same time.
+        if any(_find_memory(tensor) in self._memory for tensor in runs.find_changes(read)):
+            raise RecordRefusedError(f"forward changes its own state ({getattr(function, '__name__', function)})")
+        return result
+
+
+def _find_memory(tensor: Tensor) -> int:
+    return get_storage_key(tensor.untyped_storage()) if tensor.layout == torch.strided else -1
 
 
 class _CountedStatistics(WholeBatchStatistics):
@@ -169,11 +191,10 @@ class RecordedBatch:
     def _record_forward(self) -> tuple[BatchGraph, list[Any]]:
         """Record every micro-batch; note its outputs, return the graph and the outputs where they are joined."""
         self._roots: list[_Output] = []
-        states = [*self._placement.states, *self._inputs]
-        versions = list(map(runs.read_version, states))
+        given = [(tensor, runs.read_version(tensor)) for tensor in self._inputs]
         graph, homes = self._lanes.record(self._run_forward)
-        if list(map(runs.read_version, states)) != versions:
-            raise RecordRefusedError("forward changes its arguments, a parameter or a buffer in place")
+        if runs.find_changes(given):
+            raise RecordRefusedError("forward changes its arguments in place")
         return graph, homes
 
     def _run_forward(self) -> list[Any]:
