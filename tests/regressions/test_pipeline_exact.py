@@ -274,13 +274,13 @@ def test_loaded_state_has_no_notes_of_the_pipeline(tmp_path):
     assert torch.equal(torch.load(tmp_path / "state.pt", weights_only=True)["state"]["t"], net.t)
 
 
-LENGTHS: list[int] = []
-
-
 def keeping(net: Net, x: Tensor) -> Tensor:
-    LENGTHS.append(len(x))
+    keeping.lengths.append(len(x))  # an attribute of a function is not watched
     net.kept = [net.a(x)]
     return net.b(net.kept[0])
+
+
+keeping.lengths = []
 
 
 def test_kept_features_do_not_ask_again():
@@ -288,8 +288,8 @@ def test_kept_features_do_not_ask_again():
     model = pipeline(chain(keeping))
     for _ in range(4):
         model(volumes())
-    assert LENGTHS.count(3) == 2  # before there is an attribute, and with it
-    assert LENGTHS[-4:] == [2] * 4
+    assert keeping.lengths.count(3) == 2  # before there is an attribute, and with it
+    assert keeping.lengths[-4:] == [2] * 4
 
 
 @pytest.mark.parametrize("record", RECORDS)
@@ -491,6 +491,31 @@ def test_pickled_and_copied_after_a_step():
         assert other.module is not net
         assert len(other.partition.stages) == 2
         model.train()
+
+
+SCALE, SETTINGS = 1.0, {"scale": 1.0}
+
+
+def scaled_by_globals(net: Net, x: Tensor) -> Tensor:
+    return net.b(net.a(x) * find_scale())
+
+
+def find_scale() -> float:
+    return SCALE * SETTINGS["scale"]
+
+
+@pytest.mark.parametrize("name", ["SCALE", "SETTINGS"])
+def test_globals_that_change_end_a_recording(name):
+    """A recording stood for a forward that read another number in the meantime."""
+
+    def change(net: nn.Module, batch: int) -> None:
+        global SCALE
+        if batch == WARM_UP + 1:
+            SCALE, SETTINGS["scale"] = (2.0, 1.0) if name == "SCALE" else (1.0, 2.0)
+
+    globals().update(SCALE=1.0, SETTINGS={"scale": 1.0})
+    model = assert_same_steps(chain(scaled_by_globals), WARM_UP + 6, before=change, record=True)
+    assert model.strategy.is_replaying
 
 
 @pytest.mark.parametrize("strategy", ["auto", "pipeline"])

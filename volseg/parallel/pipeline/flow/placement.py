@@ -34,7 +34,7 @@ from volseg.parallel.timeline import Timeline, find_timeline
 
 __all__ = ["Location", "PlacedRun", "Placement", "mark_return", "place"]
 
-MARKS = ("_volseg_location", "_volseg_order", "_volseg_copies")
+MARKS = ("_volseg_location", "_volseg_copies")
 """Attributes set on tensors."""
 
 

@@ -96,7 +96,9 @@ class BatchRecorder:
         """Whether batches are recorded at all."""
         self._modes = 0 if has_values() else count_dispatch_modes()
         warm_up = WARM_UP if has_values() else FOLLOWED
-        self._recordings: Recordings[Kind[RecordedBatch]] = Recordings(Kind, warm_up=warm_up, limit=MOST_RECORDINGS, idle=LONG)
+        self._recordings: Recordings[Kind[RecordedBatch]] = Recordings(
+            Kind, warm_up=warm_up, limit=MOST_RECORDINGS, idle=LONG
+        )
 
     def __len__(self) -> int:
         return len(self._recordings)
