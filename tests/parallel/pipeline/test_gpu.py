@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel
+from volseg.parallel.pipeline.flow.transfer import list_copy_streams
 from volseg.parallel.pipeline.record.choice import WARM_UP
 
 # float64 convolutions on CUDA choose other algorithms for other batch sizes: round-off of sums of 54 to 4096 terms.
@@ -96,3 +97,48 @@ def test_measured_partition_and_recorded_dropout():
     outputs = [model(x) for _ in range(WARM_UP + 3)]
     assert model.partition.total_ms > 0
     assert not torch.equal(outputs[-1], outputs[-2])
+
+
+class Shares(nn.Module):
+    """The gradient of what ``b`` received is also that of a later value, to which autograd adds in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv3d(2, 2, 1), nn.Conv3d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sent = self.a(x)
+        own = self.b(sent)
+        total = sent + own
+        return total * 1.0 + own.sin()
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("record", [False, True])
+def test_nothing_changes_what_a_late_copy_still_reads(record):
+    """Autograd added in place to a gradient that a side stream had not copied yet: the input's gradient was wrong.
+
+    So was the output if the caller changed the batch at once. Copies are delayed here by 50 ms and more.
+    """
+    net = Shares().double().cuda()
+    reference = copy.deepcopy(net)
+    model = ModelParallel(net, devices=devices(2), split_size=1, cuts=["b"], record=record)
+
+    def delay() -> None:
+        for stream in list_copy_streams([torch.device("cuda", index) for index in range(2)]):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(10**8)
+
+    for _ in range(WARM_UP + 2):
+        x = torch.randn(2, 2, 8, 8, 8, dtype=torch.float64, device="cuda:0")
+        mine, plainly = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected = torch.cat([reference(piece) for piece in plainly.split(1)])
+        delay()
+        actual = model(mine)
+        with torch.no_grad():
+            mine.zero_()
+        torch.testing.assert_close(actual, expected, **ROUND_OFF)
+        expected.square().sum().backward()
+        delay()
+        actual.square().sum().backward()
+        torch.testing.assert_close(mine.grad, plainly.grad, **ROUND_OFF)

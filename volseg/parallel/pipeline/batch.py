@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from volseg.device.torch_internals import get_version, pytree
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement, mark_return
+from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement, Shared, mark_return
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics, WholeBatchStatistics
-from volseg.parallel.pipeline.flow.transfer import Passage, send
+from volseg.parallel.pipeline.flow.transfer import Departures, Passage, send, wait_for_departures
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, copy_pieces, join, with_pieces
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.costs import copy_network, move_call
@@ -70,23 +70,25 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch) -> list[Any]:
     second in its queue. Every device works through its own queue in the order of the micro-batches.
     """
     statistics = WholeBatchStatistics(len(batch.calls))
-    borrowed: dict[Any, Tensor] = {}
+    shared = Shared()
     outputs, passages = [], []
     for index, (args, kwargs) in enumerate(batch.calls):
         statistics.begin(index)
         if (timeline := find_timeline()) is not None:
             timeline.micro_batch = index
-        run = PlacedRun(placement, statistics, borrowed)
+        run = PlacedRun(placement, statistics, shared)
         with run:
             output = net(*args, **kwargs)
         if timeline is not None:
             mark_return(timeline, run.here, index, output)
-        output, sent = _send_home(output, batch.target)
+        output, sent = _send_home(output, batch.target, shared.departures)
         outputs.append(output)
         passages += sent
     # Only now: an earlier wait would keep the target from its next micro-batch.
     for copied, passage in passages:
         passage.wait(copied)
+    # The caller may change the batch in place.
+    wait_for_departures(placement.devices | {batch.target})
     statistics.commit()
     if statistics.splits_batch_norm and not placement.has_warned:
         placement.has_warned = True
@@ -95,14 +97,14 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch) -> list[Any]:
     return outputs
 
 
-def _send_home(output: Any, target: torch.device) -> tuple[Any, list[tuple[Tensor, Passage]]]:
+def _send_home(output: Any, target: torch.device, departures: Departures) -> tuple[Any, list[tuple[Tensor, Passage]]]:
     """Start the copies of the outputs to the target device."""
     sent: list[tuple[Tensor, Passage]] = []
 
     def home(tensor: Tensor) -> Tensor:
         if tensor.device == target or tensor.device.type != target.type:
             return tensor
-        sent.append(send(tensor, target))
+        sent.append(send(tensor, target, departures))
         return sent[-1][0]
 
     return pytree.tree_map_only(Tensor, home, output), sent

@@ -27,12 +27,12 @@ from volseg.parallel.pipeline.flow.statistics import (
     find_batch_counters,
     run_norm,
 )
-from volseg.parallel.pipeline.flow.transfer import send
+from volseg.parallel.pipeline.flow.transfer import Departures, send, wait_for_departures
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.trace import Trace, find_segments, find_self_contained
 from volseg.parallel.timeline import Timeline, find_timeline
 
-__all__ = ["Location", "PlacedRun", "Placement", "mark_return", "place"]
+__all__ = ["Location", "PlacedRun", "Placement", "Shared", "mark_return", "place"]
 
 MARKS = ("_volseg_location", "_volseg_copies")
 """Attributes set on tensors."""
@@ -168,6 +168,15 @@ def _name_states(net: nn.Module) -> Mapping[str, Tensor]:
     return {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers(remove_duplicate=False))}
 
 
+@dataclass(eq=False)
+class Shared:
+    """What the micro-batches of a batch share."""
+
+    borrowed: dict[Any, Tensor] = field(default_factory=dict)
+    """Copies of parameters for stages that use but do not own them."""
+    departures: Departures = field(default_factory=Departures)
+
+
 class PlacedRun(runs.Run):
     """One micro-batch's run over the stages.
 
@@ -180,8 +189,8 @@ class PlacedRun(runs.Run):
         Stage of every call and state.
     statistics
         Handles running statistics; ``None`` leaves norms unchanged.
-    borrowed
-        Copies of parameters for stages that use but do not own them; shared by the micro-batches of one batch.
+    shared
+        What the micro-batches of a batch share.
     """
 
     skips_quiet = True
@@ -190,13 +199,13 @@ class PlacedRun(runs.Run):
         self,
         placement: Placement,
         statistics: RunningStatistics | None = None,
-        borrowed: dict[Any, Tensor] | None = None,
+        shared: "Shared | None" = None,
     ) -> None:
         super().__init__()
         self.placement = placement
         self.here = placement.locations[0]
         self._statistics = statistics
-        self._borrowed = {} if borrowed is None else borrowed
+        self._shared = shared or Shared()
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._received: list[tuple[Tensor, int]] = []
         self._senders: list[ref[Tensor]] = []
@@ -258,6 +267,8 @@ class PlacedRun(runs.Run):
             if location.device.type == "cuda":
                 # Tensors that forward makes on plain "cuda" belong to the current stage.
                 torch.cuda.set_device(location.device)
+            if location.stage < self.here.stage:  # a layer again: it may change in place what was sent
+                wait_for_departures([location.device])
             self.here = location
             self._mark(is_end=False)
 
@@ -325,7 +336,7 @@ class PlacedRun(runs.Run):
         if id(tensor) in self.placement.owners:
             # A buffer that forward has changed since then is copied again.
             number = runs.read_version(tensor)
-            copies, key = self._borrowed, (id(tensor), self.here, with_grad, number)
+            copies, key = self._shared.borrowed, (id(tensor), self.here, with_grad, number)
             if id(tensor) in self.placement.aliased:
                 copies.pop(key, None)
         else:
@@ -346,7 +357,7 @@ class PlacedRun(runs.Run):
         if id(tensor) in self.placement.owners and not isinstance(tensor, nn.Parameter):
             # The next micro-batch may change the buffer during the copy.
             tensor = tensor.clone()
-        copied, passage = send(tensor, self.here.device)
+        copied, passage = send(tensor, self.here.device, self._shared.departures)
         at = getattr(tensor, "_volseg_location", None)
         passage.note(None if at is None else at.stage, self.here.stage)
         return passage.wait(copied)

@@ -12,6 +12,8 @@ receiver's compute stream waits, and only for that copy::
 The gradient takes the same path back. Two autograd nodes are needed: ``_Cross`` runs in the target device's autograd
 thread and starts the copy; ``_Depart`` runs in the source device's thread when the source reaches that gradient, and
 only there is the wait queued. Waiting in ``_Cross`` would put all waits before all work.
+
+Nothing may change a tensor that a side stream still reads: see ``Departures`` and ``wait_for_departures``.
 """
 
 from collections.abc import Iterable
@@ -25,15 +27,34 @@ from volseg.device.gpus import find_kept, is_gpu, observer
 from volseg.device.streams import find_current_stream, make_stream, note_use, on_stream
 from volseg.parallel.timeline import find_timeline
 
-__all__ = ["Passage", "copy_between", "list_copy_streams", "send"]
+__all__ = ["Departures", "Passage", "copy_between", "list_copy_streams", "send", "wait_for_departures"]
+
+
+class Departures:
+    """Gradients that side streams may still read: the last one of each compute stream.
+
+    Autograd adds to a gradient in place where it holds the only reference, and knows nothing of side streams. So a
+    gradient is referenced here until its compute stream waits for the copy.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[Any, tuple[Tensor, Any]] = {}
+
+    def hold(self, gradient: Tensor, left: Any) -> None:
+        """Hold a gradient whose copy ends with the event ``left``; let the one before go."""
+        stream = find_current_stream(gradient.device)
+        if stream in self._last:
+            stream.wait_event(self._last[stream][1])
+        self._last[stream] = gradient, left
 
 
 class Passage:
     """Copies of one tensor between two devices; holds their events."""
 
-    __slots__ = ("arrived", "home", "noted", "returned")
+    __slots__ = ("arrived", "departures", "home", "noted", "returned")
 
-    def __init__(self) -> None:
+    def __init__(self, departures: Departures) -> None:
+        self.departures = departures
         self.arrived: torch.cuda.Event | None = None
         self.returned: torch.cuda.Event | None = None
         self.home: torch.device | None = None
@@ -101,6 +122,14 @@ def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
     return copied, event
 
 
+def wait_for_departures(devices: Iterable[torch.device]) -> None:
+    """Make the current streams wait until earlier copies have read their sources, which may change from then on."""
+    waiting = set(devices)
+    for (source, _), (leaving, _) in list(_list_pairs().items()):
+        if source in waiting:
+            find_current_stream(source).wait_stream(leaving)
+
+
 def list_copy_streams(devices: Iterable[torch.device]) -> list[Any]:
     """Return the side streams between some GPUs, of each pair in both directions."""
     return [stream for pair in permutations(devices, 2) for stream in _get_streams(*pair)]
@@ -140,11 +169,15 @@ class _Cross(torch.autograd.Function):
         passage = ctx.passage
         passage.mark_return(gradient.device, is_end=True)
         returned, passage.returned = copy_between(gradient, passage.home)
+        if passage.returned is not None:
+            passage.departures.hold(gradient, passage.returned)
         return returned, None, None
 
 
-def send(tensor: Tensor, target: torch.device) -> tuple[Tensor, Passage]:
+def send(tensor: Tensor, target: torch.device, departures: Departures | None = None) -> tuple[Tensor, Passage]:
     """Start a differentiable copy to ``target``; call ``passage.wait(copy)`` before using it.
+
+    ``departures`` are those of all sent tensors of a batch.
 
     Examples
     --------
@@ -154,6 +187,6 @@ def send(tensor: Tensor, target: torch.device) -> tuple[Tensor, Passage]:
     >>> x.grad
     tensor([2., 2., 2.])
     """
-    passage = Passage()
+    passage = Passage(departures or Departures())
     copied = _Cross.apply(_Depart.apply(tensor, passage), target, passage)
     return copied, passage

@@ -34,7 +34,7 @@ from volseg.device.torch_internals import (
     pytree,
 )
 from volseg.errors import ParallelError
-from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement, mark_return
+from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement, Shared, mark_return
 from volseg.parallel.pipeline.flow.statistics import WholeBatchStatistics
 from volseg.parallel.pipeline.flow.transfer import copy_between
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join, split
@@ -198,7 +198,7 @@ class RecordedBatch:
         return graph, homes
 
     def _run_forward(self) -> list[Any]:
-        borrowed: dict[int, dict[Any, Tensor]] = defaultdict(dict)
+        shared: dict[int, Shared] = defaultdict(Shared)
         homes, arrivals, target = [], [], self._batch.target
         for index, (args, kwargs) in enumerate(split(*self._call, self._batch.sizes[0], self._batch.is_batch)):
             lane = index % self._lanes.count
@@ -206,7 +206,7 @@ class RecordedBatch:
             if (timeline := find_timeline()) is not None:
                 timeline.micro_batch = index
             with self._lanes.turn_to(lane):
-                with RecordedRun(self._placement, self._statistics, borrowed[lane]) as run:
+                with RecordedRun(self._placement, self._statistics, shared[lane]) as run:
                     output = functional_call(self._net, self._aliases, args, kwargs)
                 if timeline is not None:
                     mark_return(timeline, run.here, index, output)
