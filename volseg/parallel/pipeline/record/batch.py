@@ -106,6 +106,7 @@ class _Output:
     source: Tensor
     home: Tensor
     """Copy of it where the outputs are joined."""
+    lane: int
 
 
 class _Ticket:
@@ -216,7 +217,7 @@ class RecordedBatch:
                     tensor = leaves[place]
                     home = target if tensor.device.type == target.type else tensor.device
                     leaves[place], event = _bring(tensor.detach(), home)
-                    self._roots.append(_Output(number, tensor, leaves[place]))
+                    self._roots.append(_Output(number, tensor, leaves[place], lane))
                     arrivals.append((leaves[place], event))
             homes.append(pytree.tree_unflatten(leaves, structure))
         # Only now: an earlier wait would keep the target from its next micro-batch.
@@ -258,8 +259,10 @@ class RecordedBatch:
         # All at once, in the order of use: a copy queued after a micro-batch's backward on the loss's device would
         # start only then, and the stages would alternate.
         for root, piece in reversed(pieces):
-            landed, event = _bring(piece, root.source.device)
-            _wait(landed, event)
+            # Autograd lets a root wait for one stream of the first root's device only.
+            with self._lanes.turn_to(root.lane):
+                landed, event = _bring(piece, root.source.device)
+                _wait(landed, event)
             gradients.append(landed)
         sources = [root.source for root, _ in reversed(pieces)]
         own = [wanted[place] for place in self._places.values()]
