@@ -21,7 +21,7 @@ import csv
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from typing import NamedTuple
 from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Case, Task
 from volseg.data.layouts.channels import image_of
-from volseg.data.layouts.declared import add_labelled, read_manifest
+from volseg.data.layouts.declared import make_task, read_manifest
 from volseg.data.layouts.files import require_id, sort_cases, split_path
 from volseg.data.layouts.naming import match_channels, name_channels, name_labels
 from volseg.data.names import find_doubled
@@ -98,18 +98,9 @@ def load_table(path: Path, *, require_files: bool) -> Task:
         for (_, row), side in zip(table.rows, sides, strict=True)
         if side != "test" and (cells := _split(row.get("labelled", "")))
     }
-    return Task(
-        name=path.stem,
-        root=path.parent,
-        modalities=modalities,
-        labels=labels.labels,
-        regions=labels.regions,
-        ignore=labels.ignore,
-        training=add_labelled(training, looked_for, labels.labels, path),
-        test=test,
-        splits=_make_splits(table, sides),
-        columns={name: {row["case"]: row[name] for _, row in table.rows} for name in table.others},
-    )
+    columns = {name: {row["case"]: row[name] for _, row in table.rows} for name in table.others}
+    task = make_task(path, {"labelled": looked_for}, modalities, labels, (training, test), columns)
+    return replace(task, name=path.stem, splits=_make_splits(table, sides))
 
 
 def read_images(path: Path, modalities: Sequence[str]) -> list[Case]:
