@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from annotated_tasks import make_annotated_task
 from documented import LANGUAGES, PAGES, ROOT, Block, name_page, read_blocks
 from torch import nn
 from typer.testing import CliRunner
@@ -35,7 +36,6 @@ from volseg.data import load_task
 from volseg.data.mock_msd import make_mock_task
 from volseg.data.preprocessed import prepare_all
 from volseg.data.synthetic import make_task
-from volseg.data.synthetic_labels import make_annotated_task
 from volseg.transforms.preprocessing import build_preprocessing
 
 NOT_RUN = {

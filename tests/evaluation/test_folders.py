@@ -126,6 +126,70 @@ def test_folders_that_cannot_be_paired_are_refused(tmp_path):
         pair_files(tmp_path / "out", tmp_path / "labels")
 
 
+def test_a_table_says_which_prediction_is_of_which_case(tmp_path):
+    for name, start in (("first", 1), ("second", 3), ("other", 1)):
+        write(tmp_path / "out" / f"{name}.nii.gz", start, start + 4)
+    for number in (13, 14):
+        write(tmp_path / "data" / f"pat{number}" / "truth.nii.gz")
+    table = tmp_path / "pairs.csv"
+    rows = ["case,prediction,label,labelled"]
+    rows += ["pat13,first.nii.gz,data/pat13/truth.nii.gz,", "pat14,second.nii.gz,data/pat14/truth.nii.gz,1"]
+    table.write_text("\n".join(rows), encoding="utf-8")
+    result = evaluate("--predictions", tmp_path / "out", "--labels", table, "--names", "1=liver,2=tumour")
+    assert result.exit_code == 0, result.output
+    assert "without a label, not scored: other.nii.gz" in result.output
+    with (tmp_path / "out" / "cases.csv").open(encoding="utf-8", newline="") as file:
+        found = {(row["case"], row["name"]): row["Dice"] for row in csv.DictReader(file)}
+    assert found == {
+        ("first", "liver"): "1.0",
+        ("second", "liver"): "0.5",
+        ("first", "tumour"): "",
+        ("second", "tumour"): "",
+    }
+    table.write_text("\n".join([*rows, "pat15,,data/pat13/truth.nii.gz,"]), encoding="utf-8")
+    with pytest.raises(DataError, match=r"lacks 1 of 3 case\(s\): pat15"):
+        evaluate_folders(tmp_path / "out", table)
+    for wrong, message in (
+        ([*rows, "pat13,other.nii.gz,data/pat14/truth.nii.gz,"], "names 'pat13' twice"),
+        ([*rows, "pat15,first.nii.gz,data/pat14/truth.nii.gz,"], r"names 'first\.nii\.gz' twice"),
+        ([rows[0], "pat13,absent.nii.gz,data/pat13/truth.nii.gz,"], "names no prediction in"),
+    ):
+        table.write_text("\n".join(wrong), encoding="utf-8")
+        with pytest.raises(DataError, match=message):
+            pair_files(tmp_path / "out", table)
+    table.write_text("case,label\nfirst,data/pat13/truth.nii.gz\n", encoding="utf-8")
+    assert pair_files(tmp_path / "out", table).matched["first"][0] == tmp_path / "out" / "first.nii.gz"
+
+
+def test_label_maps_of_a_data_set_are_found_beside_its_images(tmp_path):
+    for name in ("pat13_t1", "pat13_seg", "pat14_t1", "pat14_seg"):
+        write(tmp_path / "data" / f"{name}.nii.gz")
+    for name in ("pat13", "pat14_t1"):
+        write(tmp_path / "out" / f"{name}.nii.gz")
+    declared = {"labels": {"0": "background", "1": "liver"}, "channel_names": {"0": "t1"}}
+    (tmp_path / "data" / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")
+    pairs = pair_files(tmp_path / "out", tmp_path / "data")
+    assert {case: [path.name for path in paths] for case, paths in pairs.matched.items()} == {
+        "pat13": ["pat13.nii.gz", "pat13_seg.nii.gz"],
+        "pat14": ["pat14_t1.nii.gz", "pat14_seg.nii.gz"],
+    }
+
+
+def test_names_that_differ_are_compared(tmp_path):
+    for name in ("pat13_final", "pat14_final"):
+        write(tmp_path / "out" / f"{name}.nii.gz")
+    for name in ("pat13", "pat14"):
+        write(tmp_path / "labels" / f"{name}.nii.gz")
+    with pytest.raises(DataError, match=r"pat13_final and the label pat13 differ in '_final'.*table \(CSV\)"):
+        pair_files(tmp_path / "out", tmp_path / "labels")
+    write(tmp_path / "out" / "pat14.nii.gz")
+    with pytest.raises(DataError, match=r"lacks 1 of 2 case\(s\): pat13; .*pat13_final and the label pat13 differ"):
+        evaluate_folders(tmp_path / "out", tmp_path / "labels")
+    (tmp_path / "out" / "predicted.jsonl").write_text('{"channels": ["t1"\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"predicted\.jsonl does not begin with what made the predictions"):
+        pair_files(tmp_path / "out", tmp_path / "labels")
+
+
 def test_labels_are_named_found_or_taken_from_the_files(folders, tmp_path):
     predictions, labels = folders
     assert find_names(labels, predictions).structures == {1: "liver"}

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from volseg.cli import app
 from volseg.data.nifti import read_label_table
 from volseg.errors import ConfigError, DataError
+from volseg.evaluation.folders import RECORD as FILE
+from volseg.evaluation.folders import pair_files
 from volseg.experiment import predict, train
-from volseg.experiment.prediction_files import FILE
 
 pytestmark = pytest.mark.usefixtures("ready_python")
 
@@ -75,6 +76,38 @@ def test_volumes_of_labels_are_written_also_of_cases_done_before(outcome, images
     (output / "volumes.csv").unlink()
     predict(outcome.folder, [images], output, resume=True)
     assert (output / "volumes.csv").read_text(encoding="utf-8") == written
+
+
+def test_cases_are_called_without_the_runs_channel_and_evaluated_by_case(outcome, task, images, tmp_path):
+    """Images, predictions, and reference label maps that three programs would call differently."""
+    [channel] = outcome.folder.task().modalities
+    data, truth = tmp_path / "data", tmp_path / "truth"
+    data.mkdir()
+    truth.mkdir()
+    for number, source in enumerate(sorted((task / "labelsTr").iterdir())[:2]):
+        shutil.copy(task / "imagesTr" / source.name, data / f"pat{number}_{channel.lower()}.nii.gz")
+        shutil.copy(source, data / f"pat{number}_seg.nii.gz")
+        shutil.copy(source, truth / f"pat{number}.nii.gz")
+    whole = predict(outcome.folder, sorted(data.glob(f"*_{channel.lower()}.nii.gz")), tmp_path / "out")
+    assert sorted(whole.label_maps) == ["pat0", "pat1"]
+    result = CliRunner().invoke(
+        app, ["evaluate", "--predictions", str(tmp_path / "out"), "--labels", str(data)], env={"COLUMNS": "200"}
+    )
+    assert result.exit_code == 0, result.output
+    names = [name for value, name in outcome.folder.task().labels.items() if value]
+    assert all(f"| Dice           | {name} " in result.output for name in names), "of the run, not label_1"
+    assert "mean of labels" in result.output
+    assert f"summary.json and cases.csv in {tmp_path / 'out'}" in result.output
+    with (tmp_path / "out" / "cases.csv").open(encoding="utf-8", newline="") as file:
+        rows = [(row["case"], row["name"]) for row in csv.DictReader(file)]
+    assert rows == [(f"pat{number}_seg", name) for number in range(2) for name in names]
+    # As an earlier version named its predictions, beside label maps that are called by the case.
+    for number in range(2):
+        (tmp_path / "out" / f"pat{number}.nii.gz").rename(tmp_path / "out" / f"pat{number}_{channel}.nii.gz")
+    pairs = pair_files(tmp_path / "out", truth)
+    assert {case: paths[0].name for case, paths in pairs.matched.items()} == {
+        f"pat{number}": f"pat{number}_{channel}.nii.gz" for number in range(2)
+    }
 
 
 def test_an_image_that_was_replaced_is_predicted_again(outcome, images, tmp_path):

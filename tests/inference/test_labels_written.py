@@ -4,10 +4,10 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+from label_maps import label_map_on, original_label_map
 from monai.data import MetaTensor
 
 from volseg.errors import ConfigError, GridError
-from volseg.inference.original_grid import label_map_on, original_label_map
 from volseg.inference.predictor import Predictor
 from volseg.inference.writing import write_prediction
 from volseg.transforms.grid import Grid

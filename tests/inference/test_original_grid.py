@@ -1,9 +1,10 @@
 import pytest
 import torch
+from label_maps import label_map_on, original_label_map
 from monai.data import MetaTensor
 
 from volseg.errors import GridError
-from volseg.inference.original_grid import label_map_on, original_label_map, resample
+from volseg.inference.original_grid import resample
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing
 

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from label_maps import original_label_map
 from monai.data import MetaTensor
 
-from volseg.inference.original_grid import original_label_map, resample
+from volseg.inference.original_grid import resample
 from volseg.inference.predictor import predict_case
 from volseg.transforms.grid import Grid
 from volseg.transforms.preprocessing import build_preprocessing

@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from label_maps import original_label_map
 from monai.data import MetaTensor
 from monai.inferers import sliding_window_inference
 from torch import Tensor
 
 from volseg.inference.memory_plan import plan_blend
-from volseg.inference.original_grid import WayBack, measure_entropy, original_label_map, resample
+from volseg.inference.original_grid import WayBack, measure_entropy, resample
 from volseg.inference.predictor import Predictor
 from volseg.inference.windows import choose_axis, compute_starts
 from volseg.transforms.preprocessing import build_preprocessing

@@ -7,10 +7,10 @@ all names and gave back its own by one of them, so that every DynUNet stood on t
 import copy
 
 import pytest
+from annotated_tasks import make_annotated_task
 
 from volseg.config.schema import ExperimentConfig
 from volseg.data import load_task
-from volseg.data.synthetic_labels import make_annotated_task
 from volseg.experiment.rehearsing import rehearse_network
 from volseg.models import FitGrid, build_network
 

@@ -220,7 +220,8 @@ def evaluate(
         Path, typer.Option(metavar="DIR", help="A label map for each case, from any program.", callback=LABEL_MAPS)
     ],
     labels: Annotated[
-        Path, typer.Option(metavar="DIR", help="The true label maps, or a data set.", callback=LABEL_MAPS)
+        Path,
+        typer.Option(metavar="DIR|TABLE", help="The true label maps, a data set, or a table.", callback=LABEL_MAPS),
     ],
     names: Annotated[
         str | None,

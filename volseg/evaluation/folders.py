@@ -1,22 +1,26 @@
-"""Anybody's predictions, compared with label maps of the same cases: two folders, paired by their files' names."""
+"""Anybody's predictions, compared with label maps of the same cases, paired by their files' names or by a table."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from volseg.data.cases import Case, Structure, Task
-from volseg.data.layouts.declared import add_labelled, name_task, read_manifest, read_regions
+from volseg.data.json_files import parse_json
+from volseg.data.layouts import load_task
+from volseg.data.layouts.channels import cut_channel
+from volseg.data.layouts.declared import add_labelled, make_task, read_manifest, read_regions
 from volseg.data.layouts.files import list_images
-from volseg.data.layouts.pairs import LABEL_WORDS
+from volseg.data.layouts.naming import attempt_values, name_channels
+from volseg.data.layouts.pairs import LABEL_FOLDERS, LABEL_WORDS, find_arrangement
+from volseg.data.layouts.table import TABLES, read_labels
 from volseg.data.names import find_doubled, list_some
 from volseg.data.nifti import read_label_table
-from volseg.data.readers import read_volume, stem
+from volseg.data.readers import stem
 from volseg.data.threads import map_in_threads
 from volseg.errors import ConfigError, DataError, GridError
 from volseg.evaluation.scoring import Scoring, choose_scoring
@@ -34,8 +38,14 @@ FIRST_CHANNEL = "_0000"
 """That of the first one, which who renames its predictions may leave there. No other number is taken for a channel's:
 ``scan_0010`` and ``scan_0011`` are two cases."""
 
-MOST_FOUND = 1000
-"""Values of a file in which the labels are looked for; one with more is an image."""
+DECLARED = ("name", "labels", "regions", "regions_class_order", "ignore")
+"""What is read of a manifest; it may tell more of cases, which are not looked at here."""
+
+RECORD = "predicted.jsonl"
+"""Beside predictions: in its first line stands what made them."""
+
+MOST_NAMED = 20
+"""Cases of which is looked for a prediction that is called nearly so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +58,8 @@ class Pairs:
     """Cases that have a label and no prediction."""
     surplus: tuple[Path, ...]
     """Predictions of cases without a label, which are not scored."""
+    labelled: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Cases of a table to the labels that were looked for, where these are not all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,41 +79,88 @@ class EvaluatedFolders:
 def pair_files(predictions: str | Path, labels: str | Path) -> Pairs:
     """Pair predictions with labels by the id of the case.
 
-    An id is a file's name without its suffix, and without a last ``_0000`` (a channel) or ``_seg``, ``_pred`` ... where
-    only so it has a partner.
+    Labels are those of a folder, of a data set in any layout, or of a table with the columns ``case`` and ``label``; a
+    column ``prediction`` names files of the folder of predictions. Without this column an id is a file's name without
+    its suffix, and without a last ``_0000``, ``_seg``, ``_pred`` ... or name of a channel, where only so it has a
+    partner. Channels are those of the data set and of the run that predicted.
 
     Raises
     ------
     DataError
         If a folder holds no volumes, two files of one case, or no case is in both.
     """
-    predictions, labels = Path(predictions), _find_labels(Path(labels))
-    predicted, true = (_list_by_id(folder) for folder in (predictions, labels))
+    predictions, labels = Path(predictions), Path(labels)
+    predicted = _list_by_id(predictions)
+    if not (labels.is_file() and labels.suffix.lower() in TABLES):
+        return _pair_names(predicted, _list_labels(labels), predictions, labels)
+    listed = read_labels(labels)
+    true = {case: row.label for case, row in listed.items()}
+    labelled = {case: row.labelled for case, row in listed.items() if row.labelled}
+    if all(row.prediction is None for row in listed.values()):
+        return replace(_pair_names(predicted, true, predictions, labels), labelled=labelled)
+    files = {case: predictions / row.prediction for case, row in listed.items() if row.prediction}
+    matched = {case: (path, true[case]) for case, path in files.items() if path.is_file()}
+    if not matched:
+        raise DataError(f"{labels} names no prediction in {predictions}; its column 'prediction' needs names of files")
+    surplus = tuple(sorted(set(predicted.values()) - set(files.values())))
+    return Pairs(matched=matched, missing=tuple(sorted(true.keys() - matched)), surplus=surplus, labelled=labelled)
+
+
+def _pair_names(predicted: Mapping[str, Path], true: Mapping[str, Path], predictions: Path, labels: Path) -> Pairs:
+    strip = partial(_strip, channels=_read_channels(predictions, labels))
     matched = {case: (predicted[case], path) for case, path in true.items() if case in predicted}
     spare = {case: path for case, path in predicted.items() if case not in matched}
     alone = [case for case in true if case not in matched]
-    if doubled := find_doubled(map(_strip, alone)):
-        same = [true[case].name for case in alone if _strip(case) == doubled[0]]
+    if doubled := find_doubled(map(strip, alone)):
+        same = [true[case].name for case in alone if strip(case) == doubled[0]]
         raise DataError(f"{labels} holds {list_some(same)}, which may all be case {doubled[0]}; keep one of them")
     for case in alone:
-        if (found := _find_partner(_strip(case), spare, predictions)) is not None:
-            matched[case] = (spare.pop(found), true[case])
+        # Of several predictions that may be of a case none is taken.
+        likely = sorted(name for name in spare if strip(CHANNEL.sub("", name)) == strip(case))
+        if len(likely) > 1:
+            same = [spare[name].name for name in likely]
+            raise DataError(f"{predictions} holds {list_some(same)}, which may all be case {case}; keep one of them")
+        if likely and strip(likely[0]) == strip(case):
+            matched[case] = (spare.pop(likely[0]), true[case])
+    missing = tuple(sorted(true.keys() - matched.keys()))
     if not matched:
         raise DataError(
             f"no case is in both {predictions} ({list_some(sorted(predicted), 3)}) and {labels} "
-            f"({list_some(sorted(true), 3)}); files are paired by their names: CASE.nii.gz in both"
+            f"({list_some(missing, 3)}); files are paired by their names: CASE.nii.gz in both{_compare(spare, missing)}"
         )
-    return Pairs(
-        matched=dict(sorted(matched.items())),
-        missing=tuple(sorted(true.keys() - matched.keys())),
-        surplus=tuple(sorted(spare.values())),
+    return Pairs(matched=dict(sorted(matched.items())), missing=missing, surplus=tuple(sorted(spare.values())))
+
+
+def _compare(spare: Collection[str], missing: Sequence[str]) -> str:
+    """Return how the names of predictions and cases without a partner differ, and what can be done about it."""
+    if not spare:
+        return ""
+    pairs = [(name, case) for case in missing[:MOST_NAMED] for name in spare]
+    matchers = [SequenceMatcher(None, *pair, autojunk=False) for pair in pairs]
+    nearest = max(range(len(pairs)), key=lambda place: matchers[place].ratio())
+    (name, case), differing = pairs[nearest], []
+    for kind, start, stop, begin, end in matchers[nearest].get_opcodes():
+        if kind != "equal":
+            differing.append(" and ".join(repr(part) for part in (name[start:stop], case[begin:end]) if part))
+    how = f". The prediction {name} and the label {case} differ in {', '.join(differing)}. "
+    return (
+        f"{how if matchers[nearest].ratio() > 0.5 else '. '}Rename the predictions, or name by --labels a table (CSV) "
+        "with the columns case, prediction and label"
     )
 
 
-def _find_labels(folder: Path) -> Path:
-    """Return the folder of the label maps, where a data set was named."""
-    inside = folder / "labelsTr"
-    return inside if inside.is_dir() and not list_images(folder) else folder
+def _list_labels(labels: Path) -> dict[str, Path]:
+    """Return the label map of each case of a folder of label maps, or of a data set."""
+    if not labels.is_dir() or labels.name.casefold() in {name.casefold() for name in LABEL_FOLDERS}:
+        return _list_by_id(labels)
+    has_images = bool(list_images(labels))
+    if (labels / "labelsTr").is_dir() and not has_images:
+        return _list_by_id(labels / "labelsTr")
+    manifest, arrangement = read_manifest(labels), find_arrangement(labels)
+    is_listed = manifest is not None and "training" in manifest[1] and not has_images
+    if not is_listed and (arrangement is None or not (arrangement.images and arrangement.labels)):
+        return _list_by_id(labels)
+    return {case["case"]: case["label"] for case in load_task(labels, require_files=False).training}
 
 
 def _list_by_id(folder: Path) -> dict[str, Path]:
@@ -116,24 +175,35 @@ def _list_by_id(folder: Path) -> dict[str, Path]:
     return {stem(path): path for path in files}
 
 
-def _find_partner(case: str, spare: Mapping[str, Path], folder: Path) -> str | None:
-    """Return which of the predictions without a partner is of a case; of several that may be, none is taken."""
-    likely = sorted(name for name in spare if _strip(CHANNEL.sub("", name)) == case)
-    if len(likely) > 1:
-        same = list_some([spare[name].name for name in likely])
-        raise DataError(f"{folder} holds {same}, which may all be case {case}; keep one of them")
-    return next((name for name in likely if _strip(name) == case), None)
+def _read_channels(predictions: Path, labels: Path) -> tuple[str, ...]:
+    """Return the names of the channels that the run or the data set of label maps has."""
+    manifests = filter(None, map(read_manifest, (labels, labels.absolute().parent)))
+    declared = [name_channels(values, source) or () for source, values in manifests]
+    made_by = _read_record(predictions / RECORD) if (predictions / RECORD).is_file() else {}
+    return tuple(dict.fromkeys(name for names in (*declared, made_by.get("channels", ())) for name in names))
 
 
-def _strip(case: str) -> str:
-    """Return an id without the first channel and without a last word that says what the file is.
+def _read_record(record: Path) -> Mapping[str, Any]:
+    with record.open(encoding="utf-8", errors="replace") as file:
+        line = file.readline()
+    try:
+        made_by = parse_json(line)
+    except ValueError as fault:
+        raise DataError(f"{record} does not begin with what made the predictions ({fault}); take it away") from fault
+    return made_by if isinstance(made_by, dict) else {}
 
-    >>> _strip("liver_001_0000"), _strip("liver_001_seg"), _strip("liver_001"), _strip("liver_0011")
-    ('liver_001', 'liver_001', 'liver_001', 'liver_0011')
+
+def _strip(case: str, channels: Sequence[str] = ()) -> str:
+    """Return an id without the first channel or a channel's name, and without a last word that says what the file is.
+
+    >>> _strip("liver_001_0000"), _strip("liver_001_seg"), _strip("liver_0011"), _strip("liver_001_ct", ["CT"])
+    ('liver_001', 'liver_001', 'liver_0011', 'liver_001')
     """
     case = case.removesuffix(FIRST_CHANNEL)
     head, _, word = case.rpartition("_")
-    return head if head and word.casefold() in WORDS else case
+    case = head if head and word.casefold() in WORDS else case
+    found = cut_channel(case, channels)
+    return found[0] if found and found[0] else case
 
 
 def find_names(labels: str | Path, predictions: str | Path, names: str | None = None) -> Task | None:
@@ -142,8 +212,8 @@ def find_names(labels: str | Path, predictions: str | Path, names: str | None = 
     Parameters
     ----------
     labels, predictions : path
-        Folders: a ``dataset.json`` (or ``task.yaml``) in the first, above it, or in the second is read, else the label
-        table in the header of the first file of the second, or of the first.
+        Folders, or for labels a table: a ``dataset.json`` (or ``task.yaml``) in the first, above it, or in the second
+        is read, else the label table in the header of the first file of the second, or of the first.
     names : str, optional
         In place of these: such a file, or ``1=liver,2=tumour``.
 
@@ -153,7 +223,7 @@ def find_names(labels: str | Path, predictions: str | Path, names: str | None = 
         If what was named cannot be read.
     """
     if names is not None and "=" in names and not Path(names).exists():
-        return _make_task({"labels": _parse_names(names)}, Path("--names"), "")
+        return _make_task({"labels": _parse_names(names)}, Path("--names"))
     if names is not None:
         folders = [Path(names) if Path(names).is_dir() else Path(names).parent]
     else:
@@ -161,13 +231,15 @@ def find_names(labels: str | Path, predictions: str | Path, names: str | None = 
     for folder in folders:
         manifest = read_manifest(folder)
         if manifest is not None and "labels" in manifest[1]:
-            return _make_task(manifest[1], manifest[0], name_task(manifest[0].absolute().parent, manifest[1]))
+            return _make_task(manifest[1], manifest[0].absolute())
     if names is not None:
         raise DataError(f"{names} is no dataset.json with 'labels'; name one, or give 1=NAME,2=NAME")
-    for file in (file for folder in (Path(predictions), Path(labels)) for file in list_images(folder)[:1]):
+    folders = [folder for folder in (Path(predictions), Path(labels)) if folder.is_dir()]
+    for file in (file for folder in folders for file in list_images(folder)[:1]):
         with suppress(DataError):  # of another format or damaged: said when its case is scored
             if table := read_label_table(file):
-                return _make_task({"labels": {"0": "background"} | {str(key): table[key] for key in table}}, file, "")
+                values = {"0": "background"} | {str(key): table[key] for key in table}
+                return replace(_make_task({"labels": values}, file), name="")
     return None
 
 
@@ -182,38 +254,19 @@ def _parse_names(text: str) -> dict[str, str]:
     return {"0": "background", **{value.strip(): name.strip() for value, name in pairs}}
 
 
-def _make_task(declared: Mapping[str, Any], source: Path, name: str) -> Task:
-    read = read_regions(declared, source)
-    return Task(
-        name=name,
-        root=source.parent,
-        modalities=("image",),
-        labels=read.labels,
-        regions=read.regions,
-        ignore=read.ignore,
-        training=(),
-        test=(),
-    )
+def _make_task(declared: Mapping[str, Any], source: Path) -> Task:
+    of_labels = {key: declared[key] for key in DECLARED if key in declared}
+    return make_task(source, of_labels, ("image",), read_regions(of_labels, source), ((), ()))
 
 
 def _find_values(pairs: Pairs) -> Task:
-    """Return a task of the values that occur in any file, for want of names."""
-    files = [path for pair in pairs.matched.values() for path in pair]
-    values = {0} | {value for found in map_in_threads(_read_values, files) for value in found}
+    """Return a task of the values that occur in any label map, for want of names; other files fail by themselves."""
+    read = map_in_threads(attempt_values, [path for pair in pairs.matched.values() for path in pair])
+    values = {0} | {value for found in read if not isinstance(found, DataError) for value in found}
     if len(values) == 1:
         raise DataError("all files hold background only; name the labels by --names 1=NAME,2=NAME")
     labels = {value: f"label_{value}" if value else "background" for value in sorted(values)}
     return Task(name="", root=Path(), modalities=("image",), labels=labels, training=(), test=())
-
-
-def _read_values(path: Path) -> list[int]:
-    """Return the values of a label map; none of what is not one, which is said when its case is scored."""
-    try:
-        values = np.unique(read_volume(path).numpy(force=True))
-    except DataError:
-        return []
-    is_map = len(values) <= MOST_FOUND and np.array_equal(values, values.round()) and values[0] >= 0
-    return values.astype(np.int64).tolist() if is_map else []
 
 
 def evaluate_folders(
@@ -232,7 +285,7 @@ def evaluate_folders(
     Parameters
     ----------
     predictions, labels : path
-        Folders with a label map for each case; see `pair_files`.
+        A folder with a label map for each case, and one of the reference, a data set or a table; see `pair_files`.
     names : str, optional
         Which labels there are; see `find_names`. Without any, the values that occur.
     distances, tolerance, lesions
@@ -254,6 +307,7 @@ def evaluate_folders(
         raise DataError(
             f"{predictions} lacks {len(pairs.missing)} of {len(pairs.missing) + len(pairs.matched)} case(s): "
             f"{list_some(pairs.missing)}; predict them, or leave them out by --allow-missing"
+            f"{_compare([stem(path) for path in pairs.surplus], pairs.missing)}"
         )
     declared = find_names(labels, predictions, names)
     task = declared or _find_values(pairs)
@@ -276,8 +330,10 @@ def _find_labelled(pairs: Pairs, task: Task) -> dict[str, Sequence[int] | None]:
     """Return the values that were looked for in each case, where the data set says that these are not all."""
     manifest = read_manifest(task.root) if task.name else None
     cases: list[Case] = [{"case": case} for case in (*pairs.matched, *pairs.missing)]
-    listed = (manifest[1].get("labelled") if manifest else None) or {}
-    known = {name: of for name, of in listed.items() if name in pairs.matched} if isinstance(listed, dict) else listed
+    listed = pairs.labelled or (manifest[1].get("labelled") if manifest else None) or {}
+    known = (
+        {name: of for name, of in listed.items() if name in pairs.matched} if isinstance(listed, Mapping) else listed
+    )
     return {case["case"]: case.get("labelled") for case in add_labelled(cases, known, task.labels, task.root)}
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from volseg.data.names import find_doubled
 from volseg.data.readers import stem
 from volseg.evaluation.scoring import Scoring
 from volseg.evaluation.summary import JUDGED, Summary, complete_summary, read_structure
@@ -18,11 +19,13 @@ TABULATED = ("Dice", "NSD", "HD95", "ASSD", "lesion_F1", "volume_diff_ml")
 
 
 def name_cases(summary: Summary) -> list[str]:
-    """Return the id of each case, by the file of its reference, or of its prediction where that is unknown."""
-    return [
-        stem(case.get("reference_file") or case.get("prediction_file") or f"case {number}")
-        for number, case in enumerate(summary["metric_per_case"], 1)
-    ]
+    """Return the id of each case: its reference's name, or its prediction's where references are absent or alike."""
+    files = [(case.get("reference_file"), case.get("prediction_file")) for case in summary["metric_per_case"]]
+    true, predicted = (
+        [stem(pair[side] or pair[1 - side] or f"case {number}") for number, pair in enumerate(files, 1)]
+        for side in (0, 1)
+    )
+    return predicted if find_doubled(true) else true
 
 
 def scores_table(summary: Summary, names: Mapping[str, str], metrics: Collection[str] = TABULATED) -> str:

@@ -70,8 +70,7 @@ def is_monais(spec: Mapping[str, Any], network: nn.Module) -> bool:
 
 
 def _describe(source: BundleSource) -> dict[str, Any]:
-    channels = {str(number): name for number, name in enumerate(source.labels.values())}
-    shape = list(source.window) if source.window else ["*", "*", "*"]
+    shape: Sequence[int | str] = source.window or ["*", "*", "*"]
     return {
         "schema": "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20220324.json",
         "version": "0.1.0",
@@ -86,46 +85,37 @@ def _describe(source: BundleSource) -> dict[str, Any]:
         "copyright": "not stated",
         "license": source.licence,
         "network_data_format": {
-            "inputs": {
-                "image": {
-                    "type": "image",
-                    "format": "magnitude",
-                    "num_channels": len(source.channels),
-                    "spatial_shape": shape,
-                    "dtype": "float32",
-                    "value_range": [],
-                    "is_patch_data": source.window is not None,
-                    "channel_def": {str(number): name for number, name in enumerate(source.channels)},
-                }
-            },
-            "outputs": {
-                "pred": {
-                    "type": "image",
-                    "format": "segmentation",
-                    "num_channels": len(source.labels),
-                    "spatial_shape": shape,
-                    "dtype": "float32",
-                    "value_range": [0, 1],
-                    "is_patch_data": source.window is not None,
-                    "channel_def": channels,
-                }
-            },
+            "inputs": {"image": _describe_volume("magnitude", [], shape, source.channels)},
+            "outputs": {"pred": _describe_volume("segmentation", [0, 1], shape, [*source.labels.values()])},
         },
+    }
+
+
+def _describe_volume(
+    kind: str, values: Sequence[int], shape: Sequence[int | str], names: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "type": "image",
+        "format": kind,
+        "num_channels": len(names),
+        "spatial_shape": [*shape],
+        "dtype": "float32",
+        "value_range": [*values],
+        "is_patch_data": "*" not in shape,
+        "channel_def": {str(number): name for number, name in enumerate(names)},
     }
 
 
 def _list_steps(source: BundleSource) -> dict[str, Any]:
     """Return ``inference.json``: the volumes that ``dataset_dir`` names, through the network, into ``output_dir``."""
     prepared = [
-        {"_target_": "LoadImaged", "keys": "image", "ensure_channel_first": True},
-        *(step for component in source.preprocessing for step in _translate(component, len(source.channels))),
+        _apply("LoadImaged", ensure_channel_first=True),
+        *(_translate(component, len(source.channels)) for component in source.preprocessing),
     ]
     if source.window is None:
-        prepared += [
-            {"_target_": "SpatialPadd", "keys": "image", "spatial_size": list(source.minimum)},
-            {"_target_": "DivisiblePadd", "keys": "image", "k": list(source.multiple)},
-        ]
-    prepared.append({"_target_": "EnsureTyped", "keys": "image", "dtype": "$torch.float32"})
+        prepared.append(_apply("SpatialPadd", spatial_size=list(source.minimum)))
+        prepared.append(_apply("DivisiblePadd", k=list(source.multiple)))
+    prepared.append(_apply("EnsureTyped", dtype="$torch.float32"))
     inferer: dict[str, Any] = {"_target_": "SimpleInferer"}
     if source.window is not None:
         inferer = {
@@ -136,12 +126,11 @@ def _list_steps(source: BundleSource) -> dict[str, Any]:
             "mode": "gaussian",
         }
     values = list(source.labels)
-    renamed = {
-        "_target_": "MapLabelValued",
-        "keys": "pred",
-        "orig_labels": list(range(len(values))),
-        "target_labels": values,
-    }
+    indices = list(range(len(values)))
+    renamed = _apply("MapLabelValued", "pred", orig_labels=indices, target_labels=values)
+    back = {"transform": "@preprocessing", "orig_keys": "image", "nearest_interp": False, "to_tensor": True}
+    written = {"output_dir": "@output_dir", "output_postfix": "seg", "separate_folder": False, "resample": False}
+    dtype = "$torch.uint8" if max(values) < 256 else "$torch.int32"
     return {
         "imports": ["$import glob", "$import os", "$import torch"],
         "bundle_root": ".",
@@ -155,25 +144,10 @@ def _list_steps(source: BundleSource) -> dict[str, Any]:
         "postprocessing": {
             "_target_": "Compose",
             "transforms": [
-                {
-                    "_target_": "Invertd",
-                    "keys": "pred",
-                    "transform": "@preprocessing",
-                    "orig_keys": "image",
-                    "nearest_interp": False,
-                    "to_tensor": True,
-                },
-                {"_target_": "AsDiscreted", "keys": "pred", "argmax": True},
-                *([] if values == list(range(len(values))) else [renamed]),
-                {
-                    "_target_": "SaveImaged",
-                    "keys": "pred",
-                    "output_dir": "@output_dir",
-                    "output_postfix": "seg",
-                    "separate_folder": False,
-                    "resample": False,
-                    "output_dtype": "$torch.uint8" if max(values) < 256 else "$torch.int32",
-                },
+                _apply("Invertd", "pred", **back),
+                _apply("AsDiscreted", "pred", argmax=True),
+                *([] if values == indices else [renamed]),
+                _apply("SaveImaged", "pred", **written, output_dtype=dtype),
             ],
         },
         # What is blended are probabilities, as in volseg. Invertd finds back by the meta data, which goes through the
@@ -203,56 +177,30 @@ def _describe_network(source: BundleSource) -> dict[str, Any]:
     }
 
 
-def _translate(component: Mapping[str, Any], channels: int) -> list[dict[str, Any]]:
+def _apply(transform: str, keys: str = "image", /, **parameters: Any) -> dict[str, Any]:
+    """Return one of MONAI's transforms as a bundle names it."""
+    return {"_target_": transform, "keys": keys, **parameters}
+
+
+def _translate(component: Mapping[str, Any], channels: int) -> dict[str, Any]:
     """Return a step of the preprocessing in MONAI's transforms."""
     given = {key: value for key, value in component.items() if key != "name"}
+    of_all = given.get("channels") in (None, list(range(channels)))
     match component.get("name"):
         case "Orientation":
-            axcodes, labels = given.get("axcodes", "RAS"), [["L", "R"], ["P", "A"], ["I", "S"]]
-            return [{"_target_": "Orientationd", "keys": "image", "axcodes": axcodes, "labels": labels}]
+            labels = [["L", "R"], ["P", "A"], ["I", "S"]]
+            return _apply("Orientationd", axcodes=given.get("axcodes", "RAS"), labels=labels)
         case "Spacing" if given.get("thick_slices", "linear") == "linear":
-            return [
-                {
-                    "_target_": "Spacingd",
-                    "keys": "image",
-                    "pixdim": list(given["spacing"]),
-                    "mode": "bilinear",
-                    "padding_mode": "border",
-                }
-            ]
+            return _apply("Spacingd", pixdim=list(given["spacing"]), mode="bilinear", padding_mode="border")
         case "CropForeground" if given.get("above") is None:
-            return [
-                {
-                    "_target_": "CropForegroundd",
-                    "keys": "image",
-                    "source_key": "image",
-                    "select_fn": "$lambda image: image != 0",
-                    "margin": given.get("margin", 0),
-                    "allow_smaller": True,
-                }
-            ]
-        case "ZScore" if given.get("channels") in (None, list(range(channels))):
-            return [
-                {
-                    "_target_": "NormalizeIntensityd",
-                    "keys": "image",
-                    "nonzero": given.get("nonzero", False),
-                    "channel_wise": True,
-                }
-            ]
-        case "ClipZScore" if given.get("mean") is not None and given.get("channels") in (None, list(range(channels))):
+            chosen = {"source_key": "image", "select_fn": "$lambda image: image != 0"}
+            return _apply("CropForegroundd", **chosen, margin=given.get("margin", 0), allow_smaller=True)
+        case "ZScore" if of_all:
+            return _apply("NormalizeIntensityd", nonzero=given.get("nonzero", False), channel_wise=True)
+        case "ClipZScore" if given.get("mean") is not None and of_all:
             low, high, mean, std = (given[key] for key in ("lower", "upper", "mean", "std"))
-            return [
-                {
-                    "_target_": "ScaleIntensityRanged",
-                    "keys": "image",
-                    "a_min": low,
-                    "a_max": high,
-                    "b_min": (low - mean) / std,
-                    "b_max": (high - mean) / std,
-                    "clip": True,
-                }
-            ]
+            scaled = {"b_min": (low - mean) / std, "b_max": (high - mean) / std}
+            return _apply("ScaleIntensityRanged", a_min=low, a_max=high, **scaled, clip=True)
     raise ConfigError(
         f"a MONAI bundle cannot hold the step {dict(component)} of the preprocessing; it can: Orientation, Spacing "
         "(thick_slices: linear), CropForeground, ZScore, ClipZScore (with mean and std). Export an archive instead"

@@ -25,6 +25,7 @@ from volseg.data.json_files import parse_json
 from volseg.data.labels import measure_volumes
 from volseg.data.readers import find_suffix, list_files
 from volseg.errors import ConfigError, DataError
+from volseg.evaluation.folders import RECORD
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file, replacing
 from volseg.inference.dicom_segmentation import require_dicom_source, write_dicom_segmentation
@@ -156,7 +157,7 @@ class PredictionFiles:
 # each case that failed.
 
 
-FILE, VOLUMES = "predicted.jsonl", "volumes.csv"
+VOLUMES = "volumes.csv"
 SETTINGS = ("network", "preprocessing", "inference")
 """Sections of the config that a label map depends on, with the weights."""
 
@@ -200,7 +201,7 @@ class PredictionRecord:
             if not lines[-1].endswith("\n"):  # what was written when a process was killed must not spoil the next line
                 self._append("\n")
             return
-        with replacing(self._folder / FILE) as partial:
+        with replacing(self._folder / RECORD) as partial:
             partial.write_text(json.dumps(self._made_by) + "\n", encoding="utf-8")
 
     def list_done(self, cases: Sequence[Case]) -> dict[str, Path]:
@@ -271,12 +272,12 @@ class PredictionRecord:
         self._append(json.dumps(entry) + "\n")
 
     def _append(self, text: str) -> None:
-        with self._lock, (self._folder / FILE).open("a", encoding="utf-8") as file:
+        with self._lock, (self._folder / RECORD).open("a", encoding="utf-8") as file:
             file.write(text)
 
     def _read(self) -> list[str]:
         try:
-            text = (self._folder / FILE).read_text(encoding="utf-8", errors="replace")
+            text = (self._folder / RECORD).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return []
         return text.splitlines(keepends=True)

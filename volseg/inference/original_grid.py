@@ -7,7 +7,7 @@ resampled to the nearest voxel has the staircase of the coarser grid.
 import copy
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,9 +29,8 @@ __all__ = [
     "Prediction",
     "WayBack",
     "decide",
-    "label_map_on",
     "measure_entropy",
-    "original_label_map",
+    "require_on",
     "resample",
 ]
 
@@ -269,84 +268,23 @@ class WayBack:
         return labelled
 
 
-def original_label_map(
-    probabilities: Tensor, image: MetaTensor, *, values: Sequence[int] | None = None, regions: bool = False
-) -> MetaTensor:
-    """Return the label map ``(1, D, H, W)`` on the grid that ``image`` had in its file.
-
-    Parameters
-    ----------
-    probabilities : Tensor
-        ``(K, D, H, W)`` on the grid of the preprocessed image.
-    image : MetaTensor
-        The preprocessed image ``(C, D, H, W)``. Its ``meta`` (grid, file name, header codes) goes to the label map.
-    values, regions
-        As for `label_map_on`.
-    """
-    back = WayBack.of(image)
-    box = tuple(slice(first, first + side) for first, side in zip(back.start, back.source.shape, strict=True))
-    inner = probabilities[:, *box]
-    _require_on(inner, back.source)
-    decision = back.begin(LabelRule.of(len(inner), values, regions), device=inner.device)
-    decision.take(Held(inner), _all_of(back.source))
-    return back.label(decision.labels[None])
-
-
-def label_map_on(
-    target: Grid,
-    probabilities: Tensor,
-    source: Grid,
-    *,
-    values: Sequence[int] | None = None,
-    regions: bool = False,
-) -> Tensor:
-    """Return the label map ``(1, D, H, W)`` on ``target`` of probabilities on ``source``.
-
-    Parameters
-    ----------
-    target, source : Grid
-        Where the label map and the probabilities lie.
-    probabilities : Tensor
-        ``(K, D, H, W)``, floating point; resampled trilinearly, edge voxels extended by half their side. A voxel of
-        ``target`` that ``source`` does not cover (it was cropped away) is background, label 0.
-    values : sequence of int, optional
-        What the label map holds for each of the K; their indices by default. It is uint8 where these fit, else int32.
-    regions : bool
-        Whether the K are regions, which may overlap: each is painted where its probability exceeds one half, over those
-        before it. Otherwise they are classes, of which the most probable counts, and the first is the background.
-
-    Raises
-    ------
-    GridError
-        For more than 256 classes, or probabilities that are not on ``source``.
-    """
-    rule = LabelRule.of(len(probabilities), values, regions)
-    _require_on(probabilities, source)
-    decision = Decision(sample_grid(target, source), target.shape, rule, device=probabilities.device)
-    decision.take(Held(probabilities), _all_of(source))
-    return decision.labels[None]
-
-
 def resample(target: Grid, volume: Tensor, source: Grid, *, mode: str = "bilinear") -> Tensor:
     """Return ``volume`` ``(C, D, H, W)`` of ``source`` on ``target``; 0 where ``source`` does not reach.
 
     ``mode`` is ``"bilinear"`` (trilinear) or ``"nearest"``. The dtype is kept where no interpolation is needed and for
     ``"nearest"``.
     """
-    _require_on(volume, source)
+    require_on(volume, source)
     sampling = sample_grid(target, source, mode=mode)
     dtype = torch.float32 if sampling.interpolates else volume.dtype
     resampled = torch.zeros(len(volume), *target.shape, dtype=dtype, device=volume.device)
-    for place, values in sampling.read(Held(volume), _all_of(source), SLAB_ELEMENTS):
+    depth, height, width = map(range, source.shape)
+    for place, values in sampling.read(Held(volume), (depth, height, width), SLAB_ELEMENTS):
         resampled[:, *place] = values
     return resampled
 
 
-def _all_of(grid: Grid) -> Box:
-    depth, height, width = grid.shape
-    return range(depth), range(height), range(width)
-
-
-def _require_on(volume: Tensor, source: Grid) -> None:
+def require_on(volume: Tensor, source: Grid) -> None:
+    """Raise unless a volume ``(C, D, H, W)`` has the shape of a grid."""
     if tuple(volume.shape[1:]) != source.shape:
         raise GridError(f"a volume of shape {tuple(volume.shape)} does not lie on a grid of {source.shape} voxels")

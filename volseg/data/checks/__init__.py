@@ -6,18 +6,16 @@ compares the cases with each other besides.
 """
 
 from volseg.data.checks.findings import (
-    Findings,
     check_cases,
-    find_same_images,
     inspect_cases,
     refuse_held_out,
     remark_on_same_images,
     require_sound,
     summarise_remarks,
 )
-from volseg.data.checks.kinds import KINDS, Finding, FindingKind
+from volseg.data.checks.kinds import KINDS, Finding
 from volseg.data.checks.reading import CheckedCase, check_case, digest_voxels, read_case
-from volseg.data.checks.repair import RepairedTask, repair_task
+from volseg.data.checks.repair import repair_task
 from volseg.data.checks.task import TaskCheck, check_task
 
 Problem = Finding
@@ -30,17 +28,13 @@ __all__ = [
     "KINDS",
     "CheckedCase",
     "Finding",
-    "FindingKind",
-    "Findings",
     "Problem",
     "Remark",
-    "RepairedTask",
     "TaskCheck",
     "check_case",
     "check_cases",
     "check_task",
     "digest_voxels",
-    "find_same_images",
     "inspect_cases",
     "read_case",
     "refuse_held_out",

@@ -127,12 +127,14 @@ def measure_shape(
     border = describe_border(coarse, sides)
     flat = coarsen(image).clip(*limits)
     rows = [] if border is None else [take_profile(flat, border, move) for move in MOVES]
+    faces = [(place, axis) for axis in range(3) for place in {0, label.shape[axis] - 1}]
+    on_faces = sum(int(labelled.take(*face).sum()) for face in faces)
     return LabelShape(
         volume=size * float(np.prod(spacing)),
         unlabelled=1 - size / label.size,
         agreement=1.0 if np.isnan(agreement := measure_agreement(label)) else agreement,
         stray=_measure_stray(coarse[tuple(map(slice, first, last + 1))], sides),
-        on_faces=_count_on_faces(labelled) / size ** (2 / 3),
+        on_faces=on_faces / size ** (2 / 3),
         offset=tuple(((first + last + 1 - coarse.shape) / 2).tolist()),
         skew=tuple(((places.mean(0) - (first + last) / 2) / (last - first + 1)).tolist()),
         steps=steps,
@@ -159,10 +161,6 @@ def _measure_stray(box: np.ndarray, sides: np.ndarray) -> float:
     places = np.argwhere(box) * sides
     radius = np.sqrt(((places - places.mean(0)) ** 2).sum(1).mean())
     return float(ndimage.distance_transform_edt(~main, sampling=sides)[box].max() / max(radius, sides.min()))
-
-
-def _count_on_faces(labelled: np.ndarray) -> int:
-    return sum(int(labelled.take(place, axis).sum()) for axis in range(3) for place in {0, labelled.shape[axis] - 1})
 
 
 def describe_border(labelled: np.ndarray, sides: np.ndarray) -> Border | None:

@@ -211,7 +211,7 @@ def _compare_structures(channels: Channels, where: str, *, is_ct: bool) -> Itera
         usual = np.nanmedian(contrasts) if np.isfinite(contrasts).any() else 0.0
         clear, reverse = (sign * np.sign(usual) * contrasts > LEAST_CONTRAST for sign in (1, -1))
         has_sign = np.isfinite(contrasts).sum() - clear.sum() <= max(1, RARE * len(held))
-        on_air = [_lies_on_air(structure, is_ct=is_ct) for _, structure, _ in held]
+        on_air = [of.share_lowest > 0.5 or (is_ct and of.median < CLIPPED_ABOVE) for _, of, _ in held]
         is_tissue = sum(on_air) <= max(1, RARE * len(held))  # neither lungs nor the darkest structure
         for (case, structure, is_largest), is_reverse, is_on_air in zip(held, reverse, on_air, strict=True):
             if is_largest and has_sign and is_reverse:
@@ -219,10 +219,6 @@ def _compare_structures(channels: Channels, where: str, *, is_ct: bool) -> Itera
                 yield Finding.of(case, "contrast", message)
             if is_largest and is_tissue and is_on_air:
                 yield Finding.of(case, "label-on-air", f"{where}its median voxel is {structure.median:g}", "label")
-
-
-def _lies_on_air(structure: StructureFacts, *, is_ct: bool) -> bool:
-    return structure.share_lowest > 0.5 or (is_ct and structure.median < CLIPPED_ABOVE)
 
 
 def describe_data(facts: Sequence[ComparedCase], task: Task) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""What can be wrong with a data set: one table of kinds, which the checks, the command line and the docs read.
+"""What can be wrong with a data set: one table of kinds, which the checks and the command line read.
 
 A kind's name is stable: programs may look for it in the JSON of ``volseg data check``. ``bad`` is what no training can
-mean; ``look`` is what may be meant and should be looked at once.
+mean; ``look`` is what may be meant and should be looked at once. When a kind is reported, ``docs/data-check.md`` says.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,6 @@ class FindingKind:
     severity: Severity
     says: str
     """What it is, in the same words for each case."""
-    rule: str
-    """When it is said."""
     remedy: str
     repaired: str = ""
     """What ``--fix`` does about it; empty where nothing can be done without guessing."""
@@ -37,283 +35,165 @@ _bad, _look = partial(FindingKind, "bad"), partial(FindingKind, "look")
 
 KINDS: Mapping[str, FindingKind] = MappingProxyType(
     {
-        "missing-file": _bad(
-            "a file is not there", "every file that the task names exists", "fetch it, or correct the path"
-        ),
-        "truncated": _bad(
-            "a file ends early or is damaged",
-            "a file holds what its header claims, up to its checksum",
-            "fetch or export it again",
-        ),
-        "unreadable": _bad(
-            "a file cannot be read as a volume",
-            "one of the formats; integers or floats on three axes; channels on one grid",
-            "convert it, or export it again",
-        ),
+        "missing-file": _bad("a file is not there", "fetch it, or correct the path"),
+        "truncated": _bad("a file ends early or is damaged", "fetch or export it again"),
+        "unreadable": _bad("a file cannot be read as a volume", "convert it, or export it again"),
         "no-memory": _bad(
-            "a volume needs more memory than there is",
-            "the volume fits into the memory that is free",
-            "crop or resample it, or check on a larger machine",
+            "a volume needs more memory than there is", "crop or resample it, or check on a larger machine"
         ),
-        "size": _bad(
-            "voxels of no patient's size",
-            "sides of 0.01 to 50 mm, less than 5 m along each axis",
-            "correct the spacing in the header, or its unit",
-        ),
-        "channels": _bad(
-            "another number of channels than the task's",
-            "as many channels as the task declares; a time series has more",
-            "correct the file, or what the task declares",
-        ),
-        "not-finite": _bad(
-            "NaN or infinite voxels", "none, in image and label", "replace them, for instance by the value of air"
-        ),
-        "huge-values": _look(
-            "voxels beyond the range of any scanner",
-            "no absolute value above 1e18: its square overflows float32, and means and losses become NaN",
-            "replace them, for example by the value of air",
-        ),
-        "constant": _bad("an image without content", "two values at least in every channel", "export the image again"),
-        "label-channels": _bad(
-            "a label map of several channels", "one channel", "write one number per structure into one channel"
-        ),
+        "size": _bad("voxels of no patient's size", "correct the spacing in the header, or its unit"),
+        "channels": _bad("another number of channels than the task's", "correct the file, or what the task declares"),
+        "not-finite": _bad("NaN or infinite voxels", "replace them, for instance by the value of air"),
+        "huge-values": _look("voxels beyond the range of any scanner", "replace them, for example by the value of air"),
+        "constant": _bad("an image without content", "export the image again"),
+        "label-channels": _bad("a label map of several channels", "write one number per structure into one channel"),
         "label-fractions": _bad(
             "label values that are no integers",
-            "integers; a float file of them is fine",
             "export it again with nearest neighbours",
             "rounded, if every voxel is within 0.001 of a value that is declared",
         ),
-        "label-undeclared": _bad(
-            "label values that nobody declared",
-            "the values of the task's labels, and the one to ignore",
-            "correct the label map or declare the value",
-        ),
-        "image-is-label": _bad(
-            "image and label are the same", "image and label hold different voxels", "name the image's own file"
-        ),
-        "swapped": _bad(
-            "image and label are swapped",
-            "the image holds only the values of labels, and the label does not",
-            "name them the other way round",
-        ),
-        "shape": _bad(
-            "image and label differ in shape", "the same number of voxels along each axis", "resample the label"
-        ),
+        "label-undeclared": _bad("label values that nobody declared", "correct the label map or declare the value"),
+        "image-is-label": _bad("image and label are the same", "name the image's own file"),
+        "swapped": _bad("image and label are swapped", "name them the other way round"),
+        "shape": _bad("image and label differ in shape", "resample the label"),
         "label-coarser": _bad(
-            "the label lies on a coarser or finer grid",
-            "another shape than the image's, but the same place and extent",
-            "resample it onto the image's grid with nearest neighbours",
+            "the label lies on a coarser or finer grid", "resample it onto the image's grid with nearest neighbours"
         ),
         "affine": _bad(
             "image and label lie in different places",
-            "no corner voxel more than 0.1 voxel (shortest side) away",
             "copy the image's affine if the voxels correspond, else resample",
             "the image's affine, if the shapes agree and the label is 0.25 voxel away at most, or has no place at all",
         ),
         "label-reordered": _bad(
             "the label covers the image's place with its axes in another order",
-            "the image's order and directions of the axes",
             "reorder the label's voxels with its affine; copying the image's affine would turn or mirror the label",
             "reordered without loss",
         ),
         "leak": _bad(
             "the same image trains and validates",
-            "no training image holds the voxels of one that validates in the same fold",
             "keep one of them, or both on one side of the split",
             "only the first is kept, if the labels are equal too",
         ),
         "patient-cut": _look(
             "a patient is in training and in validation",
-            "all cases of a patient on the same side of each given split (the data set's own, or --split)",
             "the validation Dice will be too high; make another split unless these folds are published",
         ),
         "patients": _look(
             "several cases belong to one patient",
-            "one case per patient, according to a column of patients, DICOM's PatientID, or the case names",
             "volseg configure writes split.group, which keeps them together; set it in your own configs",
         ),
         "patients-possible": _look(
             "several cases may belong to one patient",
-            "case names that do not count within a patient, as ID_01 and ID_02 of many IDs do",
             "set split.group if they do; --group none declares that they do not",
         ),
         "label-empty": _look(
-            "the label holds background only",
-            "a value besides background and the one to ignore",
-            "a healthy control may be so; label the structures otherwise",
+            "the label holds background only", "a healthy control may be so; label the structures otherwise"
         ),
         "label-not-looked-for": _look(
             "the label holds values that were not looked for in this case",
-            "of a partially labelled case, only the values in its list",
             "add them to the list, or take them out of the label map",
         ),
-        "image-like-label": _look(
-            "the image looks like a label map",
-            "undeclared values, and more than 256 integers or neighbours that mostly differ",
-            "is it a label map?",
-        ),
-        "same-channels": _look("two channels hold the same voxels", "channels differ", "was one file taken for both?"),
-        "single-slice": _look("the volume is a single slice", "two voxels along each axis", "is a volume missing?"),
+        "image-like-label": _look("the image looks like a label map", "is it a label map?"),
+        "same-channels": _look("two channels hold the same voxels", "was one file taken for both?"),
+        "single-slice": _look("the volume is a single slice", "is a volume missing?"),
         "unplaced": _look(
-            "the file has neither sform nor qform",
-            "a place in the patient",
-            "it is placed only by its spacing: orientation and side are a guess",
+            "the file has neither sform nor qform", "it is placed only by its spacing: orientation and side are a guess"
         ),
         "mirrored": _look(
             "sform and qform mirror each other (left-right)",
-            "both forms place the voxels alike, within 0.1 voxel",
             "one of them swaps the sides, and the sform is taken",
             "the qform is made the sform's, or switched off where it cannot be",
         ),
         "forms-disagree": _look(
             "sform and qform disagree",
-            "both forms place the voxels alike, within 0.1 voxel",
             "the sform is taken, other programs may go by the qform",
             "the qform is made the sform's, or switched off where it cannot be",
         ),
         "same-image": _look(
-            "the same image stands under several names",
-            "every image once",
-            "keep one, or it counts more than others and may be tested on",
+            "the same image stands under several names", "keep one, or it counts more than others and may be tested on"
         ),
-        "trains-and-tests": _look(
-            "a test image trains as well", "no test image holds the voxels of one that trains", "take one of them out"
-        ),
-        "same-label": _look(
-            "the same label map stands beside different images",
-            "every label map with 64 voxels or more of foreground once",
-            "one of them belongs to another case",
-        ),
+        "trains-and-tests": _look("a test image trains as well", "take one of them out"),
+        "same-label": _look("the same label map stands beside different images", "one of them belongs to another case"),
         "image-copy": _look(
             "the image is a cropped, mirrored or rescaled copy of another case's image",
-            "a difference of at least a quarter of the step between neighbouring voxels, after alignment",
             "keep one; otherwise it counts twice, and may be in training and test",
         ),
         "label-full": _look(
-            "the label covers the whole volume",
-            "an unlabelled part of at least a tenth of the median",
-            "is the background labelled, or the image cropped to the structure?",
+            "the label covers the whole volume", "is the background labelled, or the image cropped to the structure?"
         ),
         "label-volume": _look(
             "the labelled volume is far from the other cases'",
-            "between a quarter and 6 times the median",
             "is the label complete, of the right structure, and the spacing right? the patient may be unusual",
         ),
         "label-absent": _look(
             "a label that nearly all cases have is missing",
-            "every label that at least 95 % of the cases have, in a data set of 20 or more",
             "was it merged into another label, or forgotten? it may be absent after surgery",
         ),
         "label-ragged": _look(
             "the label is as ragged as noise",
-            "a share of equal neighbours at most 12 percentage points below the median",
             "is it the right file, stored as integers? many small structures look like this too",
         ),
         "label-scattered": _look(
             "labelled voxels lie far from the largest connected part",
-            "at most 0.3 radii more than the median",
             "remove stray voxels, unless they are a second structure",
         ),
         "label-cut": _look(
             "the label reaches the faces of the volume",
-            "a part of its surface on them at most 3 percentage points above the median",
             "is the volume cut off, or the label shifted? the field of view may be smaller",
         ),
         "label-shifted": _look(
-            "the label is probably shifted against the image",
-            "no other place where the label and the image along its border match the other cases much better",
-            "view both together; the patient may be unusual",
+            "the label is probably shifted against the image", "view both together; the patient may be unusual"
         ),
         "label-mirrored": _look(
-            "the label is probably mirrored against the image",
-            "no other place where the label and the image along its border match the other cases much better",
-            "view both together; the patient may be unusual",
+            "the label is probably mirrored against the image", "view both together; the patient may be unusual"
         ),
         "labels-exchanged": _look(
-            "the labels of two cases are probably exchanged",
-            "each label fits its own image better than the other case's",
-            "view both cases, and exchange the files if so",
+            "the labels of two cases are probably exchanged", "view both cases, and exchange the files if so"
         ),
         "label-missing": _look(
-            "a declared label is in no case",
-            "every declared value in some training case",
-            "declare what is there, or look for the cases that have it",
+            "a declared label is in no case", "declare what is there, or look for the cases that have it"
         ),
-        "label-rare": _look(
-            "a declared label is in few cases",
-            "in 5 cases at least, of 10 or more: one for each of five folds",
-            "some folds train or validate without it",
-        ),
+        "label-rare": _look("a declared label is in few cases", "some folds train or validate without it"),
         "orientation": _look(
             "voxel axes point elsewhere than in most cases",
-            "the orientation of 80 % of the cases",
             "preprocessing needs Orientation, as our configs have it; is left right?",
         ),
         "spacing": _look(
-            "a spacing far from the other cases'",
-            "within a factor of 3 of the median, or of 1.5 if the size is unusual too",
-            "is it in mm? leave the case out if it is another protocol",
+            "a spacing far from the other cases'", "is it in mm? leave the case out if it is another protocol"
         ),
-        "extent": _look(
-            "a size (mm) far from the other cases'",
-            "within a factor of 1.5 of the median, or of 3 among fewer than ten cases",
-            "is it cut off, or of another body region?",
-        ),
+        "extent": _look("a size (mm) far from the other cases'", "is it cut off, or of another body region?"),
         "intensity-scale": _look(
             "intensities of another scale than the other cases'",
-            "a range (0.5 to 99.5 %) within a factor of 10 of the median, and of the next smaller or larger range",
             "export it as the others, or normalise each case by itself (ZScore)",
         ),
         "noise": _look(
             "the image is noisier than the other cases' images",
-            "a correlation of neighbours at most 0.15 below the median",
             "noise, swapped bytes and integer overflows look like this; another protocol may too",
         ),
         "slices-unlike": _look(
             "neighbouring slices differ more than those of other cases",
-            "roughness along one axis, divided by the roughness along the others, at most 1.5 times the median",
             "are slices missing, or is the spacing wrong? thicker slices look like this too",
         ),
         "wrapped": _look(
             "intensities jump as after an integer overflow",
-            "steps over 90 % of the range in at most 0.5 percentage points more of the neighbours than the median",
             "export it in a type that holds its values, such as float32",
         ),
         "saturated": _look(
-            "many voxels have the highest value",
-            "a share of them at most 1 percentage point above the median",
-            "export it with all its values; padding and masks look like this too",
+            "many voxels have the highest value", "export it with all its values; padding and masks look like this too"
         ),
-        "empty-slices": _look(
-            "slices hold a single value",
-            "a share of them at most 10 percentage points above the median",
-            "are slices missing? padding looks like this too",
-        ),
+        "empty-slices": _look("slices hold a single value", "are slices missing? padding looks like this too"),
         "intensity-mixed": _look(
-            "the cases' intensities differ by orders of magnitude",
-            "ranges within a factor 100 of each other, but for a tenth of the cases",
-            "normalise each case by itself (ZScore)",
+            "the cases' intensities differ by orders of magnitude", "normalise each case by itself (ZScore)"
         ),
         "ct-offset": _look(
-            "a CT without values below zero, as stored with 1024 added",
-            "air below zero",
-            "subtract 1024 (apply the rescale intercept)",
+            "a CT without values below zero, as stored with 1024 added", "subtract 1024 (apply the rescale intercept)"
         ),
-        "ct-clipped": _look(
-            "a CT whose values were cut off",
-            "fewer than 1 % of the voxels at a lowest value above -500",
-            "export it with all its values",
-        ),
+        "ct-clipped": _look("a CT whose values were cut off", "export it with all its values"),
         "contrast": _look(
             "the largest structure is dark where it is bright in the other cases, or the reverse",
-            "brighter or darker than the background, as this structure is in 90 % of the cases",
             "is the image inverted, of another sequence, or the label displaced?",
         ),
-        "label-on-air": _look(
-            "the label lies on air",
-            "at most half of the largest structure's voxels at the lowest value, and in CT a median of -500 or more",
-            "is it shifted or mirrored against the image?",
-        ),
+        "label-on-air": _look("the label lies on air", "is it shifted or mirrored against the image?"),
     }
 )
 """Every kind of finding, by its name; the order is that of the docs."""

@@ -77,9 +77,10 @@ def find_task(root: str | Path) -> Path:
     if not root.is_dir():
         raise DataError(f"{root} is no data set; name a folder, or a table ({', '.join(TABLES)})")
     # What describes itself comes first: its files may be called in any way.
-    for is_data_set in (_is_described, _is_arranged):
-        if found := _search_near(root, is_data_set):
-            return found
+    if found := _search_near(root, lambda folder: any((folder / name).is_file() for name in MANIFESTS)):
+        return found
+    if found := _search_near(root, lambda folder: folder.is_dir() and find_arrangement(folder) is not None):
+        return found
     raise DataError(
         f"{root} is no data set: there is no dataset.json in it, in a folder of it, or above it, and no images with "
         f"label maps; needed: dataset.json beside imagesTr and labelsTr, folders called {IMAGE_FOLDERS[0]} and "
@@ -97,14 +98,6 @@ def _search_near(root: Path, is_data_set: Callable[[Path], bool]) -> Path | None
     if len(below) > 1:
         raise DataError(f"{root} holds {len(below)} tasks: {', '.join(path.name for path in below)}; name one of them")
     return below[0] if below else None
-
-
-def _is_described(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in MANIFESTS)
-
-
-def _is_arranged(folder: Path) -> bool:
-    return folder.is_dir() and find_arrangement(folder) is not None
 
 
 def _name_raw(root: Path) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from volseg.data.cases import Case
-from volseg.data.names import list_some
+from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import stem
 from volseg.errors import DataError
 
-__all__ = ["SEPARATORS", "group_channels", "image_of", "name_image", "number_channels"]
+__all__ = ["SEPARATORS", "cut_channel", "group_channels", "image_of", "name_image", "number_channels"]
 
 CHANNEL_NUMBER = re.compile(r"(?P<case>.+)_(?P<channel>\d{4})")
 
@@ -40,8 +40,9 @@ def image_of(files: Sequence[Path]) -> Path | tuple[Path, ...]:
 def group_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[Case]:
     """Return a case per image, whose channels may lie in files of their own.
 
-    Where there is one channel, each file is an image; if all of them end in nnU-Net's ``_0000``, that is no part of
-    their names. Of several channels a file holds all, unless its name ends in the number or the name of one.
+    Where there is one channel, each file is an image. If all of them end in nnU-Net's ``_0000``, that is no part of
+    their names; nor is the channel's name, as in ``CASE_t1``, unless two would then be called alike. Of several
+    channels a file holds all, unless its name ends in the number or the name of one.
 
     Raises
     ------
@@ -50,9 +51,15 @@ def group_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[Ca
     """
     if len(modalities) == 1:
         numbered = [number_channels(stem(image)) for image in images]
-        if images and all(found is not None and found[1] == 0 for found in numbered):
-            return [{"case": found[0], "image": image} for image, found in zip(images, numbered, strict=True) if found]
-        return [{"case": name_image(image), "image": image} for image in images]
+        if not all(found is not None and found[1] == 0 for found in numbered):
+            numbered = [cut_channel(name_image(image), modalities) for image in images]
+        pairs = zip(images, numbered, strict=True)
+        names = [found[0] if found and found[0] else name_image(image) for image, found in pairs]
+        doubled = set(find_doubled(names))
+        return [
+            {"case": name_image(image) if name in doubled else name, "image": image}
+            for name, image in zip(names, images, strict=True)
+        ]
     groups: dict[tuple[Path, str], dict[int, Path]] = defaultdict(dict)
     for image, (case, channel) in zip(images, _parse_channels(images, modalities), strict=True):
         channels = groups[image.parent, case]
@@ -79,11 +86,20 @@ def _parse_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[t
 
 def _parse_named(image: Path, modalities: Sequence[str]) -> tuple[str, int] | None:
     """Return the case and the channel of a file whose name ends in the name of a channel, or is one."""
-    name = stem(image)
+    found = cut_channel(stem(image), modalities)
+    return found if found is None or found[0] else (Path(os.path.abspath(image)).parent.name, found[1])
+
+
+def cut_channel(name: str, modalities: Sequence[str]) -> tuple[str, int] | None:
+    """Return what stands before the name of a channel at the end of a file's stem, and which channel that is.
+
+    >>> cut_channel("pat13_T1", ["flair", "t1"]), cut_channel("t1", ["t1"]), cut_channel("pat13", ["t1"])
+    (('pat13', 1), ('', 0), None)
+    """
     for channel in sorted(range(len(modalities)), key=lambda channel: -len(modalities[channel])):
         ending = modalities[channel].casefold()
         if name.casefold() == ending:
-            return Path(os.path.abspath(image)).parent.name, channel
+            return "", channel
         case = name[: -len(ending) - 1]
         if case and name.casefold() in {f"{case.casefold()}{mark}{ending}" for mark in SEPARATORS}:
             return case, channel

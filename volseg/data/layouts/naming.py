@@ -18,7 +18,7 @@ from volseg.data.threads import map_in_threads
 from volseg.errors import DataError, ReaderError
 from volseg.files import replacing
 
-__all__ = ["match_channels", "name_channels", "name_labels"]
+__all__ = ["attempt_values", "match_channels", "name_channels", "name_labels"]
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def _read_values(labels: Sequence[Path], folder: Path) -> list[list[int] | DataE
     if not unread:
         return [known[keys[path]] for path in labels]
     logger.info("%s: reading %d label map(s) for the values that they hold", folder, len(unread))
-    read = dict(zip(unread, map_in_threads(_attempt_values, unread), strict=True))
+    read = dict(zip(unread, map_in_threads(attempt_values, unread), strict=True))
     known |= {keys[path]: values for path, values in read.items() if not isinstance(values, DataError)}
     _write_cache(folder / CACHE, known)
     return [read[path] if path in read else known[keys[path]] for path in labels]
@@ -126,7 +126,8 @@ def _identify(path: Path, folder: Path) -> str:
     return " ".join(stated)
 
 
-def _attempt_values(path: Path) -> list[int] | DataError:
+def attempt_values(path: Path) -> list[int] | DataError:
+    """Return the values of a label map, or why a file is none."""
     try:
         return _load_values(path)
     except DataError as fault:

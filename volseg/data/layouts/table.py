@@ -21,21 +21,22 @@ import csv
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
 from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Case, Task
 from volseg.data.layouts.channels import image_of
-from volseg.data.layouts.declared import add_labelled, read_manifest
+from volseg.data.layouts.declared import make_task, read_manifest
 from volseg.data.layouts.files import require_id, sort_cases, split_path
 from volseg.data.layouts.naming import match_channels, name_channels, name_labels
 from volseg.data.names import find_doubled
 from volseg.data.splits import Split
 from volseg.errors import DataError
 
-__all__ = ["TABLES", "load_table", "read_images"]
+__all__ = ["TABLES", "LabelRow", "load_table", "read_images", "read_labels"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class _Table:
 
 def load_table(path: Path, *, require_files: bool) -> Task:
     """Return the task that a table lists; see `volseg.data.layouts.load_task`."""
-    table = _read(path, ("case", "label"))
+    table = _read(path, ("case", "image", "label"))
     manifest, declared = read_manifest(path.parent) or (path.parent / "task.yaml", {})
     if "labelled" in declared and "labelled" not in table.columns:
         raise DataError(f"{manifest} says what was looked for in cases; {path} needs a column 'labelled' that does")
@@ -97,18 +98,9 @@ def load_table(path: Path, *, require_files: bool) -> Task:
         for (_, row), side in zip(table.rows, sides, strict=True)
         if side != "test" and (cells := _split(row.get("labelled", "")))
     }
-    return Task(
-        name=path.stem,
-        root=path.parent,
-        modalities=modalities,
-        labels=labels.labels,
-        regions=labels.regions,
-        ignore=labels.ignore,
-        training=add_labelled(training, looked_for, labels.labels, path),
-        test=test,
-        splits=_make_splits(table, sides),
-        columns={name: {row["case"]: row[name] for _, row in table.rows} for name in table.others},
-    )
+    columns = {name: {row["case"]: row[name] for _, row in table.rows} for name in table.others}
+    task = make_task(path, {"labelled": looked_for}, modalities, labels, (training, test), columns)
+    return replace(task, name=path.stem, splits=_make_splits(table, sides))
 
 
 def read_images(path: Path, modalities: Sequence[str]) -> list[Case]:
@@ -119,12 +111,50 @@ def read_images(path: Path, modalities: Sequence[str]) -> list[Case]:
     DataError
         The table cannot be read, or has other channels.
     """
-    table = _read(path, ("case",))
+    table = _read(path, ("case", "image"))
     _, order = match_channels(table.channels, modalities, Path("the task"))
     return [
         {"case": require_id(row["case"], where), "image": _read_image(table, row, where, order)}
         for where, row in table.rows
     ]
+
+
+class LabelRow(NamedTuple):
+    """What a row says of the label map of its case."""
+
+    label: Path
+    prediction: str | None
+    """As it was written; None without such a column."""
+    labelled: Sequence[str]
+    """The labels that were looked for, by value or name; none where all were."""
+
+
+def read_labels(path: Path) -> dict[str, LabelRow]:
+    """Return the label map of each case of a table that has one, and which prediction is of it; images are not needed.
+
+    Raises
+    ------
+    DataError
+        The table cannot be read, has no label map, or a case or a prediction stands twice.
+    """
+    table = _read(path, ("case", "label"))
+    rows = {
+        where: (
+            require_id(row["case"], where),
+            LabelRow(
+                _locate(row["label"], "label", table, where), row.get("prediction"), _split(row.get("labelled", ""))
+            ),
+        )
+        for where, row in table.rows
+        if row["label"]
+    }
+    found = dict(rows.values())
+    if not found:
+        raise DataError(f"{path} names no label map; needed: a path under 'label'")
+    named = [row.prediction for row in found.values() if row.prediction]
+    if doubled := find_doubled(case for case, _ in rows.values()) or find_doubled(named):
+        raise DataError(f"{path} names {doubled[0]!r} twice; needed: a row per case, each with its own prediction")
+    return found
 
 
 def _read(path: Path, required: Sequence[str]) -> _Table:
@@ -166,12 +196,12 @@ def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) ->
     if doubled := find_doubled(name for name in names if name):
         raise DataError(f"{path} has two columns called {doubled[0]!r}; keep one of them")
     channels = [name for name in names if name.startswith(CHANNEL) and name != CHANNEL]
-    if ("image" in names) == bool(channels):
+    if "image" in required and ("image" in names) == bool(channels):
         raise DataError(
             f"{path} needs a column 'image', or one for each channel, 'image_NAME', and has {', '.join(names)}; "
             f"{did_you_mean('image', names)}"
         )
-    if missing := [name for name in required if name not in names]:
+    if missing := [name for name in required if name not in {*names, "image"}]:
         raise DataError(f"{path} needs a column {missing[0]!r}; {did_you_mean(missing[0], names)}")
     other = [name for name in names if name and name not in {*COLUMNS, *channels}]
     for name in other:
