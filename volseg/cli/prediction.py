@@ -98,7 +98,7 @@ def predict(
         typer.Option("--uncertainty", help="Write the probabilities' entropy, 0 to 1, to DIR/uncertainty as well."),
     ] = False,
     label_format: Annotated[
-        str, typer.Option("--format", help="Of label maps: nifti, or dicom-seg (of DICOM images).")
+        str, typer.Option("--format", help="Of label maps: nifti, or of DICOM images dicom-seg or dicom-rtstruct.")
     ] = "nifti",
     as_json: Annotated[bool, typer.Option("--json", help="Print what became of the cases as JSON.")] = False,
     components: Components = None,

@@ -24,7 +24,7 @@ from volseg.errors import ReaderError
 
 __all__ = ["list_slices", "read_dicom_series"]
 
-SERIES_UID = (0x0020, 0x000E)
+MODALITY, SERIES_UID = (0x0008, 0x0060), (0x0020, 0x000E)
 
 
 def read_dicom_series(path: Path) -> MetaTensor:
@@ -60,7 +60,7 @@ def list_slices(path: Path) -> list[Path]:
         No series, several of them, or a file that is no DICOM.
     """
     folder = path if path.is_dir() else path.parent
-    series, unread = _sort_by_series(folder)
+    series, unread = _sort_by_series(folder, path)
     if path.is_dir():
         if not series:
             raise ReaderError(
@@ -82,22 +82,29 @@ def list_slices(path: Path) -> list[Path]:
     return slices
 
 
-def _sort_by_series(folder: Path) -> tuple[dict[str, list[Path]], list[Path]]:
-    """Return the image files of each series in a folder by UID, and the files that cannot be told to be none."""
-    series, unread, others = defaultdict(list), [], []
+def _sort_by_series(folder: Path, path: Path) -> tuple[dict[str, list[Path]], list[Path]]:
+    """Return the image files of each series in a folder by UID, and the files that cannot be told to be none.
+
+    Where a folder was named, a segmentation beside its images is none of them.
+    """
+    series: dict[str, list[Path]] = defaultdict(list)
+    labels: dict[str, list[Path]] = defaultdict(list)
+    unread, others = [], []
     for file in sorted(folder.iterdir()):
         if file.is_dir() or file.name.startswith("."):
             continue
-        found = read_elements(file, [SERIES_UID, TAGS["Rows"]])
+        found = read_elements(file, [MODALITY, SERIES_UID, TAGS["Rows"]])
         if found is None:
             unread += [file] if file.suffix.lower() == ".dcm" else []
             continue
         uid = decode_text(found.get(SERIES_UID, b""))
         # Elements that are out of order hide others from a look that ends early.
         if TAGS["Rows"] in found or _require_header(file).pixels is not None:
-            series[uid].append(file)
+            is_label = decode_text(found.get(MODALITY, b"")) == "SEG"
+            (labels if is_label else series)[uid].append(file)
         elif file.name.upper() != "DICOMDIR":
             others.append((uid, file))
+    series = series if series and path.is_dir() else series | labels  # the reader says what a segmentation is
     return series, unread + [file for uid, file in others if not uid or uid in series]
 
 

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from volseg.data.dicom_elements import read_elements
+from volseg.data.dicom_labels import DicomLabel
 from volseg.data.names import find_doubled, list_some
 from volseg.errors import DataError, ReaderError
 
@@ -154,7 +155,11 @@ def choose_series(found: FoundSeries, wanted: Sequence[str], where: Path | str) 
     """
     everything = (*found.images, *found.others)
     if wanted:
-        chosen = tuple(series for series in everything if any(_is_meant(series, text) for text in wanted))
+        chosen = tuple(
+            series
+            for series in everything
+            if any(text == series.uid or text.casefold() in series.description.casefold() for text in wanted)
+        )
     else:
         chosen = found.images
     if not chosen:
@@ -180,10 +185,6 @@ def name_series(chosen: Sequence[Series]) -> dict[str, Series]:
     }
 
 
-def _is_meant(series: Series, text: str) -> bool:
-    return series.uid == text or text.casefold() in series.description.casefold()
-
-
 def _name(series: Series) -> str:
     parts = (series.patient or "patient", series.date, series.number, series.description)
     plain = (re.sub(r"[^A-Za-z0-9.-]+", "-", part).strip("-.")[:LONGEST_PART] for part in parts)
@@ -203,8 +204,16 @@ def _describe(uid: str, headers: Mapping[Path, Header]) -> Series:
         number=number,
         description=texts["SeriesDescription"],
         modality=modality,
-        left_out=_classify(list(headers.values()), modality, texts["SeriesDescription"]),
+        left_out=_describe_label(next(iter(headers)))
+        or _classify(list(headers.values()), modality, texts["SeriesDescription"]),
     )
+
+
+def _describe_label(file: Path) -> str:
+    try:
+        return f"a {label}" if (label := DicomLabel.open(file)) else ""
+    except ReaderError:  # it is left out all the same
+        return ""
 
 
 def _classify(headers: Sequence[Header], modality: str, description: str) -> str:

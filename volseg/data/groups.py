@@ -7,17 +7,16 @@ validates, the Dice is higher than that of any new patient, and no other number 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from volseg.config.data import compile_group
 from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Task
-from volseg.data.dicom_elements import read_elements
+from volseg.data.dicom_labels import read_image_text
 from volseg.data.names import list_some
 from volseg.data.proposed_groups import GroupProposal, describe_groups, propose_group
 from volseg.data.readers import find_suffix, list_files
 from volseg.data.splits import Split
-from volseg.errors import ConfigError, DataError, ReaderError
+from volseg.errors import ConfigError, DataError
 
 __all__ = ["PATIENT_ID", "CutPatient", "find_cut_patients", "find_groups", "propose_groups"]
 
@@ -142,15 +141,4 @@ def _is_dicom(task: Task) -> bool:
 
 def _read_patient_ids(task: Task) -> dict[str, str]:
     """Return DICOM's ``PatientID`` of each case, from its first file; an empty text if it has none."""
-    return {case["case"]: _read_patient_id(list_files(case["image"])[0]) for case in task.training}
-
-
-def _read_patient_id(path: Path) -> str:
-    try:
-        files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
-        for file in files:
-            if (elements := read_elements(file, [PATIENT_TAG])) is not None:
-                return elements.get(PATIENT_TAG, b"").decode("latin-1").strip("\0 ")
-    except (OSError, ReaderError):  # reported when the image is read
-        pass
-    return ""
+    return {case["case"]: read_image_text(list_files(case["image"])[0], PATIENT_TAG) for case in task.training}

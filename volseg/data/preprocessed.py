@@ -34,7 +34,7 @@ def prepare(
         Whose values the label holds: it becomes one of class indices (`volseg.data.labels`), as a training needs it.
     """
     fields = [field for field in ("image", "label") if field in case]
-    return preprocess(Read(fields)(case), case, preprocessing, keep_reference, task)
+    return preprocess(Read(fields, task)(case), case, preprocessing, keep_reference, task)
 
 
 def preprocess(

@@ -14,9 +14,10 @@ import torch
 from monai.data import MetaTensor
 
 from volseg.config.registry import Registry
-from volseg.data.cases import Case
+from volseg.data.cases import Case, Task
 from volseg.data.dicom import read_dicom_series
 from volseg.data.dicom_elements import is_dicom
+from volseg.data.dicom_labels import DicomLabel, read_image_text
 from volseg.data.itk import read_itk
 from volseg.data.names import list_some
 from volseg.data.nifti import read_nifti, read_nifti_affine
@@ -32,6 +33,7 @@ __all__ = [
     "list_files",
     "name_files",
     "read_affine",
+    "read_label",
     "read_volume",
     "require_header",
     "stem",
@@ -63,6 +65,8 @@ class Read:
     ----------
     fields
         The fields to read; every case must have them. For prediction that is ``["image"]``.
+    task
+        Whose names decide the values of labels in DICOM; see `read_label`.
 
     Examples
     --------
@@ -70,7 +74,8 @@ class Read:
     Read(['image', 'label'])
     """
 
-    def __init__(self, fields: Sequence[str]) -> None:
+    def __init__(self, fields: Sequence[str], task: Task | None = None) -> None:
+        self.task = task
         self.fields = [fields] if isinstance(fields, str) else list(fields)
 
     def __repr__(self) -> str:
@@ -91,11 +96,15 @@ class Read:
             raise BatchFieldError(f"case {name}: Read needs {missing}, but the case has {sorted(case)}")
         read = dict(case)
         for field in self.fields:
-            if not _are_paths(case[field]):
+            paths = case[field] if isinstance(case[field], tuple | list) else [case[field]]
+            if not all(isinstance(path, str | Path) for path in paths):
                 found = type(case[field]).__name__
                 raise ReaderError(f"case {name}: {field} should be a path, got {found}; or a tuple, a path per channel")
             try:
-                read[field] = read_volume(case[field])
+                is_label = field == "label"
+                read[field] = (
+                    read_label(case[field], read.get("image"), self.task) if is_label else read_volume(case[field])
+                )
             except ReaderError as fault:
                 raise ReaderError(f"case {name}, {field}: {fault}") from fault
         return read
@@ -126,6 +135,38 @@ def read_volume(files: Files) -> MetaTensor:
     return MetaTensor(torch.cat([channel.as_tensor() for channel in channels])).copy_meta_from(volume)
 
 
+def read_label(files: Files, image: MetaTensor | Files | None = None, task: Task | None = None) -> MetaTensor:
+    """Read a label map as `read_volume` does; a DICOM segmentation or structure set on the grid of its image.
+
+    Parameters
+    ----------
+    files : path
+        Of the label map.
+    image : MetaTensor or path, optional
+        The label's image; of another format, only its grid counts.
+    task : Task, optional
+        Whose names of labels and regions decide the values.
+
+    Raises
+    ------
+    ReaderError
+        As `read_volume`; or the label is one in DICOM, and its image is unknown or another series.
+    """
+    label = DicomLabel.open(list_files(files)[0])
+    if label is None:
+        return read_volume(files)
+    path = label.path
+    if image is None or task is None:
+        raise ReaderError(
+            f"{path} is a {label}, and is read beside its image by the names of labels; name the data set that has both"
+        )
+    volume = image if isinstance(image, MetaTensor) else read_volume(image)
+    uid = read_image_text(Path(volume.meta["filename_or_obj"]))
+    if uid and label.series and uid != label.series:
+        raise ReaderError(f"{path} is a {label}, but its image is series {uid}; name the label of this image")
+    return _read_file(path, lambda _: label.read(Grid.of(volume), task))
+
+
 def list_files(files: Files) -> tuple[Path, ...]:
     """Return the paths of a field, whether it has one or one per channel.
 
@@ -153,11 +194,6 @@ def name_files(files: Files) -> str:
     return list_some([str(first), *(path.name if path.parent == first.parent else str(path) for path in others)])
 
 
-def _are_paths(value: object) -> bool:
-    paths = value if isinstance(value, (tuple, list)) else [value]
-    return all(isinstance(path, (str, Path)) for path in paths)
-
-
 def _require_one_channel(volume: MetaTensor, path: Path) -> MetaTensor:
     if len(volume) != 1:
         raise ReaderError(
@@ -167,9 +203,9 @@ def _require_one_channel(volume: MetaTensor, path: Path) -> MetaTensor:
     return volume
 
 
-def _read_file(path: Path) -> MetaTensor:
+def _read_file(path: Path, read: Callable[[Path], MetaTensor] | None = None) -> MetaTensor:
     try:
-        return _require_volume(choose_reader(path)(path), path)
+        return _require_volume((read or choose_reader(path))(path), path)
     except ReaderError:
         raise
     except MemoryError as fault:
@@ -232,7 +268,8 @@ def stem(path: str | Path) -> str:
     'hippocampus_001'
     """
     name = Path(fspath(path)).name
-    return name[: -len(suffix)] if (suffix := find_suffix(path)) else name
+    suffix = find_suffix(path) or (".dcm" if name.lower().endswith(".dcm") else "")
+    return name.removesuffix(name[len(name) - len(suffix) :])
 
 
 def read_affine(path: str | Path) -> np.ndarray:

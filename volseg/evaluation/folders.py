@@ -14,13 +14,13 @@ from volseg.data.json_files import parse_json
 from volseg.data.layouts import load_task
 from volseg.data.layouts.channels import cut_channel
 from volseg.data.layouts.declared import add_labelled, make_task, read_manifest, read_regions
-from volseg.data.layouts.files import list_images
+from volseg.data.layouts.files import list_images, list_labels
 from volseg.data.layouts.naming import attempt_values, name_channels
 from volseg.data.layouts.pairs import LABEL_FOLDERS, LABEL_WORDS, find_arrangement
 from volseg.data.layouts.table import TABLES, read_labels
 from volseg.data.names import find_doubled, list_some
 from volseg.data.nifti import read_label_table
-from volseg.data.readers import stem
+from volseg.data.readers import Files, stem
 from volseg.data.threads import map_in_threads
 from volseg.errors import ConfigError, DataError, GridError
 from volseg.evaluation.scoring import Scoring, choose_scoring
@@ -60,6 +60,8 @@ class Pairs:
     """Predictions of cases without a label, which are not scored."""
     labelled: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Cases of a table to the labels that were looked for, where these are not all."""
+    images: Mapping[str, Files] = field(default_factory=dict)
+    """Cases of a data set to their images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,8 @@ def pair_files(predictions: str | Path, labels: str | Path) -> Pairs:
     predictions, labels = Path(predictions), Path(labels)
     predicted = _list_by_id(predictions)
     if not (labels.is_file() and labels.suffix.lower() in TABLES):
-        return _pair_names(predicted, _list_labels(labels), predictions, labels)
+        true, images = _list_labels(labels)
+        return replace(_pair_names(predicted, true, predictions, labels), images=images)
     listed = read_labels(labels)
     true = {case: row.label for case, row in listed.items()}
     labelled = {case: row.labelled for case, row in listed.items() if row.labelled}
@@ -149,24 +152,25 @@ def _compare(spare: Collection[str], missing: Sequence[str]) -> str:
     )
 
 
-def _list_labels(labels: Path) -> dict[str, Path]:
-    """Return the label map of each case of a folder of label maps, or of a data set."""
+def _list_labels(labels: Path) -> tuple[dict[str, Path], dict[str, Files]]:
+    """Return the label map of each case of a folder of label maps, or of a data set, and there the images too."""
     if not labels.is_dir() or labels.name.casefold() in {name.casefold() for name in LABEL_FOLDERS}:
-        return _list_by_id(labels)
+        return _list_by_id(labels), {}
     has_images = bool(list_images(labels))
-    if (labels / "labelsTr").is_dir() and not has_images:
-        return _list_by_id(labels / "labelsTr")
+    if (labels / "labelsTr").is_dir() and not has_images and list_images(labels / "labelsTr"):
+        return _list_by_id(labels / "labelsTr"), {}
     manifest, arrangement = read_manifest(labels), find_arrangement(labels)
     is_listed = manifest is not None and "training" in manifest[1] and not has_images
     if not is_listed and (arrangement is None or not (arrangement.images and arrangement.labels)):
-        return _list_by_id(labels)
-    return {case["case"]: case["label"] for case in load_task(labels, require_files=False).training}
+        return _list_by_id(labels), {}
+    cases = load_task(labels, require_files=False).training
+    return {case["case"]: case["label"] for case in cases}, {case["case"]: case["image"] for case in cases}
 
 
 def _list_by_id(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder; name one with a label map for each case")
-    files = list_images(folder)
+    files = list_labels(folder)
     if not files:
         raise DataError(f"{folder} holds no volume; needed: a label map for each case, such as CASE.nii.gz")
     if doubled := find_doubled(stem(path) for path in files):
@@ -347,6 +351,8 @@ def _score(
             prediction,
             label,
             structures,
+            task=task,
+            image=pairs.images.get(case),
             ignore=task.ignore,
             values=task.class_values,
             labelled=labelled[case],

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from volseg.data.cases import Structure
+from volseg.data.cases import Structure, Task
+from volseg.data.dicom_labels import find_dicom_label
 from volseg.data.json_files import read_json
-from volseg.data.readers import read_volume
+from volseg.data.readers import Files, read_label, read_volume
 from volseg.errors import DataError, GridError
 from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, mean_intervals
 from volseg.evaluation.overlap import METRICS, Metrics, evaluate_case
@@ -70,10 +71,21 @@ def evaluate_files(
     prediction_file: str | os.PathLike[str],
     reference_file: str | os.PathLike[str],
     labels: Mapping[Any, str],
+    *,
+    task: Task | None = None,
+    image: Files | None = None,
     **settings: Any,
 ) -> EvaluatedCase:
-    """Read two label maps and compare them; see `evaluate_case` for metrics and errors."""
-    prediction, reference = (read_volume(os.fspath(file)) for file in (prediction_file, reference_file))
+    """Read two label maps and compare them; see `evaluate_case` for metrics and errors.
+
+    One in DICOM is read by the names of the ``task``, on the other one's grid, or on that of the ``image``.
+    """
+    if find_dicom_label(Path(prediction_file)) is None:
+        prediction = read_volume(os.fspath(prediction_file))
+        reference = read_label(os.fspath(reference_file), prediction, task)
+    else:
+        reference = read_label(os.fspath(reference_file), image, task)
+        prediction = read_label(os.fspath(prediction_file), reference, task)
     try:
         metrics = evaluate_case(prediction, reference, labels, **settings)
     except (DataError, GridError) as fault:

@@ -28,7 +28,11 @@ from volseg.errors import ConfigError, DataError
 from volseg.evaluation.folders import RECORD
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file, replacing
-from volseg.inference.dicom_segmentation import require_dicom_source, write_dicom_segmentation
+from volseg.inference.dicom_segmentation import (
+    require_dicom_source,
+    write_dicom_segmentation,
+    write_structure_set,
+)
 from volseg.inference.original_grid import Prediction
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.writing import require_room, write_entropy, write_prediction, write_probabilities
@@ -36,7 +40,7 @@ from volseg.inference.writing import require_room, write_entropy, write_predicti
 __all__ = ["SUFFIXES", "CaseResult", "Predicted", "PredictionFiles", "PredictionRecord", "identify"]
 
 
-SUFFIXES = {"nifti": ".nii.gz", "dicom-seg": ".dcm"}
+SUFFIXES = {"nifti": ".nii.gz", "dicom-seg": ".dcm", "dicom-rtstruct": ".dcm"}
 """Of label maps, by the format that is asked for."""
 
 HELD = 3
@@ -101,12 +105,12 @@ class PredictionFiles:
         DataError
             If a DICOM segmentation is asked for of something else.
         """
-        if self.label_format == "dicom-seg":
+        if self.label_format != "nifti":
             image, *others = list_files(case["image"])
             if others:
                 raise DataError(
                     f"case {case['case']}: a DICOM segmentation refers to one series, and the channels of this image "
-                    f"are {1 + len(others)} files; leave out --format dicom-seg to have NIfTI"
+                    f"are {1 + len(others)} files; leave out --format {self.label_format} to have NIfTI"
                 )
             require_dicom_source(image, case["case"])
 
@@ -146,7 +150,8 @@ class PredictionFiles:
             write_prediction(labels, image, path, task.value_names)
         else:
             series = list_files(given["image"])[0]
-            write_dicom_segmentation(labels, image, path, task=task, series=series, weights=trained.weights)
+            write = write_dicom_segmentation if self.label_format == "dicom-seg" else write_structure_set
+            write(labels, image, path, task=task, series=series, weights=trained.weights)
         return path, measure_volumes(labels, task)
 
 

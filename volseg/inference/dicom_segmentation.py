@@ -1,8 +1,9 @@
-"""Write a label map as a DICOM segmentation that refers to the slices it was made from.
+"""Write a label map as a DICOM segmentation or structure set that refers to the slices it was made from.
 
-One segment per label or region, one bit per voxel (``BINARY``): regions may overlap, and every viewer that shows
-segmentations shows these; the newer ``LABELMAP`` few do. Patient and study are the source's own, copied by highdicom,
-and what the source leaves empty stays empty. Whatever is not a series of single-frame DICOM slices is refused.
+A segmentation has one segment per label or region, one bit per voxel (``BINARY``): regions may overlap, and every
+viewer that shows segmentations shows these; the newer ``LABELMAP`` few do. A structure set has closed contours along
+the sides of voxels. Patient and study are the source's own, and what the source leaves empty stays empty. Whatever is
+not a series of single-frame DICOM slices is refused.
 
 highdicom is optional (``pip install highdicom``) and imported when a segmentation is written.
 """
@@ -11,6 +12,7 @@ import colorsys
 import os
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,9 +24,10 @@ from torch import Tensor
 from volseg.data.cases import Task
 from volseg.data.dicom import list_slices
 from volseg.data.dicom_elements import is_dicom
+from volseg.data.dicom_labels import import_highdicom, trace_contours
 from volseg.data.itk import lps_to_ras
 from volseg.data.readers import Files, list_files, name_files
-from volseg.errors import ConfigError, DataError, GridError
+from volseg.errors import DataError, GridError
 from volseg.files import replacing
 from volseg.transforms.grid import MISPLACED_VOXELS, Grid
 from volseg.version import __version__
@@ -32,12 +35,13 @@ from volseg.version import __version__
 if TYPE_CHECKING:
     from pydicom import Dataset
 
-__all__ = ["CODES", "CodedName", "code_name", "require_dicom_source", "write_dicom_segmentation"]
+__all__ = ["CODES", "CodedName", "code_name", "require_dicom_source", "write_dicom_segmentation", "write_structure_set"]
 
 
 SERIES_NUMBER = 9001
 """Far from those that scanners count."""
 
+STRUCTURE_SET, STUDY = "1.2.840.10008.5.1.4.1.1.481.3", "1.2.840.10008.3.1.2.3.1"
 LONGEST_NAME = 64
 """Of DICOM's LO."""
 
@@ -61,7 +65,7 @@ def require_dicom_source(image: Files, case: str) -> Path:
     DataError
         If the image is neither a DICOM folder nor one of a series' files.
     """
-    _import_highdicom()
+    import_highdicom()
     files = list_files(image)
     if len(files) == 1 and (files[0].is_dir() or (files[0].is_file() and is_dicom(files[0]))):
         return files[0]
@@ -108,17 +112,9 @@ def write_dicom_segmentation(
     GridError
         If the label map does not lie on the slices.
     """
-    hd = _import_highdicom()
-    path, grid = Path(path), Grid.original(reference)
-    if path.suffix.lower() != ".dcm":
-        raise DataError(f"{path} must end in .dcm")
-    voxels = torch.as_tensor(label_map).as_subclass(Tensor).detach().cpu()
-    if tuple(voxels.shape) != (1, *grid.shape):
-        raise GridError(f"{path} needs a label map (1, D, H, W) = {(1, *grid.shape)}, got {tuple(voxels.shape)}")
-    slices = _read_slices(series)
-    places = _locate(slices, grid)
-    # Slices first, then rows and columns: the volume's third, second and first axes.
-    planes = voxels[0].permute(2, 1, 0)[places].numpy()
+    hd = import_highdicom()
+    path = Path(path)
+    slices, _, planes = _match_slices(label_map, reference, path, series)
     try:
         made = hd.seg.Segmentation(
             source_images=slices,
@@ -147,15 +143,127 @@ def write_dicom_segmentation(
     return path
 
 
-def _import_highdicom() -> Any:
-    try:
-        import highdicom  # an extra, and half a second
-        import highdicom.seg
-    except ImportError as fault:
-        raise ConfigError(
-            f"a DICOM segmentation needs highdicom ({fault}); install it by: pip install highdicom"
-        ) from fault
-    return highdicom
+def write_structure_set(
+    label_map: Tensor,
+    reference: MetaTensor,
+    path: str | os.PathLike[str],
+    *,
+    task: Task,
+    series: Path | Sequence[Path],
+    weights: str,
+) -> Path:
+    """Write ``label_map`` as a DICOM structure set (RTSTRUCT); the rest is as for `write_dicom_segmentation`.
+
+    Each label or region is a region of interest, with closed contours along the sides of its voxels. Holes are contours
+    inside of others: a point belongs to the region where an odd number of contours surrounds it.
+    """
+    hd = import_highdicom()
+    path, now = Path(path), datetime.now()
+    slices, places, planes = _match_slices(label_map, reference, path, series)
+    _part(planes, task)  # refuses other values
+    first, frame = slices[0], slices[0].FrameOfReferenceUID
+    made = hd.SOPClass(
+        study_instance_uid=first.StudyInstanceUID,
+        series_instance_uid=hd.UID(),
+        series_number=SERIES_NUMBER,
+        sop_instance_uid=hd.UID(),
+        instance_number=1,
+        sop_class_uid=STRUCTURE_SET,
+        modality="RTSTRUCT",
+        manufacturer="volseg",
+    )
+    made.copy_patient_and_study_information(first)
+    to_mm = lps_to_ras(Grid.original(reference).affine.numpy())
+    numbered = list(enumerate(task.structures.items(), start=1))
+    described = {"ROIGenerationAlgorithm": "AUTOMATIC", "ReferencedFrameOfReferenceUID": frame}
+    content = {
+        "SoftwareVersions": __version__,
+        "DeviceSerialNumber": weights[:LONGEST_NAME],
+        "StructureSetLabel": "volseg",
+        "StructureSetDate": now.strftime("%Y%m%d"),
+        "StructureSetTime": now.strftime("%H%M%S"),
+        "ReferencedFrameOfReferenceSequence": [_refer(slices)],
+        "StructureSetROISequence": [
+            _item(ROINumber=number, ROIName=name[:LONGEST_NAME], **described) for number, (_, name) in numbered
+        ],
+        "ROIContourSequence": [
+            _draw(number, np.isin(planes, values), slices, places, to_mm) for number, (values, _) in numbered
+        ],
+        "RTROIObservationsSequence": [
+            _item(ObservationNumber=number, ReferencedROINumber=number, RTROIInterpretedType="", ROIInterpreter="")
+            for number, _ in numbered
+        ],
+    }
+    made.update(content)
+    with replacing(path) as partial:
+        made.save_as(partial)
+    return path
+
+
+def _item(**elements: Any) -> "Dataset":
+    """Return an item of a sequence."""
+    import pydicom  # of the extra; highdicom has been imported by now
+
+    item = pydicom.Dataset()
+    item.update(elements)  # type: ignore[arg-type]  # by keyword
+    return item
+
+
+def _name_image(one: "Dataset") -> "Dataset":
+    return _item(ReferencedSOPClassUID=one.SOPClassUID, ReferencedSOPInstanceUID=one.SOPInstanceUID)
+
+
+def _refer(slices: Sequence["Dataset"]) -> "Dataset":
+    """Return the reference to the series, slice by slice."""
+    first, images = slices[0], [_name_image(one) for one in slices]
+    series = _item(SeriesInstanceUID=first.SeriesInstanceUID, ContourImageSequence=images)
+    study = {"ReferencedSOPClassUID": STUDY, "ReferencedSOPInstanceUID": first.StudyInstanceUID}
+    return _item(
+        FrameOfReferenceUID=first.FrameOfReferenceUID,
+        RTReferencedStudySequence=[_item(**study, RTReferencedSeriesSequence=[series])],
+    )
+
+
+def _draw(
+    number: int, masks: np.ndarray, slices: Sequence["Dataset"], places: Sequence[int], to_mm: np.ndarray
+) -> "Dataset":
+    """Return the contours of a region of interest, given its mask in each slice."""
+    contours = []
+    for mask, one, place in zip(masks, slices, places, strict=True):
+        for points in trace_contours(mask):
+            index = np.stack([points[:, 1], points[:, 0], np.full(len(points), place), np.ones(len(points))])
+            contours.append(
+                _item(
+                    ContourImageSequence=[_name_image(one)],
+                    ContourGeometricType="CLOSED_PLANAR",
+                    NumberOfContourPoints=len(points),
+                    ContourData=[f"{value:.5f}" for value in (to_mm @ index)[:3].T.ravel()],
+                )
+            )
+    drawn = {"ContourSequence": contours} if contours else {}
+    colour = [round(255 * part) for part in _choose_colour(number)]
+    return _item(ROIDisplayColor=colour, ReferencedROINumber=number, **drawn)
+
+
+def _match_slices(
+    label_map: Tensor, reference: MetaTensor, path: Path, series: Path | Sequence[Path]
+) -> tuple[list["Dataset"], list[int], np.ndarray]:
+    """Return the slices, the place of each along the volume's third axis, and its labels ``(rows, columns)``."""
+    grid = Grid.original(reference)
+    if path.suffix.lower() != ".dcm":
+        raise DataError(f"{path} must end in .dcm")
+    voxels = torch.as_tensor(label_map).as_subclass(Tensor).detach().cpu()
+    if tuple(voxels.shape) != (1, *grid.shape):
+        raise GridError(f"{path} needs a label map (1, D, H, W) = {(1, *grid.shape)}, got {tuple(voxels.shape)}")
+    slices = _read_slices(series)
+    places = _locate(slices, grid)
+    # Slices first, then rows and columns: the volume's third, second and first axes.
+    return slices, places, voxels[0].permute(2, 1, 0)[places].numpy()
+
+
+def _choose_colour(number: int) -> tuple[float, float, float]:
+    """Return red, green and blue, from 0 to 1."""
+    return colorsys.hsv_to_rgb(number * GOLDEN % 1, 0.7, 0.95)
 
 
 def _read_slices(series: Path | Sequence[Path]) -> list["Dataset"]:
@@ -234,7 +342,6 @@ def _describe_segments(hd: Any, task: Task) -> list[Any]:
     described = []
     for number, name in enumerate(task.structures.values(), start=1):
         coded = code_name(name)
-        red, green, blue = colorsys.hsv_to_rgb(number * GOLDEN % 1, 0.7, 0.95)
         segment = hd.seg.SegmentDescription(
             segment_number=number,
             segment_label=name[:LONGEST_NAME],
@@ -242,7 +349,7 @@ def _describe_segments(hd: Any, task: Task) -> list[Any]:
             segmented_property_type=getattr(codes.SCT, coded.kind),
             algorithm_type="AUTOMATIC",
             algorithm_identification=algorithm,
-            display_color=hd.color.CIELabColor.from_rgb(*(round(255 * part) for part in (red, green, blue))),
+            display_color=hd.color.CIELabColor.from_rgb(*(round(255 * part) for part in _choose_colour(number))),
         )
         if coded.side is not None:
             side = hd.sr.CodedConcept.from_code(getattr(codes.SCT, coded.side))
@@ -268,50 +375,21 @@ class CodedName(NamedTuple):
 
 ANATOMY, ABNORMAL, GENERIC = "AnatomicalStructure", "MorphologicallyAbnormalStructure", "Tissue"
 
+ANATOMIES = (
+    *("adrenal gland", "aorta", "bladder", "brain", "colon", "duodenum", "esophagus", "gallbladder", "heart"),
+    *("hippocampus", "inferior vena cava", "kidney", "left atrium", "left ventricle", "liver", "lung", "pancreas"),
+    *("prostate", "right atrium", "right ventricle", "spinal cord", "spleen", "stomach", "trachea"),
+)
+"""Names whose words make pydicom's keyword."""
+
 CODES: dict[str, tuple[str, str]] = {
-    **{
-        name: (ANATOMY, keyword)
-        for name, keyword in {
-            "adrenal gland": "AdrenalGland",
-            "aorta": "Aorta",
-            "bladder": "Bladder",
-            "brain": "Brain",
-            "colon": "Colon",
-            "duodenum": "Duodenum",
-            "esophagus": "Esophagus",
-            "gallbladder": "Gallbladder",
-            "heart": "Heart",
-            "hippocampus": "Hippocampus",
-            "inferior vena cava": "InferiorVenaCava",
-            "kidney": "Kidney",
-            "left atrium": "LeftAtrium",
-            "left ventricle": "LeftVentricle",
-            "liver": "Liver",
-            "lung": "Lung",
-            "pancreas": "Pancreas",
-            "prostate": "Prostate",
-            "right atrium": "RightAtrium",
-            "right ventricle": "RightVentricle",
-            "spinal cord": "SpinalCord",
-            "spleen": "Spleen",
-            "stomach": "Stomach",
-            "trachea": "Trachea",
-            "urinary bladder": "Bladder",
-            "vessel": "BloodVessel",
-        }.items()
-    },
-    **{
-        name: (ABNORMAL, keyword)
-        for name, keyword in {
-            "cancer": "Neoplasm",
-            "edema": "Edema",
-            "lesion": "Lesion",
-            "necrosis": "Necrosis",
-            "oedema": "Edema",
-            "tumor": "Neoplasm",
-            "tumour": "Neoplasm",
-        }.items()
-    },
+    **{name: (ANATOMY, name.title().replace(" ", "")) for name in ANATOMIES},
+    "urinary bladder": (ANATOMY, "Bladder"),
+    "vessel": (ANATOMY, "BloodVessel"),
+    **dict.fromkeys(("cancer", "tumor", "tumour"), (ABNORMAL, "Neoplasm")),
+    **dict.fromkeys(("edema", "oedema"), (ABNORMAL, "Edema")),
+    "lesion": (ABNORMAL, "Lesion"),
+    "necrosis": (ABNORMAL, "Necrosis"),
 }
 """Category and code of a name in lower case, words apart, without left and right."""
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from volseg.data.cases import Task
-from volseg.data.readers import read_volume
+from volseg.data.readers import read_label, read_volume
 from volseg.errors import DataError, GridError
 from volseg.evaluation.overlap import evaluate_case
 from volseg.inference.postprocessing import Changes, Postprocessing, Step
@@ -203,7 +203,8 @@ class _HeldCase:
 
     @classmethod
     def read(cls, files: Judged, task: Task, order: Postprocessing) -> "_HeldCase":
-        prediction, reference = read_volume(files.prediction), read_volume(files.reference)
+        prediction = read_volume(files.prediction)
+        reference = read_label(files.reference, prediction, task)
         try:
             metrics = evaluate_case(
                 prediction,

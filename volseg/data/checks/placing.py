@@ -11,12 +11,12 @@ from itertools import combinations
 
 import numpy as np
 
-from volseg.data.cases import Case
+from volseg.data.cases import Case, Task
 from volseg.data.checks.borders import CELLS, MOVES, LabelShape, Move, coarsen, describe_border, pool, take_profile
 from volseg.data.checks.facts import AXES, ComparedCase, find_axes, turn_upright
 from volseg.data.checks.kinds import Finding
 from volseg.data.checks.outliers import RARE
-from volseg.data.readers import read_volume
+from volseg.data.readers import read_label, read_volume
 
 __all__ = ["BorderModel", "find_displaced"]
 
@@ -137,7 +137,7 @@ def _fit(values: np.ndarray, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
     return middle, 1.4826 * np.nanmedian(np.abs(values - middle), axis=0) + tolerance
 
 
-def find_displaced(facts: Sequence[ComparedCase], found: Sequence[Finding]) -> Iterator[Finding]:
+def find_displaced(facts: Sequence[ComparedCase], found: Sequence[Finding], task: Task) -> Iterator[Finding]:
     """Remark on labels that fit another place, or another case's image, much better than their own.
 
     Parameters
@@ -159,7 +159,7 @@ def find_displaced(facts: Sequence[ComparedCase], found: Sequence[Finding]) -> I
     model = BorderModel.of([label for label, sound in zip(labels, is_sound, strict=True) if sound])
     if model is None:
         return
-    exchanged = list(_list_exchanged(cases, labels, model))
+    exchanged = list(_list_exchanged(cases, labels, model, task))
     yield from exchanged
     names = {finding.case for finding in exchanged}
     yield from (one for one in _list_misplaced(cases, labels, model, is_sound) if one.case not in names)
@@ -201,12 +201,14 @@ def _describe(move: Move, label: LabelShape) -> str:
     return f"fits much better about {abs(move.step) * label.steps[move.axis]} voxels further {towards}"
 
 
-def _list_exchanged(cases: Sequence[Case], labels: Sequence[LabelShape], model: BorderModel) -> Iterator[Finding]:
+def _list_exchanged(
+    cases: Sequence[Case], labels: Sequence[LabelShape], model: BorderModel, task: Task
+) -> Iterator[Finding]:
     """Remark on pairs of cases whose labels fit each other's images much better than their own."""
     deviations = model.deviate(np.array([label.profiles[0] for label in labels]))
     order = np.argsort(-deviations)[:MOST_SUSPICIOUS]
     suspects = [int(index) for index in order if deviations[index] > SUSPICIOUS]
-    volumes = {index: _read_coarse(cases[index]) for index in suspects} if len(suspects) > 1 else {}
+    volumes = {index: _read_coarse(cases[index], task) for index in suspects} if len(suspects) > 1 else {}
     gains = {}
     for pair in combinations(volumes, 2):
         (image, *border), (other_image, *other_border) = (volumes[index] for index in pair)
@@ -225,9 +227,10 @@ def _list_exchanged(cases: Sequence[Case], labels: Sequence[LabelShape], model: 
                 yield Finding.of(cases[index], "labels-exchanged", f"with {cases[other]['case']}", "label")
 
 
-def _read_coarse(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _read_coarse(case: Case, task: Task) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a case's image and labelled voxels, both coarse, and the sides of the coarse voxels (mm)."""
-    image, label = read_volume(case["image"]), read_volume(case["label"])
+    image = read_volume(case["image"])
+    label = read_label(case["label"], image, task)
     coarse, steps = pool(turn_upright(label, image) > 0)
     order, _ = find_axes(image)
     sides = image.affine[:3, :3].norm(dim=0).numpy()[order] * steps

@@ -21,7 +21,7 @@ from volseg.data.checks.volumes import (
     holds_labels_only,
     resembles_labels,
 )
-from volseg.data.readers import list_files, name_files, read_volume
+from volseg.data.readers import Files, list_files, name_files, read_label, read_volume
 from volseg.errors import DamagedFileError, DataError, LargeVolumeError
 from volseg.parallel.processes.progress import report_progress
 
@@ -78,20 +78,25 @@ def read_case(case: Case, task: Task, *, digests: bool = True) -> CheckedCase:
         values = count_values(label.as_tensor())
         return find_label_faults(label, values, task, case)
 
-    for name, check in (("image", check_image), ("label", check_label)):
+    def read_own_label(files: Files) -> MetaTensor:
+        return read_label(files, volumes.get("image", case.get("image")), task)
+
+    for name, read, check in (("image", read_volume, check_image), ("label", read_own_label, check_label)):
         if name in case:
             report_progress("read", item=case["case"])
-            volume, faults = _read_field(case, name, check)
+            volume, faults = _read_field(case, name, read, check)
             found.extend(faults)
             if volume is not None:
                 volumes[name] = volume
     found_digests = {name: digest_voxels(volume) for name, volume in volumes.items()} if digests else {}
     found = _compare_fields(case, task, volumes, found_digests, found)
     found = list(dict.fromkeys(found))
+    looks = [finding for finding in found if finding.severity == "look"]
     return CheckedCase(
         case={**case, **volumes},
         problems=tuple(finding for finding in found if finding.severity == "bad"),
-        remarks=tuple(_without_doubles([finding for finding in found if finding.severity == "look"])),
+        # A label shares some with its image: they have one grid, and its oddity.
+        remarks=tuple({(one.kind, one.message): one for one in reversed(looks)}.values())[::-1],
         digest=found_digests.get("image"),
         label_digest=found_digests.get("label"),
         fingerprint=_fingerprint(found_digests, volumes) if digests else "",
@@ -100,7 +105,7 @@ def read_case(case: Case, task: Task, *, digests: bool = True) -> CheckedCase:
 
 
 def _read_field(
-    case: Case, name: str, check: Callable[[MetaTensor], Iterator[Fault]]
+    case: Case, name: str, read: Callable[[Files], MetaTensor], check: Callable[[MetaTensor], Iterator[Fault]]
 ) -> tuple[MetaTensor | None, list[Finding]]:
     """Read a field; return its volume, unless it could not be read or checked, and what was found."""
     files = list_files(case[name])
@@ -111,7 +116,7 @@ def _read_field(
         return None, [Finding(case["case"], meant, message, kind)]
 
     try:
-        volume = read_volume(case[name])
+        volume = read(case[name])
         faults = [*find_grid_faults(volume), *check(volume)]
     except DataError as fault:
         return bad(_name_fault(fault, files), str(fault))
@@ -164,11 +169,6 @@ def _compare_fields(
     ):
         return [*found, _describe(case, "image", Fault("image-like-label", ""))]
     return found
-
-
-def _without_doubles(remarks: list[Finding]) -> list[Finding]:
-    """Drop remarks that a label shares with its image: they have one grid, and its oddity."""
-    return list({(remark.kind, remark.message): remark for remark in reversed(remarks)}.values())[::-1]
 
 
 def digest_voxels(volume: MetaTensor) -> str:

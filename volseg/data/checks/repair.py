@@ -33,7 +33,7 @@ from volseg.data.checks.reading import read_case
 from volseg.data.checks.task import TaskCheck
 from volseg.data.checks.volumes import ROUNDED_VALUE, find_grid_faults
 from volseg.data.itk import simpleitk
-from volseg.data.readers import list_files, read_volume, stem
+from volseg.data.readers import list_files, read_label, read_volume, stem
 from volseg.data.splits import Split, write_splits
 from volseg.data.threads import map_in_threads
 from volseg.errors import DataError
@@ -206,7 +206,8 @@ def _require_repaired(copied: Case, task: Task, kinds: set[str]) -> None:
 
 def _repair_label(case: Case, task: Task) -> MetaTensor | None:
     """Return the label on its image's grid and of integers, where no guess is needed for that; else None."""
-    image, label = read_volume(case["image"]), read_volume(case["label"])
+    image = read_volume(case["image"])
+    label = read_label(case["label"], image, task)
     voxels = label.as_tensor().round()
     values = voxels.unique().to(torch.int64).tolist()
     declared = {*task.labels} | ({task.ignore} if task.ignore is not None else set())
@@ -279,8 +280,7 @@ def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome],
     task = check.task
     cases = [outcome.case for outcome in outcomes if outcome.case is not None]
     training, test = (
-        [{**_list_columns(task, case), **_enter(case, root)} for case in cases if ("label" in case) is wanted]
-        for wanted in (True, False)
+        [_enter(case, task, root) for case in cases if ("label" in case) is wanted] for wanted in (True, False)
     )
     if not training:
         raise DataError(f"no case of {task.name} is left to train on; correct the files that the check names by hand")
@@ -321,15 +321,11 @@ def _write_splits(splits: Sequence[Split], kept: Set[str], path: Path) -> None:
     write_splits(path, of_kept)
 
 
-def _list_columns(task: Task, case: Case) -> dict[str, str]:
-    """Return what else the data set says of a case, such as its patient."""
-    return {name: of[case["case"]] for name, of in task.columns.items() if of.get(case["case"])}
-
-
-def _enter(case: Case, root: Path) -> dict[str, Any]:
-    """Return a case as the manifest names it."""
+def _enter(case: Case, task: Task, root: Path) -> dict[str, Any]:
+    """Return a case as the manifest names it, with what else the data set says of it, such as its patient."""
+    columns = {name: of[case["case"]] for name, of in task.columns.items() if of.get(case["case"])}
     images = [str(file.relative_to(root)) for file in list_files(case["image"])]
-    entry: dict[str, Any] = {"case": case["case"], "image": images[0] if len(images) == 1 else images}
+    entry: dict[str, Any] = {**columns, "case": case["case"], "image": images[0] if len(images) == 1 else images}
     if "label" in case:
         entry["label"] = str(case["label"].relative_to(root))
     if case.get("labelled") is not None:

@@ -37,6 +37,7 @@ FOLDS = 5
 BYTES_PER_STORED = 12
 """What reading and checking take for a byte of voxels: as stored, as float32 in two orders, and masks (uint8: 11.7)."""
 
+FIELDS = ("image", "label")
 JSON_FORMAT = "volseg data check, 1"
 
 
@@ -106,7 +107,11 @@ class TaskCheck:
             "counts": self.count(),
             "data": describe_data(self.facts, self.task),
             "cases": [
-                {"case": case["case"], "verdict": verdicts[case["case"]], "files": _name_fields(case)}
+                {
+                    "case": case["case"],
+                    "verdict": verdicts[case["case"]],
+                    "files": {name: [str(file) for file in list_files(case[name])] for name in FIELDS if name in case},
+                }
                 for case in self.cases
             ],
             "findings": [finding.as_dict() for finding in self.findings],
@@ -135,10 +140,6 @@ def _judge(severities: set[str]) -> Verdict:
     if "bad" in severities:
         return "bad"
     return "look" if severities else "ok"
-
-
-def _name_fields(case: Case) -> dict[str, list[str]]:
-    return {name: [str(file) for file in list_files(case[name])] for name in ("image", "label") if name in case}
 
 
 def check_task(
@@ -193,7 +194,7 @@ def check_task(
     doubles = [one for one in remark_on_same_images(digests) if one.kind != "same-image" or one.case not in leaking]
     findings += [*leaks, *doubles, *of_patients, *compare_cases(facts, task)]
     findings += find_copies(facts, {case["case"]: digest for case, digest in digests})
-    findings += list(find_displaced(facts, findings))
+    findings += list(find_displaced(facts, findings, task))
     same = [[case["case"] for case in several] for several in find_same_images(trained)]
     return TaskCheck(
         task=task,
@@ -212,7 +213,7 @@ def _default_splits(task: Task, groups: Mapping[str, str] | None) -> list[Split]
 
 def _expect_bytes(case: Case) -> int:
     """Return about how much memory reading a case takes, by its files alone."""
-    fields = [list_files(case[name]) for name in ("image", "label") if name in case]
+    fields = [list_files(case[name]) for name in FIELDS if name in case]
     return BYTES_PER_STORED * sum(_stored_bytes(file) for files in fields for file in files)
 
 

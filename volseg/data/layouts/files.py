@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PureWindowsPath
 
 from volseg.data.cases import Case
+from volseg.data.dicom_labels import find_dicom_label
 from volseg.data.names import find_doubled, list_some
 from volseg.data.readers import find_suffix, list_files
 from volseg.errors import DataError
@@ -15,6 +16,7 @@ __all__ = [
     "LONGEST_NAME",
     "join_inside",
     "list_images",
+    "list_labels",
     "require_id",
     "sort_cases",
     "split_path",
@@ -38,6 +40,13 @@ def list_images(folder: Path) -> list[Path]:
     for path in found:
         require_text(path.name, f"an image in {folder}")
     return found
+
+
+def list_labels(folder: Path) -> list[Path]:
+    """Return the files of a folder that `list_images` lists, and the DICOM segmentations and structure sets, sorted."""
+    others = (path for path in folder.iterdir() if path.is_file() and not find_suffix(path))
+    labels = (path for path in others if not path.name.startswith(".") and find_dicom_label(path))
+    return sorted([*list_images(folder), *labels])
 
 
 def sort_cases(

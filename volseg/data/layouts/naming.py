@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
+from volseg.data.dicom_labels import DicomLabel
 from volseg.data.file_digests import find_files
 from volseg.data.json_files import read_json
 from volseg.data.layouts.declared import DeclaredLabels, read_channel_names, read_regions
@@ -135,6 +136,12 @@ def attempt_values(path: Path) -> list[int] | DataError:
 
 
 def _load_values(path: Path) -> list[int]:
+    if (label := DicomLabel.open(path)) is not None:
+        names = {"background": 0, **{name: number for number, name in enumerate(label.names.values(), 1)}}
+        raise DataError(
+            f"{path} is a {label}, whose names decide the values of labels; declare those to segment in dataset.json: "
+            f"{json.dumps({'labels': names})}"
+        )
     voxels = read_volume(path).as_tensor()
     values = voxels.unique()
     if not values.isfinite().all() or (values != values.round()).any() or (values < 0).any() or len(voxels) != 1:

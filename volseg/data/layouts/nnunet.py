@@ -24,9 +24,9 @@ from volseg.data.layouts.declared import (
     read_channel_names,
     read_regions,
 )
-from volseg.data.layouts.files import list_images, require_id, sort_cases
+from volseg.data.layouts.files import list_images, list_labels, require_id, sort_cases
 from volseg.data.names import list_some
-from volseg.data.readers import SUFFIXES, stem
+from volseg.data.readers import SUFFIXES, find_suffix, stem
 from volseg.errors import DataError
 
 __all__ = ["load_nnunet"]
@@ -100,7 +100,9 @@ def _list_training(folder: Path, ending: str | None, num_channels: int) -> list[
         if not needed.is_dir():
             raise DataError(f"{folder} has no {needed.name}; nnU-Net's layout needs imagesTr and labelsTr")
     by_name: dict[str, list[Path]] = defaultdict(list)
-    for path in _list_ending(labels, ending):
+    for path in list_labels(labels):
+        if ending is not None and find_suffix(path) and not path.name.endswith(ending):
+            continue
         by_name[stem(path)].append(path)
     if doubled := [name for name, paths in by_name.items() if len(paths) > 1]:
         raise DataError(f"{labels} holds {list_some([path.name for path in by_name[doubled[0]]])}; keep one of them")

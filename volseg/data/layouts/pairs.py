@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from volseg.data.cases import Case, Task
+from volseg.data.dicom_labels import DicomLabel, find_dicom_label, read_image_text
 from volseg.data.layouts.channels import SEPARATORS, group_channels, image_of
 from volseg.data.layouts.declared import make_task
-from volseg.data.layouts.files import list_images, require_id, sort_cases
+from volseg.data.layouts.files import list_images, list_labels, require_id, sort_cases
 from volseg.data.layouts.naming import match_channels, name_channels, name_labels
 from volseg.data.names import list_some
-from volseg.data.readers import stem
+from volseg.data.readers import find_suffix, stem
 from volseg.errors import DataError
 
 __all__ = ["IMAGE_FOLDERS", "LABEL_FOLDERS", "Arrangement", "find_arrangement", "load_pairs"]
@@ -67,14 +68,16 @@ def find_arrangement(folder: Path) -> Arrangement | None:
     )
     children = [child for child in children if child not in tests]
     test = tests[0] if tests else None
-    loose = list_images(folder)
+    loose = list_labels(folder)
     if images and labels:
         if len(images) > 1 or len(labels) > 1 or loose:
             found = list_some([path.name for path in (*images, *labels, *loose)])
             raise DataError(f"{folder} holds {found}; needed: one folder of images and one of labels, and none beside")
         return Arrangement(
             images=tuple(("", path) for path in _list_volumes(images[0])),
-            labels=tuple(("", path) for path in list_images(labels[0])),
+            labels=tuple(
+                ("", path) for path in _list_volumes(labels[0]) if find_suffix(path) or find_dicom_label(path)
+            ),
             test=test,
         )
     by_folder = {child: volumes for child in children if (volumes := _list_volumes(child))}
@@ -89,10 +92,15 @@ def find_arrangement(folder: Path) -> Arrangement | None:
 
 
 def _list_volumes(folder: Path, children: Sequence[Path] | None = None) -> list[Path]:
-    """Return the images of a folder: files with an image's suffix, and folders of DICOM slices among ``children``."""
+    """Return the volumes of a folder: files of images, labels in DICOM, and folders of slices among ``children``.
+
+    A folder that holds slices beside a label is a volume itself.
+    """
     children = sorted(folder.glob("*/")) if children is None else children
     series = [child for child in children if not child.name.startswith((".", "_")) and _may_be_series(child)]
-    return sorted([*list_images(folder), *series])
+    files = list_labels(folder)
+    is_series = bool(files) and _may_be_series(folder) and len(files) < len([*folder.iterdir()])
+    return sorted([*files, *series, *([folder] if is_series else [])])
 
 
 def _may_be_series(folder: Path) -> bool:
@@ -110,7 +118,7 @@ def _sort(volumes: Sequence[tuple[str, Path]], test: Path | None) -> Arrangement
 
 
 def _is_label(path: Path) -> bool:
-    return _cut_label_word(stem(path)) is not None
+    return _cut_label_word(stem(path)) is not None or find_dicom_label(path) is not None
 
 
 def _cut_label_word(name: str) -> str | None:
@@ -162,11 +170,18 @@ def _name_cases(arrangement: Arrangement, folder: Path) -> dict[Key, Path]:
     begun = {start for _, path in arrangement.images for start in _list_starts(stem(path))}
     found: dict[Key, Path] = {}
     first: dict[Key | str, Path] = {}
+    by_series: dict[str, str] = {}
     for group, path in arrangement.labels:
         name = stem(path)
         cut = _cut_label_word(name)
         # In a folder of labels the word may be part of the case's own name.
-        key = (group, name if cut is None or (not group and name in begun) else cut)
+        begin = name if cut is None or (not group and name in begun) else cut
+        if group and find_dicom_label(path):
+            begin = ""
+        elif begin not in begun and (label := DicomLabel.open(path)) is not None:
+            by_series = by_series or {read_image_text(image): stem(image) for _, image in arrangement.images}
+            begin = by_series.get(label.series, begin)
+        key = (group, begin)
         other = first.setdefault(group or key, path)  # a case's folder has one
         if other != path:
             raise DataError(f"{folder}: {other.name} and {path.name} are both labels of one case; keep one of them")
@@ -196,14 +211,17 @@ def _group_channels(
             alone.append(path)
             continue
         channel = name[len(key[1]) :].lstrip(SEPARATORS)
-        channel = "" if channel.casefold() in UNNAMED else channel
+        channel = "" if channel.casefold() in UNNAMED or path.name == group else channel
         if channel in found[key]:
             both = f"{found[key][channel].name} and {path.name}"
             raise DataError(f"{folder}: {both} are one image twice; keep one of them")
         found[key][channel] = path
     alone += [path for key, path in cases.items() if key not in found]
     if alone:
-        names = list_some([str(path.relative_to(folder)) for path in sorted(alone)])
+        labels = {path: DicomLabel.open(path) for path in sorted(alone)}
+        names = list_some(
+            [f"{path.relative_to(folder)}{f' ({label})' if label else ''}" for path, label in labels.items()]
+        )
         raise DataError(
             f"{folder}: {len(alone)} file(s) have no partner: {names}; an image begins with the name of its case, a "
             f"label is that name and one of {', '.join(LABEL_WORDS)}. Move images without labels to {TEST_FOLDERS[0]}, "
