@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from narrow_vnet import NarrowVNet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from volseg.device.module_internals import DropoutNd
-from volseg.models.vnet import VNet
 from volseg.parallel import DataParallel, FastKernels, ModelParallel, Pipeline, RoundSums, Spatial, join_mesh
 from volseg.parallel.fixed_order import fold
 
@@ -63,15 +62,7 @@ class Case:
     autocast: bool = False
 
 
-def build_vnet() -> nn.Module:
-    net = VNet(in_channels=1, out_channels=2)
-    for module in net.modules():
-        if isinstance(module, DropoutNd):
-            module.p = 0.0
-    return net
-
-
-VNET = Case(build_vnet, (1, 16, 16, 16))
+VNET = Case(NarrowVNet, (1, 16, 16, 16))
 
 CASES = {
     "dynunet": Case(build_dynunet, (1, 8, 8, 8)),
@@ -278,7 +269,7 @@ def build_norms() -> nn.Module:
 
 PASSAGE = {
     "deep supervision": Case(Supervised, (1, 24, 8, 8)),
-    "vnet": Case(build_vnet, (1, 32, 16, 16)),
+    "vnet": Case(NarrowVNet, (1, 32, 16, 16)),
     "norms": Case(build_norms, (1, 9, 4, 3)),
     "thin": Case(build_thin, (1, 16, 8, 8)),
     "batch norm": Case(build_normed(nn.BatchNorm3d), (1, 13, 7, 6)),

@@ -44,7 +44,6 @@ def test_replicas_equal_one_process(mesh: str, name: str) -> None:
     check(processes, name, settings)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["torch", "fast"])
 def test_vnet(kernels: str) -> None:
     check(2, "vnet", {"data": 2, "batch": 3, "kernels": kernels})

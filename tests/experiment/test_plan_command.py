@@ -106,7 +106,18 @@ def test_where_nothing_fits_the_status_is_3_and_remedies_have_numbers(vnet):
 
 def test_numbers_are_told_of_what_does_not_fit_where_they_are_asked_for(vnet):
     sizes = ["--set", "patch={size: [128, 128, 256], batch: 2}"]
-    asked = (vnet, *SMALL[:2], *sizes, "--set", "parallel.spatial=2", "--gpus", "2", "--gpu-memory", "1900MiB", "--json")
+    asked = (
+        vnet,
+        *SMALL[:2],
+        *sizes,
+        "--set",
+        "parallel.spatial=2",
+        "--gpus",
+        "2",
+        "--gpu-memory",
+        "1900MiB",
+        "--json",
+    )
     short, full = (PlanReport.model_validate_json(run(*asked, *more).stdout) for more in ([], ["--numbers"]))
     given_up = {row.name: row for row in short.candidates if row.more_than_bytes is not None}
     whole = {row.name: row for row in full.candidates}
