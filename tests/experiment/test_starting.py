@@ -7,20 +7,11 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+from training_hooks import At, raising
 
 from volseg.checkpointing.file import load_checkpoint
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment import load_config, train
-from volseg.workflow import Hook
-
-
-class StopAfter(Hook):
-    def __init__(self, epoch, batches):
-        self.place = (epoch, batches)
-
-    def on_batch_end(self, training, fields):
-        if (training.epoch, training.position) == self.place:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +84,7 @@ def test_a_fine_tuning_that_was_interrupted_goes_on_exactly_and_needs_its_source
     more += ["training.frozen=['model.0.*']", "optimizer.parts={'model.2*': {lr: 0.02}}"]
     whole = train(config_of(twin, tmp_path / "whole", *more))
     with pytest.raises(KeyboardInterrupt):
-        train(config_of(twin, tmp_path / "parts", *more), hooks=[StopAfter(1, 2)])
+        train(config_of(twin, tmp_path / "parts", *more), hooks=[At(1, 2, raising(KeyboardInterrupt))])
     shutil.rmtree(source)
     train(config_of(twin, tmp_path / "parts", *more), resume=True)
     one, other = (load_checkpoint(tmp_path / name / "checkpoints" / "latest.pt") for name in ("whole", "parts"))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from monai.data import MetaTensor
+from training_hooks import At, press_ctrl_c, raising
 
 from volseg import Checkpoints, Hook
 from volseg.data.layouts import load_task
@@ -106,19 +107,10 @@ def test_every_file_is_read_once_and_only_validation_cases_are_kept_beside_the_b
     assert beginning.held.issuperset(file for name in split.validation for file in files[name])
 
 
-class InterruptAt(Hook):
-    def __init__(self, epoch, position):
-        self.at = (epoch, position)
-
-    def on_batch_end(self, training, fields):
-        if (training.epoch, training.position) == self.at:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_ctrl_c_and_resume_end_where_the_uninterrupted_run_ends(trained, configured, tmp_path):
     config = configured(f"output={tmp_path / 'interrupted'}")
     with pytest.raises(KeyboardInterrupt):
-        train(config, hooks=[InterruptAt(1, 2)])
+        train(config, hooks=[At(1, 2, press_ctrl_c)])
     saved = load_checkpoint(config.folder / "checkpoints" / "latest.pt")
     assert saved.progress == (1, 2)
     resumed = train(config, resume=True)
@@ -133,7 +125,7 @@ def test_ctrl_c_and_resume_end_where_the_uninterrupted_run_ends(trained, configu
 def test_a_run_is_not_gone_on_with_to_fewer_epochs(configured, tmp_path):
     longer = ["training.epochs=3", f"output={tmp_path / 'long'}"]
     with pytest.raises(KeyboardInterrupt):
-        train(configured(*longer), hooks=[InterruptAt(2, 1)])
+        train(configured(*longer), hooks=[At(2, 1, press_ctrl_c)])
     message = r"has trained 2 epochs and 1 batches, training\.epochs is 2; to go on set training\.epochs to more"
     with pytest.raises(ConfigError, match=message):
         train(configured(longer[1]), resume=True)
@@ -158,7 +150,7 @@ def test_a_longer_run_forgets_the_summaries_of_the_shorter_one(outcome, configur
     train(configured(), resume=True)  # nothing is left to train, so they stay true
     assert all(summary.exists() for summary in summaries)
     with pytest.raises(KeyboardInterrupt):
-        train(configured("training.epochs=3"), resume=True, hooks=[InterruptAt(2, 1)])
+        train(configured("training.epochs=3"), resume=True, hooks=[At(2, 1, press_ctrl_c)])
     assert not any(path.exists() for path in (*summaries, outcome.folder.path / "report.md"))
     train(configured("training.epochs=3"), resume=True)
     assert [summary.exists() for summary in summaries] == [True, False]
@@ -397,13 +389,9 @@ def test_a_run_reads_its_data_from_any_working_directory(configured, task, tmp_p
 
 
 def test_a_run_lost_before_its_first_checkpoint_begins_again_by_resume(configured):
-    class Fails(Hook):
-        def on_batch_end(self, training, fields):
-            raise InterruptedError
-
     config = configured()
     with pytest.raises(InterruptedError):
-        train(config, hooks=[Fails()])
+        train(config, hooks=[At(0, 1, raising(InterruptedError))])
     with pytest.raises(ConfigError, match="holds a run already"):
         train(config)
     assert len(train(configured("optimizer.lr=0.02"), resume=True).history) == 2

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from training_hooks import At
 
 from volseg.checkpointing.file import BEST, LATEST, PREVIOUS
 from volseg.errors import CheckpointError, NonFiniteLossError
@@ -146,17 +147,6 @@ def test_what_every_optimizer_remembers_is_whole(optimizer):
     training = made(optimizer)
     training.run()
     made(optimizer).load_state_dict(training.state())
-
-
-class At(Hook):
-    """Call something after a batch."""
-
-    def __init__(self, epoch, position, act):
-        self.at, self.act = (epoch, position), act
-
-    def on_batch_end(self, training, fields):
-        if (training.epoch, training.position) == self.at:
-            self.act()
 
 
 def test_the_checkpoint_before_the_latest_is_kept(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from training_hooks import StopAfter
 
 from volseg.checkpointing.file import BEST, LATEST
 from volseg.errors import CheckpointError
@@ -116,15 +117,6 @@ def test_latest_and_best_are_written_with_the_metadata(make_training, tmp_path):
     assert load_checkpoint(tmp_path / BEST).epoch == 1
     latest = load_checkpoint(tmp_path / LATEST)
     assert (latest.epoch, latest.metadata) == (3, {"config": {"name": "x"}})
-
-
-class StopAfter(Hook):
-    def __init__(self, epochs):
-        self.epochs = epochs
-
-    def on_epoch_end(self, training, record):
-        if training.epoch == self.epochs:
-            training.stop("enough")
 
 
 @pytest.mark.parametrize("checkpoints_first", [True, False])
