@@ -55,14 +55,6 @@ def test_shapes_beyond_the_limit_run_as_they_are(make, made):
     assert len(made) == recorder.num_recorded == 1
 
 
-def test_type_and_plain_values_are_part_of_the_signature(make):
-    recorder = Recorder(lambda *x: "ran", lambda *x: Played(x[1]), bool, warm_up=1, limit=9)
-    x = torch.zeros(1)
-    expected = ["ran", "replayed True", "ran", "replayed False"]
-    assert [recorder(x, flag) for flag in (True, True, False, False)] == expected
-    assert recorder(x.double(), True) == "ran"
-
-
 def test_a_failed_recording_is_told_once_and_not_tried_again(make, caplog):
     tries = []
 
@@ -75,13 +67,6 @@ def test_a_failed_recording_is_told_once_and_not_tried_again(make, caplog):
     assert len(tries) == 1
     assert recorder.refused == "looks at values"
     assert caplog.text.count("cannot be recorded as a CUDA graph and runs kernel by kernel (looks at values)") == 1
-
-
-def test_what_another_process_cannot_record_is_freed(make, made):
-    recorder = make(agree=lambda yes: False)
-    assert called(recorder, 1, 1, 1, 1) == 4 * ["ran"]
-    assert [recording.released for recording in made] == [True]
-    assert recorder.refused == "in another process"
 
 
 def test_a_failure_after_a_recording_leaves_the_recording(make, made):

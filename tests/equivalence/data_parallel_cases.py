@@ -1,17 +1,15 @@
 """Networks that replicas must train as one process trains them with the whole batch."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from narrow_vnet import NarrowVNet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from volseg.device.module_internals import DropoutNd
-from volseg.models.vnet import VNet
 from volseg.parallel import DataParallel, FastKernels, ModelParallel, Pipeline, RoundSums, Spatial, join_mesh
 from volseg.parallel.fixed_order import fold
 
@@ -64,15 +62,7 @@ class Case:
     autocast: bool = False
 
 
-def build_vnet() -> nn.Module:
-    net = VNet(in_channels=1, out_channels=2)
-    for module in net.modules():
-        if isinstance(module, DropoutNd):
-            module.p = 0.0
-    return net
-
-
-VNET = Case(build_vnet, (1, 16, 16, 16))
+VNET = Case(NarrowVNet, (1, 16, 16, 16))
 
 CASES = {
     "dynunet": Case(build_dynunet, (1, 8, 8, 8)),
@@ -191,14 +181,6 @@ def run(
     return {key: error for key, error in errors.items() if not error <= TOLERANCE}
 
 
-def copy_and_compare(data: int) -> bool:
-    """Say whether a copy computes what the model computes, and is wrapped as it is."""
-    model = wrap(CASES["dynunet"].build(), data, 1, data, "torch", fixed=False)
-    other = copy.deepcopy(model)
-    volume = torch.randn(1, 1, 8, 8, 8)
-    return torch.equal(other(volume), model(volume)) and other.replicas is model.replicas
-
-
 class Dropping(nn.Module):
     """Dropout of channels and of voxels, on fine levels and on one too coarse to cut, between norms and joins."""
 
@@ -287,7 +269,7 @@ def build_norms() -> nn.Module:
 
 PASSAGE = {
     "deep supervision": Case(Supervised, (1, 24, 8, 8)),
-    "vnet": Case(build_vnet, (1, 32, 16, 16)),
+    "vnet": Case(NarrowVNet, (1, 32, 16, 16)),
     "norms": Case(build_norms, (1, 9, 4, 3)),
     "thin": Case(build_thin, (1, 16, 8, 8)),
     "batch norm": Case(build_normed(nn.BatchNorm3d), (1, 13, 7, 6)),
@@ -309,9 +291,8 @@ def train_bits(
     shards: int,
     steps: int = 3,
     fixed: bool = True,
-    state: dict[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """Return what a training in float32 comes to: weights, gradients, losses; ``state`` is that of another to go on."""
+    """Return what a training in float32 comes to: weights, gradients, losses."""
     case = (BITS | PASSAGE)[name]
     torch.manual_seed(7)
     net = case.build()
@@ -319,37 +300,17 @@ def train_bits(
     model = wrap(net, data, spatial, replicas, kernels, fixed=fixed, checkpoint=case.checkpoint)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01) if name in PASSAGE else None
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
-    first = 0
-    if state is not None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
     numbers = torch.Generator().manual_seed(3)
     found: dict[str, Tensor] = {}
-    for step in range(first + steps):
+    for step in range(steps):
         whole = torch.randn(max(replicas, 2) + 1, *case.shape, generator=numbers)
-        if step < first:
-            continue
         with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
             _, loss = take_step(model, whole)
         found[f"loss {step}"] = loss
         found |= {f"gradient {step} {key}": p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-    if state is not None:
-        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": first + steps}
     return found | {key: value.clone() for key, value in model.state_dict().items()}
-
-
-def go_on(name: str, spatial: int, shards: int, steps: int, state: dict[str, Any] | None) -> dict[str, Any]:
-    """Train some steps more; return the state, from which any number of processes goes on."""
-    if state is None:
-        torch.manual_seed(7)
-        net = (BITS | PASSAGE)[name].build()
-        state = {"model": net.state_dict(), "optimizer": torch.optim.AdamW(net.parameters(), 0.01).state_dict()}
-        state["step"] = 0
-    train_bits(name, 1, spatial, 1, shards, steps, state=state)
-    return state
 
 
 def list_differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:

@@ -11,67 +11,39 @@ cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("data_para
 NAMES = sorted(cases.CASES)
 
 
-def check(processes: int, name: str, data: int, spatial: int = 1, **settings: object) -> None:
-    for rank, wrong in enumerate(in_group(processes, run, name, data, spatial, settings)):
+def run(name: str, settings: dict[str, object]) -> dict[str, float]:
+    return cases.run(name, **settings)
+
+
+def check(processes: int, name: str, settings: dict[str, object]) -> None:
+    found = [run(name, settings)] if processes == 1 else in_group(processes, run, name, settings)
+    for rank, wrong in enumerate(found):
         assert not wrong, f"rank {rank}: largest relative errors {wrong}"
 
 
-def run(name: str, data: int, spatial: int, settings: dict[str, object]) -> dict[str, float]:
-    return cases.run(name, data, spatial, **settings)
+MESHES: dict[str, tuple[int, dict[str, object], list[str]]] = {
+    "two replicas": (2, {"data": 2}, NAMES),
+    "a batch that cannot be dealt evenly": (2, {"data": 2, "batch": 5}, NAMES),
+    "fast kernels": (2, {"data": 2, "batch": 5, "kernels": "fast"}, NAMES),
+    "slabs in each process": (2, {"data": 2, "batch": 3, "kernels": "slabs 2"}, NAMES),
+    "two shards": (2, {"data": 1, "spatial": 2, "batch": 2}, NAMES),
+    "a pipeline in each": (2, {"data": 2, "batch": 5, "kernels": "pipeline"}, ["dynunet", "group norm"]),
+    "a recorded pipeline": (2, {"data": 2, "batch": 5, "kernels": "pipeline recorded"}, ["dynunet", "group norm"]),
+    "four replicas in rounds": (2, {"data": 2, "batch": 7, "replicas": 4}, ["dynunet", "group norm", "habits"]),
+    "replicas in one process": (1, {"data": 1, "batch": 5, "replicas": 3}, ["dynunet", "habits"]),
+    "four replicas of five samples": (4, {"data": 4, "batch": 5}, NAMES),
+    "two replicas of two shards": (4, {"data": 2, "spatial": 2, "batch": 3}, NAMES),
+}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_two_replicas(name: str) -> None:
-    check(2, name, 2)
+@pytest.mark.parametrize(
+    ("mesh", "name"), [(mesh, name) for mesh, (_, _, names) in MESHES.items() for name in names], ids=str
+)
+def test_replicas_equal_one_process(mesh: str, name: str) -> None:
+    processes, settings, _ = MESHES[mesh]
+    check(processes, name, settings)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_batch_that_cannot_be_dealt_evenly(name: str) -> None:
-    check(2, name, 2, batch=5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_fast_kernels(name: str) -> None:
-    check(2, name, 2, batch=5, kernels="fast")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_slabs_in_each_process(name: str) -> None:
-    check(2, name, 2, batch=3, kernels="slabs 2")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_two_shards(name: str) -> None:
-    check(2, name, 1, 2, batch=2)
-
-
-@pytest.mark.parametrize("kernels", ["pipeline", "pipeline recorded"])
-@pytest.mark.parametrize("name", ["dynunet", "group norm"])
-def test_a_pipeline_in_each_process(name: str, kernels: str) -> None:
-    check(2, name, 2, batch=5, kernels=kernels)
-
-
-@pytest.mark.parametrize("name", ["dynunet", "group norm", "habits"])
-def test_four_replicas_in_rounds(name: str) -> None:
-    check(2, name, 2, batch=7, replicas=4)
-
-
-@pytest.mark.parametrize("name", ["dynunet", "habits"])
-def test_replicas_in_one_process(name: str) -> None:
-    assert not cases.run(name, 1, batch=5, replicas=3)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_four_replicas_of_five_samples(name: str) -> None:
-    check(4, name, 4, batch=5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_two_replicas_of_two_shards(name: str) -> None:
-    check(4, name, 2, 2, batch=3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["torch", "fast"])
 def test_vnet(kernels: str) -> None:
-    check(2, "vnet", 2, batch=3, kernels=kernels)
+    check(2, "vnet", {"data": 2, "batch": 3, "kernels": kernels})

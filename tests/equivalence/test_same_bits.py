@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -34,10 +33,6 @@ def one_thread() -> Iterator[None]:
 
 def train(name: str, data: int, spatial: int, replicas: int, shards: int, steps: int) -> dict[str, Tensor]:
     return cases.train_bits(name, data, spatial, replicas, shards, steps)
-
-
-def go_on(name: str, spatial: int, shards: int, steps: int, state: dict[str, Any] | None) -> dict[str, Any]:
-    return cases.go_on(name, spatial, shards, steps, state)
 
 
 def train_interpreted(name: str, spatial: int) -> dict[str, Tensor]:
@@ -71,16 +66,6 @@ def test_two_processes_give_the_bits_of_one(name: str, replicas: int, shards: in
 @pytest.mark.parametrize("name", sorted(cases.PASSAGE))
 def test_slabs_of_one_process_give_the_bits_of_one_each(name: str) -> None:
     check(name, 1, 2, 1, 2, steps=1 if name == "vnet" else 2)
-
-
-@pytest.mark.parametrize("name", ["deep supervision", "recomputed"])
-def test_a_training_moved_to_one_process_and_back_ends_alike(name: str) -> None:
-    alone = cases.train_bits(name, 1, 1, 1, 2, steps=3)
-    state = in_group(2, go_on, name, 2, 2, 1, None)[0]
-    state = go_on(name, 1, 2, 1, state)
-    for other in in_group(2, go_on, name, 2, 2, 1, state):
-        assert other["step"] == 3
-        assert not [key for key, value in other["model"].items() if not torch.equal(value, alone[key])]
 
 
 @pytest.mark.kernels

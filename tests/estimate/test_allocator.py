@@ -45,62 +45,6 @@ def test_sizes_and_segments(sizes, used, reserved):
     assert (allocator.used, allocator.reserved) == (used, reserved)
 
 
-def test_the_smallest_block_that_is_large_enough_is_divided():
-    allocator = taking(40 * MIB, 30 * MIB, 20 * MIB)
-    for name in range(3):
-        allocator.give_back(name)
-    allocator.take("a", 25 * MIB)  # of the 30, of which 5 are left
-    allocator.take("b", 5 * MIB)
-    assert allocator.reserved == 90 * MIB
-    assert allocator.find_block("b") == (allocator.find_block("a")[0] + 25 * MIB, 5 * MIB)
-
-
-def test_of_equal_blocks_the_one_at_the_lowest_address_is_taken():
-    allocator = taking(30 * MIB, 30 * MIB)
-    first, second = (allocator.find_block(name) for name in range(2))
-    assert second < first, "the driver takes addresses from the top downwards"
-    for order in ((0, 1), (1, 0)):
-        for name in order:
-            allocator.give_back(name)
-        allocator.take(1, 30 * MIB)
-        allocator.take(0, 30 * MIB)
-        assert (allocator.find_block(0), allocator.find_block(1)) == (first, second)
-
-
-def test_free_neighbours_join_and_serve_what_neither_could():
-    allocator = taking(6 * MIB, 6 * MIB, 6 * MIB)
-    allocator.give_back(0)
-    allocator.give_back(2)
-    allocator.take("a", 9 * MIB)
-    assert allocator.reserved == 40 * MIB, "6 and 6 + 2 free MiB are apart"
-    allocator.give_back("a")
-    allocator.give_back(1)
-    allocator.empty_cache()
-    assert allocator.reserved == 0
-
-
-def test_a_divided_segment_stays_as_long_as_a_piece_of_it_is_in_use():
-    allocator = taking(2 * MIB, 2 * MIB)
-    allocator.give_back(0)
-    allocator.empty_cache()
-    assert allocator.reserved == 20 * MIB
-
-
-def test_streams_and_recordings_have_blocks_of_their_own():
-    allocator = taking(30 * MIB)
-    allocator.give_back(0)
-    allocator.take("other stream", 30 * MIB, stream=1)
-    allocator.take("recording", 30 * MIB, owner="step")
-    assert allocator.reserved == 90 * MIB
-    allocator.give_back("recording")
-    allocator.take("recording again", 30 * MIB, owner="step")
-    assert allocator.reserved == 90 * MIB
-    allocator.give_back("recording again")
-    allocator.give_back("other stream")
-    allocator.empty_cache()
-    assert allocator.reserved == 30 * MIB, "a replay writes where the recording's blocks lay"
-
-
 def test_what_is_cached_is_given_back_where_the_device_has_no_more():
     allocator = taking(60 * MIB, 20 * MIB, capacity=100 * MIB)
     allocator.give_back(0)

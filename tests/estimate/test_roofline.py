@@ -182,17 +182,6 @@ def test_a_copy_into_another_layout_is_no_ordinary_copy() -> None:
     assert turned == "layout, float32, contiguous"
 
 
-def test_depthwise_kernels_of_more_taps_take_longer_than_those_that_were_measured() -> None:
-    """Of 3 x 3 x 3 taps the table knows them; 7 x 7 x 7 have twelve times the operations, in as many bytes."""
-    volume, name, kind = (1, 32, 128, 128, 128), "convolution.depthwise._depthwise_kernel", KINDS["h200"]
-    few, many = (
-        KernelRun(name, torch.bfloat16, 1, 4 * math.prod(volume), (volume, (taps, 32), volume), True)
-        for taps in (27, 343)
-    )
-    assert read_table().rates.knows(classify(few)[0])
-    assert kind.seconds(many) > 10 * kind.seconds(few)
-
-
 def test_nothing_beats_the_roofline_by_more_than_caches_explain() -> None:
     kind, run = KINDS["h200"], convolve(32, 128)
     assert kind.peaks.bound(classify(run)[0]) < kind.seconds(run) < 20 * kind.peaks.bound(classify(run)[0])

@@ -1,8 +1,6 @@
 """Steps that are followed without a GPU, compared with steps that run: on this CPU, and on an H200."""
 
 import gc
-import resource
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from volseg.device import fusions
-from volseg.device.gpus import fake_recording, host_values
+from volseg.device.gpus import host_values
 from volseg.errors import FollowError, OutOfMemoryError
 from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, StepTrace
 from volseg.estimate.tracing import TracedStep, follow, tracing
-from volseg.parallel import FastKernels, RecordedStep
+from volseg.parallel import FastKernels
 from volseg.workflow.components import build_loss, build_optimizer
 from volseg.workflow.precision import Precision
 
@@ -80,19 +78,6 @@ def test_a_step_is_written_down() -> None:
     assert convolution.flops == 2 * 8**3 * 4 * 27
     assert convolution.dtype == torch.float32
     assert convolution.bytes_moved == 4 * (8**3 + 4 * 27 + 4 * 8**3)
-
-
-def test_each_gpu_has_a_trace_of_its_own() -> None:
-    def step(followed: TracedStep) -> None:
-        x = torch.ones(256, device=followed.devices[0])
-        y = x.to(followed.devices[1])
-        torch.ones(1024)  # the host's
-        with fake_recording("graph"):
-            assert (y + y).device == followed.devices[1]
-
-    first, second = follow(step, gpu=Gpu(), num_gpus=2)
-    assert [(e.size, e.pool) for e in first.events if isinstance(e, Allocate)] == [(1024, "")]
-    assert [(e.size, e.pool) for e in second.events if isinstance(e, Allocate)] == [(1024, ""), (1024, "graph")]
 
 
 def build_small() -> nn.Module:
@@ -180,18 +165,6 @@ def test_who_looks_for_circles_passes_by_what_was_there_before(is_frozen: bool) 
         gc.freeze() if was_frozen else gc.unfreeze()
 
 
-def test_no_memory_is_taken() -> None:
-    def step(followed: TracedStep) -> None:
-        net = followed.copy(build_small()).to(followed.devices[0])
-        net(followed.empty(4, 1, 512, 512, 512)).square().mean().backward()
-
-    follow(train_thrice, gpu=Gpu())  # what is loaded once
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (trace,) = follow(step, gpu=Gpu())
-    assert 4 * 4 * 1024**3 * 4 in list_sizes(trace)  # beside a workspace that is larger still
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB: the input is eight times it
-
-
 HALVED = {"strides": [1, 2, 2, 2, 2], "kernel_size": [3] * 5, "upsample_kernel_size": [2] * 4}
 
 
@@ -262,36 +235,6 @@ def test_convolutions_over_groups_of_voxels_are_followed() -> None:
     assert not [run for run in list_runs(before) if (64, 64, 3, 3, 3) in run.shapes]
     kept = [dict(read_marks(trace))["end"] for trace in (before, after)]
     assert kept[1] - kept[0] == 2 * 32 * 32 * 27 * 4, "where both entries of each tap stand"
-
-
-def test_a_recording_takes_memory_of_its_own() -> None:
-    def step(followed: TracedStep) -> None:
-        net = followed.copy(build_small()).to(followed.devices[0])
-        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-
-        def train(x: Tensor) -> Tensor:
-            loss = net(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        recorded = RecordedStep(net, train, optimizer=optimizer)
-        x = followed.empty(2, 1, 16, 16, 16)
-        for _ in range(5):
-            followed.mark("step")
-            recorded(x)
-        assert recorded.refused is None
-        assert recorded.num_recorded == 1
-        recorded.release()
-
-    (trace,) = follow(step, gpu=Gpu())
-    marks = [event.name for event in trace.events if isinstance(event, Mark)]
-    assert marks == [*["step"] * 4, "empty_cache", "empty_cache", "record", "empty_cache", "replay", "step", "replay"]
-    pools = Counter(event.pool for event in trace.events if isinstance(event, Allocate))
-    assert len(pools) == 2
-    last = len(trace.events) - 1 - trace.events[::-1].index(Mark("replay"))
-    assert not [event for event in trace.events[last:] if isinstance(event, Allocate)]
 
 
 class Branches(nn.Module):

@@ -1,10 +1,13 @@
 """A small synthetic task, and a config that trains on it in seconds."""
 
+import shutil
+
 import pytest
 import yaml
 
+from volseg.config.loading import dump_config
 from volseg.data.synthetic import make_task
-from volseg.experiment import cross_validate, load_config, train
+from volseg.experiment import RunFolder, cross_validate, load_config, train
 
 CONFIG = {
     "name": "tiny",
@@ -59,6 +62,14 @@ def cross_validated(task, tmp_path_factory):
     short = config.training.model_copy(update={"epochs": 1, "iterations": 1})
     cross_validate(config.model_copy(update={"training": short}))
     return config.folder
+
+
+@pytest.fixture
+def own_run(cross_validated, tmp_path):
+    """Return a copy of a trained run that runs on the CPU, which a test may change."""
+    run = RunFolder(shutil.copytree(cross_validated / "fold_0", tmp_path / "own_run"))
+    dump_config(run.config(["device=cpu"]), run.config_file)
+    return run
 
 
 @pytest.fixture

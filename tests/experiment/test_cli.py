@@ -177,9 +177,8 @@ def test_an_output_folder_is_a_path_whatever_its_name_means_in_yaml(config_file,
     assert (tmp_path / "2024-05-01" / "report.md").exists()
 
 
-@pytest.mark.parametrize("gpus", ["1", "2"])
-def test_ctrl_c_says_how_to_go_on(start, config_file, tmp_path, gpus):
-    command = [sys.executable, "-m", "volseg", "train", str(config_file), "--gpus", gpus, "--set", "device=cpu"]
+def test_ctrl_c_of_several_processes_says_how_to_go_on(start, config_file, tmp_path):
+    command = [sys.executable, "-m", "volseg", "train", str(config_file), "--gpus", "2", "--set", "device=cpu"]
     command += ["--set", "training.iterations=5000"]
     running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
     while not list((tmp_path / "run" / "tensorboard").glob("*")) and running.poll() is None:

@@ -11,9 +11,9 @@ import time
 import numpy as np
 import pytest
 import torch
+from training_hooks import At, StopAfter, press_ctrl_c
 from typer.testing import CliRunner
 
-from volseg import Hook
 from volseg.cli import app
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, DataError, NonFiniteLossError
@@ -113,19 +113,10 @@ def test_finished_folds_are_kept_and_the_rest_joins_them(quick, tmp_path, caplog
     assert second.seconds[2] == first.seconds[2]  # known from the file of the first
 
 
-class InterruptAt(Hook):
-    def __init__(self, epoch, position):
-        self.at = (epoch, position)
-
-    def on_batch_end(self, training, fields):
-        if (training.epoch, training.position) == self.at:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_a_fold_that_was_begun_goes_on_only_when_asked(quick, planned, tmp_path):
     fold = planned("training.epochs=2")[1]
     with pytest.raises(KeyboardInterrupt):
-        train(fold.config, hooks=[InterruptAt(1, 1)])
+        train(fold.config, hooks=[At(1, 1, press_ctrl_c)])
     config = quick("training.epochs=2")
     with pytest.raises(ConfigError, match=r"fold_1 was begun and not finished; go on by --resume"):
         cross_validate(config)
@@ -185,15 +176,6 @@ def test_a_fold_that_patience_ended_is_finished(quick, planned):
     result = planned(*overrides)[0].result()
     assert result is not None
     assert len(result.history) < 9
-
-
-class StopAfter(Hook):
-    def __init__(self, epochs):
-        self.epochs = epochs
-
-    def on_epoch_end(self, training, record):
-        if training.epoch == self.epochs:
-            training.stop("the test has seen enough")
 
 
 def test_a_score_that_is_no_number_ends_no_patience(planned):

@@ -5,7 +5,6 @@ which train on the CPU and take it for two GPUs.
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -149,17 +148,6 @@ def test_a_worker_that_brings_nothing_says_why(line, told, begin, tmp_path):
 @pytest.mark.usefixtures("ready_python")
 def test_a_worker_that_hangs_costs_the_seconds_it_may(begin):
     assert "longer than" in begin("time.sleep(600)").wait(seconds=0.3).problem
-
-
-def test_a_worker_ends_with_a_training_that_is_killed(begin, tmp_path):
-    training = os.fork()
-    if training == 0:
-        begin("time.sleep(600)")
-        time.sleep(600)
-    worker = wait_for(tmp_path / "worker")
-    os.kill(training, 9)
-    os.waitpid(training, 0)
-    wait_until_gone(worker)
 
 
 @pytest.mark.usefixtures("ready_python")

@@ -93,48 +93,36 @@ def test_runs_of_either_kind_are_the_same_and_go_on_as_the_other(configured, tas
     assert validate(other.folder, overwrite=True).score == pytest.approx(longer.validated.score, abs=2e-3)
 
 
+WINDOW = "inference.window=[16,16,16]"
+
+
 def test_auto_takes_the_fast_kernels_where_they_pay(chosen):
     assert type(chosen()) is FastKernels
     assert type(chosen("training.kernels=fast", "training.accumulate=2")) is FastKernels
     assert chosen("training.kernels=torch") is None
+    # Of predictions where their windows are recorded.
+    assert type(chosen(WINDOW, "training.accumulate=2", trains=False)) is FastKernels
+    assert type(chosen("training.kernels=fast", trains=False)) is FastKernels
+    assert chosen(WINDOW, "training.kernels=torch", trains=False) is None
 
 
 @pytest.mark.parametrize(
-    ("overrides", "reason"),
+    ("trains", "overrides", "reason"),
     [
-        (["training.precision=fp32"], "pay in bfloat16, and training.precision is another"),
-        (["training.record=false"], "no step is recorded with training.record: false"),
-        (["training.accumulate=2"], "no step is recorded with training.accumulate: 2"),
-        (["optimizer={name: Adagrad, lr: 0.1}"], "with optimizer Adagrad, which is not fused"),
+        (True, ["training.precision=fp32"], "pay in bfloat16, and training.precision is another"),
+        (True, ["training.record=false"], "no step is recorded with training.record: false"),
+        (True, ["training.accumulate=2"], "no step is recorded with training.accumulate: 2"),
+        (True, ["optimizer={name: Adagrad, lr: 0.1}"], "with optimizer Adagrad, which is not fused"),
+        (False, ["inference.window=null"], "each of another shape, are not recorded (inference.window: null)"),
+        (False, [WINDOW, "inference.record=false"], "with inference.record: false"),
+        (False, [WINDOW, "training.precision=fp32"], "pay in bfloat16"),
     ],
 )
-def test_auto_says_why_it_takes_torchs(chosen, caplog, overrides, reason):
+def test_auto_says_why_it_takes_torchs(chosen, caplog, trains, overrides, reason):
     caplog.set_level(logging.INFO)
-    assert chosen(*overrides) is None
+    assert chosen(*overrides, trains=trains) is None
     (told,) = [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()]
     assert told.startswith("training.kernels is auto and takes torch's: ")
-    assert reason in told
-
-
-def test_auto_takes_the_fast_kernels_for_predictions_whose_windows_are_recorded(chosen):
-    window = "inference.window=[16,16,16]"
-    assert type(chosen(window, "training.accumulate=2", trains=False)) is FastKernels
-    assert type(chosen("training.kernels=fast", trains=False)) is FastKernels
-    assert chosen(window, "training.kernels=torch", trains=False) is None
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (["inference.window=null"], "each of another shape, are not recorded (inference.window: null)"),
-        (["inference.window=[16,16,16]", "inference.record=false"], "with inference.record: false"),
-        (["inference.window=[16,16,16]", "training.precision=fp32"], "pay in bfloat16"),
-    ],
-)
-def test_auto_says_why_it_predicts_with_torchs(chosen, caplog, overrides, reason):
-    caplog.set_level(logging.INFO)
-    assert chosen(*overrides, trains=False) is None
-    (told,) = [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()]
     assert reason in told
 
 

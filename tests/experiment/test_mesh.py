@@ -1,14 +1,13 @@
 """One process and several train the same network to the same weights, whichever way they share the work."""
 
 import contextlib
-import os
-import signal
 from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 import torch
 from in_group import in_group
+from training_hooks import At, press_ctrl_c
 
 from volseg.errors import ConfigError
 from volseg.experiment import load_config, mesh_resolution, placed_network, train
@@ -18,7 +17,7 @@ from volseg.experiment.data_ranks import CaseReading
 from volseg.experiment.mesh_resolution import Needed, join_processes, resolve_mesh
 from volseg.experiment.placed_network import build_model, choose_device
 from volseg.parallel.devices import find_rank
-from volseg.workflow import Hook, load_checkpoint
+from volseg.workflow import load_checkpoint
 from volseg.workflow.randomness import seed_everything
 from volseg.workflow.spatial_group import GroupBatches
 
@@ -60,22 +59,11 @@ def train_in_double(config_file, overrides):
     return {"weights": weights, "losses": training.history[-1].losses, "scores": dict(validated.scores)}
 
 
-class StopAt(Hook):
-    """Send this process a Ctrl-C once a batch is done."""
-
-    def __init__(self, epoch, position):
-        self.at = (epoch, position)
-
-    def on_batch_end(self, training, fields):
-        del fields
-        if (training.epoch, training.position) == self.at and training.is_main_process:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def run(config_file, overrides, stop=None, resume=False):
     """Train, or go on; a run that is stopped at an epoch and a batch has saved."""
+    hooks = [At(*stop, press_ctrl_c)] if stop and find_rank() == 0 else []
     with contextlib.suppress(KeyboardInterrupt):
-        train(load_config(config_file, overrides), resume=resume, hooks=[StopAt(*stop)] if stop else [])
+        train(load_config(config_file, overrides), resume=resume, hooks=hooks)
         assert stop is None, "the run was to be stopped"
     torch.set_num_threads(1)
 

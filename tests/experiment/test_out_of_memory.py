@@ -1,6 +1,5 @@
 """What no memory holds is one typed error with the sizes and the remedies, before or in the middle of the work."""
 
-import resource
 import subprocess
 import sys
 
@@ -76,14 +75,18 @@ def test_other_errors_pass(configured):
         torch.ones(2) + torch.ones(3)
 
 
+LIMITED = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_AS, (5 << 30, 5 << 30))
+runpy.run_module("volseg", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.usefixtures("ready_python")
 def test_a_training_out_of_memory_is_one_message_without_traceback(config_file):
     """Under a real limit: the allocator refuses in the middle of the first step."""
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_AS, (5 << 30, 5 << 30))
-
-    command = [sys.executable, "-m", "volseg", "train", str(config_file), "--set", "patch.size=[320,320,320]"]
-    ended = subprocess.run(command, capture_output=True, encoding="utf-8", preexec_fn=limit, check=False)
+    command = [sys.executable, "-c", LIMITED, "train", str(config_file), "--set", "patch.size=[320,320,320]"]
+    ended = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     assert ended.returncode == 1
     assert "volseg: out of memory on cpu" in ended.stderr
     assert "Take a smaller patch.batch" in ended.stderr

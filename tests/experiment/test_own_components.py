@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from training_hooks import At, raising
 from typer.testing import CliRunner
 
 import volseg
@@ -243,16 +244,12 @@ def test_two_processes_train_what_one_trains(own, registered, tmp_path):
 
 
 def test_own_augmentations_go_on_exactly_in_the_middle_of_an_epoch(own, registered, tmp_path):
-    class Stop(Hook):
-        def on_batch_end(self, training, fields):
-            if (training.epoch, training.position) == (1, 2):
-                raise KeyboardInterrupt
-
     config, more = own[0], ["training.checkpoint_minutes=0"]
     train(load_config(config, [f"output={tmp_path / 'whole'}", *more]))
+    cut = load_config(config, [f"output={tmp_path / 'parts'}", *more])
     with pytest.raises(KeyboardInterrupt):
-        train(load_config(config, [f"output={tmp_path / 'parts'}", *more]), hooks=[Stop()])
-    train(load_config(config, [f"output={tmp_path / 'parts'}", *more]), resume=True)
+        train(cut, hooks=[At(1, 2, raising(KeyboardInterrupt))])
+    train(cut, resume=True)
     whole, parts = (load_checkpoint(tmp_path / name / "checkpoints" / "latest.pt").model for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 

@@ -9,11 +9,10 @@ import nibabel
 import numpy as np
 import pytest
 import torch
-from monai.networks.nets import UNet
 
 from volseg.checkpointing.folder import RunFolder
-from volseg.errors import ConfigError, UnsupportedOperatorError
-from volseg.experiment import load_config, predict, train, train_on, validate, verify
+from volseg.errors import ConfigError
+from volseg.experiment import load_config, predict, train, train_on, validate
 from volseg.workflow import load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("ready_python")
@@ -126,20 +125,3 @@ def test_a_fault_in_one_process_ends_all_and_is_told(config_file):
         train_on(2, config_file, ["network.name=Unett"])
     with pytest.raises(ConfigError, match=r"leave out parallel\.devices, or 1\), got 2"):
         train_on(2, config_file, ["device=cpu", "parallel={strategy: spatial, devices: 2}"])
-
-
-def test_verify_tells_that_the_network_is_the_same_on_four_devices(configured):
-    report = verify(configured(), num_devices=4)
-    assert report.ok
-    assert "4 shards and one device are equal to round-off on a volume of (1, 1, 16, 16, 16)" in str(report)
-    assert any(name.startswith("gradient of ") for name in report.errors)
-
-
-def test_verify_refuses_a_network_without_a_sharded_form(configured, monkeypatch):
-    def spectral(self, x):
-        return self.model(torch.fft.fftn(x, dim=(2, 3, 4)).real)
-
-    monkeypatch.setattr(UNet, "forward", spectral)
-    network = "network={name: UNet, channels: [4, 8], strides: [2]}"
-    with pytest.raises(UnsupportedOperatorError, match="fft_fftn"):
-        verify(configured(network), num_devices=2)

@@ -28,11 +28,8 @@ def test_a_training_is_estimated_and_what_takes_less(configured, monkeypatch):
     assert "GiB, " in list_lines(config, smaller, 1)[0]
 
 
-def test_one_that_refuses_says_why_and_raises_nothing(configured):
-    assert "no network is called 'Unett'" in run_plan(configured("network={name: Unett}"), H200).problem
-
-
-def test_components_of_this_process_are_no_matter_of_another(configured):
+def test_components_of_this_process_are_refused_by_name(configured):
+    """It is another process's word, and raises nothing here."""
     register("network", "OfThisTest", VNet)
     try:
         assert "OfThisTest" in run_plan(configured("network={name: OfThisTest}"), H200).problem

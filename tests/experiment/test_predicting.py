@@ -19,14 +19,9 @@ from volseg.data.nifti import read_label_table
 from volseg.errors import ConfigError, DataError
 from volseg.evaluation.folders import RECORD as FILE
 from volseg.evaluation.folders import pair_files
-from volseg.experiment import predict, train
+from volseg.experiment import predict
 
 pytestmark = pytest.mark.usefixtures("ready_python")
-
-
-@pytest.fixture
-def outcome(configured):
-    return train(configured("training.epochs=1", "training.iterations=1"))
 
 
 @pytest.fixture
@@ -47,22 +42,22 @@ def times(folder):
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.nii.gz")}
 
 
-def test_only_label_maps_that_are_not_there_whole_are_made(outcome, images, tmp_path):
+def test_only_label_maps_that_are_not_there_whole_are_made(own_run, images, tmp_path):
     output = tmp_path / "out"
-    whole = predict(outcome.folder, [images], output)
+    whole = predict(own_run, [images], output)
     expected, written = contents(output), times(output)
     names = sorted(expected)
     (output / names[0]).unlink()
     (output / names[1]).write_bytes(expected[names[1]][:-9])
-    assert predict(outcome.folder, [images], output, resume=True).label_maps == whole.label_maps
+    assert predict(own_run, [images], output, resume=True).label_maps == whole.label_maps
     assert contents(output) == expected
     again = times(output)
     assert {name for name in names if again[name] != written[name]} == {*names[:2]}
 
 
-def test_volumes_of_labels_are_written_also_of_cases_done_before(outcome, images, tmp_path):
+def test_volumes_of_labels_are_written_also_of_cases_done_before(own_run, images, tmp_path):
     output = tmp_path / "out"
-    whole = predict(outcome.folder, [images], output)
+    whole = predict(own_run, [images], output)
     names = read_label_table(next(iter(whole.label_maps.values())))
     expected = []
     for case, path in sorted(whole.label_maps.items()):
@@ -74,13 +69,13 @@ def test_volumes_of_labels_are_written_also_of_cases_done_before(outcome, images
     first = whole.label_maps[expected[0]["case"]]
     first.unlink()
     (output / "volumes.csv").unlink()
-    predict(outcome.folder, [images], output, resume=True)
+    predict(own_run, [images], output, resume=True)
     assert (output / "volumes.csv").read_text(encoding="utf-8") == written
 
 
-def test_cases_are_called_without_the_runs_channel_and_evaluated_by_case(outcome, task, images, tmp_path):
+def test_cases_are_called_without_the_runs_channel_and_evaluated_by_case(own_run, task, tmp_path):
     """Images, predictions, and reference label maps that three programs would call differently."""
-    [channel] = outcome.folder.task().modalities
+    [channel] = own_run.task().modalities
     data, truth = tmp_path / "data", tmp_path / "truth"
     data.mkdir()
     truth.mkdir()
@@ -88,13 +83,13 @@ def test_cases_are_called_without_the_runs_channel_and_evaluated_by_case(outcome
         shutil.copy(task / "imagesTr" / source.name, data / f"pat{number}_{channel.lower()}.nii.gz")
         shutil.copy(source, data / f"pat{number}_seg.nii.gz")
         shutil.copy(source, truth / f"pat{number}.nii.gz")
-    whole = predict(outcome.folder, sorted(data.glob(f"*_{channel.lower()}.nii.gz")), tmp_path / "out")
+    whole = predict(own_run, sorted(data.glob(f"*_{channel.lower()}.nii.gz")), tmp_path / "out")
     assert sorted(whole.label_maps) == ["pat0", "pat1"]
     result = CliRunner().invoke(
         app, ["evaluate", "--predictions", str(tmp_path / "out"), "--labels", str(data)], env={"COLUMNS": "200"}
     )
     assert result.exit_code == 0, result.output
-    names = [name for value, name in outcome.folder.task().labels.items() if value]
+    names = [name for value, name in own_run.task().labels.items() if value]
     assert all(f"| Dice           | {name} " in result.output for name in names), "of the run, not label_1"
     assert "mean of labels" in result.output
     assert f"summary.json and cases.csv in {tmp_path / 'out'}" in result.output
@@ -110,107 +105,107 @@ def test_cases_are_called_without_the_runs_channel_and_evaluated_by_case(outcome
     }
 
 
-def test_an_image_that_was_replaced_is_predicted_again(outcome, images, tmp_path):
+def test_an_image_that_was_replaced_is_predicted_again(own_run, images, tmp_path):
     output = tmp_path / "out"
-    predict(outcome.folder, [images], output)
+    predict(own_run, [images], output)
     written = times(output)
     first, second = sorted(images.iterdir())[:2]
     nibabel.save(nibabel.load(second), first)
     with first.open("ab") as file:  # the same bytes otherwise
         file.write(bytes(512))
-    predict(outcome.folder, [images], output, resume=True)
+    predict(own_run, [images], output, resume=True)
     assert [name for name, at in times(output).items() if at != written[name]] == [first.name]
 
 
-def test_an_image_of_as_many_bytes_is_another_one(outcome, images, tmp_path):
+def test_an_image_of_as_many_bytes_is_another_one(own_run, images, tmp_path):
     """Without compression every image of one shape is of one size; the label map of the old one stayed."""
     path = tmp_path / "scan.nii"
     volume = nibabel.load(min(images.iterdir()))
     nibabel.save(volume, path)
-    predict(outcome.folder, [path], tmp_path / "out")
+    predict(own_run, [path], tmp_path / "out")
     before, size = contents(tmp_path / "out"), path.stat().st_size
     nibabel.save(nibabel.Nifti1Image(np.asarray(volume.dataobj)[::-1].copy(), volume.affine, volume.header), path)
     assert path.stat().st_size == size
-    predict(outcome.folder, [path], tmp_path / "out", resume=True)
+    predict(own_run, [path], tmp_path / "out", resume=True)
     assert contents(tmp_path / "out") != before
 
 
-def test_what_another_prediction_wrote_meanwhile_is_not_taken_for_this_ones(outcome, images, tmp_path):
+def test_what_another_prediction_wrote_meanwhile_is_not_taken_for_this_ones(own_run, images, tmp_path):
     """Two predictions in one folder: the later began its own record, and the earlier went on to write into that."""
     output, settings = tmp_path / "out", ["inference.mirror=true"]
-    predict(outcome.folder, [images], output)
+    predict(own_run, [images], output)
     earlier = (output / FILE).read_text(encoding="utf-8").splitlines()[1:]
-    later = predict(outcome.folder, [images], tmp_path / "later", overrides=settings)
+    later = predict(own_run, [images], tmp_path / "later", overrides=settings)
     begun = (tmp_path / "later" / FILE).read_text(encoding="utf-8").splitlines()[0]
     (output / FILE).write_text("\n".join([begun, *earlier]) + "\n", encoding="utf-8")
-    predict(outcome.folder, [images], output, overrides=settings, resume=True)
+    predict(own_run, [images], output, overrides=settings, resume=True)
     assert contents(output) == contents(later.folder)
 
 
-def test_labels_that_mean_something_else_are_no_prediction_to_go_on_with(outcome, images, tmp_path):
-    predict(outcome.folder, [images], tmp_path / "out")
-    file = outcome.folder.path / "task.json"
+def test_labels_that_mean_something_else_are_no_prediction_to_go_on_with(own_run, images, tmp_path):
+    predict(own_run, [images], tmp_path / "out")
+    file = own_run.path / "task.json"
     file.write_text(file.read_text(encoding="utf-8").replace('"2"', '"5"'), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"made otherwise \(labels differ\)"):
-        predict(outcome.folder, [images], tmp_path / "out", resume=True)
+        predict(own_run, [images], tmp_path / "out", resume=True)
 
 
-def test_nothing_to_go_on_with_begins(outcome, images, tmp_path):
-    assert len(predict(outcome.folder, [images], tmp_path / "out", resume=True).label_maps) == 4
+def test_nothing_to_go_on_with_begins(own_run, images, tmp_path):
+    assert len(predict(own_run, [images], tmp_path / "out", resume=True).label_maps) == 4
 
 
-def test_predictions_of_other_weights_or_settings_are_not_mixed(outcome, images, tmp_path, configured):
+def test_predictions_of_other_weights_or_settings_are_not_mixed(own_run, images, tmp_path):
     output = tmp_path / "out"
-    predict(outcome.folder, [images], output)
-    settings = outcome.folder.config_file
+    predict(own_run, [images], output)
+    settings = own_run.config_file
     text = settings.read_text(encoding="utf-8")
     settings.write_text(text.replace("mirror: false", "mirror: true"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"made otherwise \(inference differ\); name another folder by --output, or"):
-        predict(outcome.folder, [images], output, resume=True)
+        predict(own_run, [images], output, resume=True)
     settings.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"made otherwise \(checkpoint differ\)"):
-        predict(outcome.folder, [images], output, resume=True, checkpoint="best")
+        predict(own_run, [images], output, resume=True, checkpoint="best")
     before = contents(output)
-    predict(outcome.folder, [images], output, checkpoint="best", overwrite=True)  # all are made anew
+    predict(own_run, [images], output, checkpoint="best", overwrite=True)  # all are made anew
     assert contents(output).keys() == before.keys()
 
 
-def test_label_maps_of_an_earlier_prediction_are_not_taken_for_this_one(outcome, images, tmp_path):
+def test_label_maps_of_an_earlier_prediction_are_not_taken_for_this_one(own_run, images, tmp_path):
     """The earlier one was of other weights; this one was begun and interrupted before its first label map."""
     output = tmp_path / "out"
-    predict(outcome.folder, [images], output)
+    predict(own_run, [images], output)
     lines = (output / FILE).read_text(encoding="utf-8").splitlines()
     (output / FILE).write_text(lines[0] + "\n" + lines[1][:30], encoding="utf-8")  # the last line was cut off as well
     written = times(output)
-    predict(outcome.folder, [images], output, resume=True)
+    predict(own_run, [images], output, resume=True)
     assert not [name for name, at in times(output).items() if at == written[name]]
     assert len(json.loads((output / FILE).read_text(encoding="utf-8").splitlines()[0])["weights"]) == 32
 
 
-def test_what_cannot_be_written_is_told_before_the_first_prediction(outcome, images, tmp_path):
+def test_what_cannot_be_written_is_told_before_the_first_prediction(own_run, images, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be written to .*file/out \(Not a directory\); name another folder"):
-        predict(outcome.folder, [images], tmp_path / "file" / "out")
+        predict(own_run, [images], tmp_path / "file" / "out")
     with pytest.raises(ConfigError, match=r"cannot be written to /proc/out .*name another folder by --output"):
-        predict(outcome.folder, [images], type(tmp_path)("/proc/out"))
+        predict(own_run, [images], type(tmp_path)("/proc/out"))
     long = images / ("n" * 235 + ".nii.gz")
     shutil.copy(next(images.iterdir()), long)
     with pytest.raises(ConfigError, match=r"File name too long\); rename n{40}\.\.\., of 235 characters, to a shorter"):
-        predict(outcome.folder, [images], tmp_path / "out")
+        predict(own_run, [images], tmp_path / "out")
     assert contents(tmp_path / "out") == {}
 
 
-def test_a_pipe_is_no_image(outcome, tmp_path):
+def test_a_pipe_is_no_image(own_run, tmp_path):
     os.mkfifo(tmp_path / "scan.nii")
     with pytest.raises(DataError, match=r"scan\.nii is neither a file nor a folder"):
-        predict(outcome.folder, [tmp_path / "scan.nii"], tmp_path / "out")
+        predict(own_run, [tmp_path / "scan.nii"], tmp_path / "out")
 
 
-def test_an_interrupted_prediction_goes_on(start, outcome, images, tmp_path):
+def test_an_interrupted_prediction_goes_on(start, own_run, images, tmp_path):
     for copy in range(30):
         shutil.copy(images / "synthetic_001.nii.gz", images / f"more_{copy:02d}.nii.gz")
     output = tmp_path / "out"
-    command = [sys.executable, "-m", "volseg", "predict", str(outcome.folder.path), str(images), "-o", str(output)]
+    command = [sys.executable, "-m", "volseg", "predict", str(own_run.path), str(images), "-o", str(output)]
     running = start(command, stderr=subprocess.PIPE, encoding="utf-8")
     while len(contents(output)) < 3 and running.poll() is None:
         time.sleep(0.005)

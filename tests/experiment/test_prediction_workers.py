@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from volseg.errors import ConfigError
-from volseg.experiment import predict, train
+from volseg.experiment import predict
 from volseg.experiment.prediction_queue import predict_in_processes
 
 pytestmark = pytest.mark.usefixtures("ready_python")
@@ -25,16 +25,15 @@ def images(task, tmp_path):
     return folder
 
 
-def test_two_processes_predict_what_one_does(configured, images, tmp_path, caplog):
-    source = train(configured("device=cpu")).folder
+def test_two_processes_predict_what_one_does(own_run, images, tmp_path, caplog):
     (images / "scan_again.nii.gz").write_bytes((images / "scan_2.nii.gz").read_bytes())
-    alone = predict(source, [images], tmp_path / "alone")
+    alone = predict(own_run, [images], tmp_path / "alone")
     remarks = [line for line in caplog.messages if line.startswith("look at")]
     assert any("scan_again" in line and "scan_2" in line for line in remarks)
     caplog.clear()
     (tmp_path / "together").mkdir()
     (tmp_path / "together" / "scan_broken.nii.gz").write_bytes(b"of another prediction")
-    together = predict(source, [images], tmp_path / "together", gpus=2, overwrite=True)
+    together = predict(own_run, [images], tmp_path / "together", gpus=2, overwrite=True)
     # Whichever process had the images: what they said was in their logs, which nobody reads.
     assert [line for line in caplog.messages if line.startswith("look at")] == remarks
     assert [case.state for case in together.cases] == [case.state for case in alone.cases]
@@ -46,31 +45,28 @@ def test_two_processes_predict_what_one_does(configured, images, tmp_path, caplo
         assert together.label_maps[name].read_bytes() == path.read_bytes()
 
 
-def test_a_case_is_cut_over_gpus_of_which_there_are_more(configured, images, tmp_path, caplog):
-    source = train(configured("device=cpu")).folder
+def test_a_case_is_cut_over_gpus_of_which_there_are_more(own_run, images, tmp_path, caplog):
     chosen, windows = [images / "scan_0.nii.gz", images / "scan_broken.nii.gz"], ["inference.window=[16,16,16]"]
-    alone = predict(source, chosen, tmp_path / "alone", overrides=windows)
+    alone = predict(own_run, chosen, tmp_path / "alone", overrides=windows)
     with caplog.at_level("INFO"):
-        together = predict(source, chosen, tmp_path / "together", overrides=windows, gpus=3, uncertainty=True)
+        together = predict(own_run, chosen, tmp_path / "together", overrides=windows, gpus=3, uncertainty=True)
     assert "2 case(s) on 3 GPUs: each is cut over all of them" in caplog.text
     assert [case.state for case in together.cases] == [case.state for case in alone.cases] == ["predicted", "failed"]
     assert together.label_maps["scan_0"].read_bytes() == alone.label_maps["scan_0"].read_bytes()
     assert (tmp_path / "together" / "uncertainty" / "scan_0.nii.gz").is_file()
 
 
-def test_what_would_keep_every_case_from_being_written_ends_all(configured, images, tmp_path):
+def test_what_would_keep_every_case_from_being_written_ends_all(own_run, images, tmp_path):
     """Each process failed with each of its cases in turn, as with a full disk."""
-    source = train(configured("device=cpu")).folder
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "uncertainty").touch()
     with pytest.raises(ConfigError, match=r"label maps cannot be written to .*out \(.*go on by --resume"):
-        predict(source, [images], tmp_path / "out", uncertainty=True, gpus=2)
+        predict(own_run, [images], tmp_path / "out", uncertainty=True, gpus=2)
 
 
-def test_a_config_that_takes_several_gpus_is_told_what_that_means(configured, images, tmp_path):
-    source = train(configured("device=cpu")).folder
+def test_a_config_that_takes_several_gpus_is_told_what_that_means(own_run, images, tmp_path):
     with pytest.raises(ConfigError, match="--gpus 2 predicts each case on one GPU, but"):
-        predict(source, [images], tmp_path / "out", overrides=["parallel={strategy: pipeline, devices: 2}"], gpus=2)
+        predict(own_run, [images], tmp_path / "out", overrides=["parallel={strategy: pipeline, devices: 2}"], gpus=2)
 
 
 CASES = [{"case": f"case_{number}", "image": f"case_{number}.nii.gz"} for number in range(6)]

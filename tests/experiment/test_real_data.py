@@ -17,33 +17,33 @@ pytestmark = pytest.mark.real_data
 
 @pytest.fixture(scope="module")
 def outcome(msd_task04, tmp_path_factory):
-    """Train a small U-Net on 60 cases of fold 0 for some 15 s; validate on 12 of the fold's others.
+    """Train a small U-Net on 40 cases of fold 0 for some 8 s; validate on 8 of the fold's others.
 
-    Without augmentation, which 200 batches are too few to make up for: with it the Dice depends on the seed.
+    Without augmentation, which 120 batches are too few to make up for: with it the Dice depends on the seed.
     """
     folder = tmp_path_factory.mktemp("real")
     fold = folds([case["case"] for case in load_task(msd_task04).training])[0]
     (folder / "splits.json").write_text(
-        json.dumps([{"train": fold.training[:60], "val": fold.validation[:12]}]), encoding="utf-8"
+        json.dumps([{"train": fold.training[:40], "val": fold.validation[:8]}]), encoding="utf-8"
     )
     config = {
         "name": "real",
         "output": str(folder / "run"),
         "data": {"root": str(msd_task04)},
         "split": {"file": str(folder / "splits.json")},
-        "patch": {"size": [40, 56, 40], "batch": 2},
+        "patch": {"size": [32, 48, 32], "batch": 2},
         "augmentation": {"enabled": False},
-        "network": {"name": "UNet", "channels": [8, 16, 32, 64], "strides": [2, 2, 2], "num_res_units": 1},
+        "network": {"name": "UNet", "channels": [8, 16, 32], "strides": [2, 2], "num_res_units": 1},
         "optimizer": {"name": "AdamW", "lr": 0.005},
-        "training": {"epochs": 1, "iterations": 200, "ema": 0.98},
+        "training": {"epochs": 1, "iterations": 120, "ema": 0.97},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     return train(load_config(folder / "config.yaml"))
 
 
 def test_a_small_network_learns_the_hippocampus(outcome):
-    # About 0.82 here, for three seeds. Untrained it is 0.05; all of it called by one of its names gives the other 0.
-    assert len(outcome.validated.summary["metric_per_case"]) == 12
+    # About 0.80 here, for three seeds. Untrained it is 0.05; all of it called by one of its names gives the other 0.
+    assert len(outcome.validated.summary["metric_per_case"]) == 8
     assert outcome.validated.scores["dice/Anterior"] > 0.7
     assert outcome.validated.scores["dice/Posterior"] > 0.7
 

@@ -167,16 +167,6 @@ def test_a_second_attempt_that_cannot_be_built_failed_in_no_step(configured, mon
         train(configured(REPLAN), hooks=[Full("forward")])
 
 
-def test_what_is_said_can_be_pasted(configured, tmp_path):
-    with pytest.raises(OutOfMemoryError) as caught:
-        train(configured(), hooks=[TooMuch(1, 1)])
-    line = next(line for line in str(caught.value).splitlines() if line.startswith("  --set"))
-    words = line.split("   ")[0].split()
-    assert words[::2] == ["--set"] * 3
-    outcome = train(configured(*words[1::2]), resume=True)
-    assert [record.epoch for record in outcome.history] == [0, 1]
-
-
 def test_a_run_goes_on_from_its_checkpoint_in_another_way(configured, caplog):
     """Six batches, of which the fifth fails at first: nothing is trained twice, and nothing is left out."""
     config = configured(REPLAN, "training.checkpoint_minutes=0")
@@ -300,14 +290,6 @@ def test_what_is_asked_for_anew_is_tried(configured, caplog):
     with caplog.at_level("INFO"):
         train(configured(REPLAN, "parallel={strategy: pipeline, devices: 2}"), resume=True, hooks=[hook])
     assert "is about another mesh than is asked for now" in caplog.text
-
-
-def test_a_record_that_is_none_is_refused(configured):
-    config = configured(REPLAN, "training.epochs=1")
-    train(config)
-    (config.folder / "replanned.json").write_text('{"asked": 3}', encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"replanned\.json should say how the run goes on .* remove it"):
-        train(configured(REPLAN), resume=True)
 
 
 DAMAGED = [("asked", None), ("asked", "abc"), ("parallel", []), ("training", None), ("training", {"epochs": 9})]

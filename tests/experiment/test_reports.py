@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training_hooks import At, raising
 
 from volseg.data import load_task
 from volseg.data.mock_msd import make_mock_task
@@ -17,18 +18,6 @@ from volseg.errors import ConfigError, NonFiniteLossError
 from volseg.experiment import load_config, train
 from volseg.monitoring.run_files import read_times
 from volseg.reporting import write_report
-from volseg.workflow.hooks import Hook
-
-
-class EndAt(Hook):
-    """End in the second epoch, as Ctrl-C or a fault would."""
-
-    def __init__(self, fault):
-        self.fault = fault
-
-    def on_batch_end(self, training, fields):
-        if training.epoch == 1:
-            raise self.fault
 
 
 def read_page(config):
@@ -65,7 +54,7 @@ def test_a_finished_training_leaves_a_page_with_its_cases(configured, true_pictu
 def test_an_interrupted_training_leaves_one_and_what_came_before_a_resume_counts(configured):
     config = configured()
     with pytest.raises(KeyboardInterrupt):
-        train(config, hooks=[EndAt(KeyboardInterrupt())])
+        train(config, hooks=[At(1, 1, raising(KeyboardInterrupt))])
     page = read_page(config)
     assert ">interrupted</span>" in page
     assert "--resume" in page
@@ -85,7 +74,7 @@ def test_an_interrupted_training_leaves_one_and_what_came_before_a_resume_counts
 def test_a_run_that_was_moved_goes_on_where_it_lies_as_its_page_says(configured, tmp_path):
     config = configured()
     with pytest.raises(KeyboardInterrupt):
-        train(config, hooks=[EndAt(KeyboardInterrupt())])
+        train(config, hooks=[At(1, 1, raising(KeyboardInterrupt))])
     moved = tmp_path / "moved here"
     config.folder.rename(moved)
     page = html.unescape(write_report(moved).read_text(encoding="utf-8"))
@@ -101,7 +90,7 @@ def test_a_run_that_was_moved_goes_on_where_it_lies_as_its_page_says(configured,
 def test_a_training_that_failed_says_why(configured):
     config = configured()
     with pytest.raises(NonFiniteLossError):
-        train(config, hooks=[EndAt(NonFiniteLossError("the loss is <b>NaN</b>"))])
+        train(config, hooks=[At(1, 1, raising(NonFiniteLossError("the loss is <b>NaN</b>")))])
     page = read_page(config)
     assert ">failed</span>" in page
     assert "The training failed: " in page

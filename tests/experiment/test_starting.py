@@ -7,20 +7,11 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+from training_hooks import At, raising
 
 from volseg.checkpointing.file import load_checkpoint
 from volseg.errors import CheckpointError, ConfigError
 from volseg.experiment import load_config, train
-from volseg.workflow import Hook
-
-
-class StopAfter(Hook):
-    def __init__(self, epoch, batches):
-        self.place = (epoch, batches)
-
-    def on_batch_end(self, training, fields):
-        if (training.epoch, training.position) == self.place:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
@@ -84,20 +75,6 @@ def test_a_task_with_other_labels_starts_better_than_from_scratch(first, twin, c
     assert told["adapted"] == told["left"] == []
 
 
-def test_the_averaged_weights_of_a_run_are_taken_and_its_own_labels_keep_their_heads(first, task, config_of, tmp_path):
-    seen = {}
-
-    class Look(Hook):
-        def on_training_begin(self, training):
-            seen.update({name: tensor.clone() for name, tensor in training.network.state_dict().items()})
-            training.stop("seen")
-
-    train(config_of(task, tmp_path / "run", f"training.start_from={first}"), hooks=[Look()])
-    state = load_checkpoint(first / "checkpoints" / "latest.pt")
-    assert all(torch.equal(seen[name], average) for name, average in state.average["average"].items())
-    assert json.loads((tmp_path / "run" / "start.json").read_text(encoding="utf-8"))["new"] == []
-
-
 def test_a_fine_tuning_that_was_interrupted_goes_on_exactly_and_needs_its_source_no_more(
     first, twin, config_of, tmp_path
 ):
@@ -107,7 +84,7 @@ def test_a_fine_tuning_that_was_interrupted_goes_on_exactly_and_needs_its_source
     more += ["training.frozen=['model.0.*']", "optimizer.parts={'model.2*': {lr: 0.02}}"]
     whole = train(config_of(twin, tmp_path / "whole", *more))
     with pytest.raises(KeyboardInterrupt):
-        train(config_of(twin, tmp_path / "parts", *more), hooks=[StopAfter(1, 2)])
+        train(config_of(twin, tmp_path / "parts", *more), hooks=[At(1, 2, raising(KeyboardInterrupt))])
     shutil.rmtree(source)
     train(config_of(twin, tmp_path / "parts", *more), resume=True)
     one, other = (load_checkpoint(tmp_path / name / "checkpoints" / "latest.pt") for name in ("whole", "parts"))
@@ -117,17 +94,6 @@ def test_a_fine_tuning_that_was_interrupted_goes_on_exactly_and_needs_its_source
     assert frozen
     assert all(torch.equal(one.model[name], begun[name]) for name in frozen)
     assert len(whole.history) == 2
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda state: state, lambda state: {"state_dict": {f"module.{k}": v for k, v in state.items()}}]
-)
-def test_a_plain_state_dict_is_taken(first, task, config_of, tmp_path, wrap):
-    state = load_checkpoint(first / "checkpoints" / "latest.pt").model
-    torch.save(wrap(dict(state)), tmp_path / "weights.pt")
-    train(config_of(task, tmp_path / "run", f"training.start_from={tmp_path / 'weights.pt'}", "training.iterations=1"))
-    told = json.loads((tmp_path / "run" / "start.json").read_text(encoding="utf-8"))
-    assert sorted(told["taken"]) == sorted(state)
 
 
 class Pickled:
@@ -153,12 +119,6 @@ def test_what_holds_no_weights_is_refused_and_leaves_no_run(first, task, config_
     assert not (tmp_path / "run").exists()
     assert "code ran" not in capsys.readouterr().out
     train(config_of(task, tmp_path / "run", *other, "training.start_strict=false", "training.iterations=1"))
-
-
-def test_a_run_that_trained_on_the_cases_that_validate_is_told(first, task, config_of, tmp_path, caplog):
-    more = [f"training.start_from={first}", "training.iterations=1", "split.fold=1"]
-    train(config_of(task, tmp_path / "run", *more))
-    assert "2 of this run's 2 validation cases" in caplog.text
 
 
 STRATEGIES = {

@@ -1,15 +1,13 @@
-"""A data set of thick slices, from its plan by ``--preset vnet`` to what the trained network predicts anywhere."""
+"""A data set of thick slices, from its plan by ``--preset vnet`` to a trained network."""
 
 import nibabel
 import numpy as np
 import pytest
-import torch
 
 from volseg import experiment
 from volseg.data import load_task
-from volseg.experiment import export, predict, train
+from volseg.experiment import train
 from volseg.experiment.sources import load_trained
-from volseg.files import digest_file
 from volseg.models import VNet
 from volseg.planning import plan, take_fingerprint, write_config
 
@@ -56,18 +54,3 @@ def test_its_network_is_flat_and_its_patch_as_thick_as_a_case(run):
     assert net.strides == ((1, 1, 1), (2, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 1))
     assert net.kernels == ((5, 5, 1), (5, 5, 1), (5, 5, 5), (5, 5, 5), (5, 5, 5))
     assert experiment.load_config(run / "config.yaml").patch.size == (32, 32, 10)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_whatever_it_is_exported_to_predicts_the_same(run, tmp_path):
-    root = experiment.load_config(run / "config.yaml").data.root
-    image = root / "imagesTr" / "case_0.nii.gz"
-    expected = predict(run, [image], tmp_path / "run").require_all()["case_0"]
-    archive = export(run, tmp_path / "model.zip", licence="CC-BY-4.0")
-    assert digest_file(predict(archive, [image], tmp_path / "zip").require_all()["case_0"]) == digest_file(expected)
-    script = torch.jit.load(export(run, tmp_path / "model.pt", to="torchscript"))
-    [network] = load_trained(run).models
-    for shape in ((1, 1, 32, 32, 10), (2, 1, 48, 16, 6)):
-        volume = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        with torch.no_grad():
-            torch.testing.assert_close(script(volume), network.eval()(volume), rtol=1e-4, atol=1e-4)

@@ -22,14 +22,6 @@ def test_probabilities_are_interpolated_before_the_label_is_decided():
     assert label_map_on(fine, probabilities, grid((1, 1, 2))).flatten().tolist() == [0, 0, 1]
 
 
-def test_voxels_that_were_cropped_away_are_background():
-    probabilities = torch.zeros(3, 2, 2, 2)
-    probabilities[2] = 1
-    labels = label_map_on(grid((4, 4, 4)), probabilities, grid((2, 2, 2), origin=(1, 1, 1)))
-    assert labels.sum() == 2 * 8
-    assert (labels[0, 1:3, 1:3, 1:3] == 2).all()
-
-
 def test_what_the_network_finds_in_the_padding_is_not_taken_for_what_a_crop_removed():
     image = torch.zeros(1, 10, 10, 10)
     image[0, 3:6, 3:6, 3:6] = 1

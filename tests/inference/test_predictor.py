@@ -74,49 +74,12 @@ def test_mirrorings_of_a_volume_go_through_the_model_together(volumes, together,
     assert seen == sizes
 
 
-def test_mirroring_changes_nothing_for_a_mirror_symmetric_model():
-    network = nn.Conv3d(1, 2, 3, padding=1)
-    with torch.no_grad():
-        for dims in [(2,), (3,), (4,)]:
-            network.weight.copy_((network.weight + network.weight.flip(dims)) / 2)
-    images = torch.randn(2, 1, 6, 7, 8)
-    plain, mirrored = (
-        Predictor(model=network, num_classes=2, mirror=mirror).probabilities(images) for mirror in (False, True)
-    )
-    torch.testing.assert_close(mirrored, plain, atol=1e-6, rtol=0)  # float32, sums of 27 products in another order
-
-
 def test_probabilities_of_several_models_are_averaged():
     folds = [pointwise(0), pointwise(1)]
     images = torch.randn(1, 1, 4, 4, 4)
     together = Predictor(model=folds, num_classes=3).probabilities(images)
     one, other = (Predictor(model=fold, num_classes=3).probabilities(images) for fold in folds)
     torch.testing.assert_close(together, (one + other) / 2, atol=1e-7, rtol=0)  # one rounding in float32
-
-
-def test_windows_give_what_the_whole_volume_gives_where_they_hold_the_neighbours():
-    network = nn.Conv3d(1, 2, 3, padding=1)
-    image = torch.randn(1, 1, 20, 20, 20)
-    whole = Predictor(model=network, num_classes=2).probabilities(image)
-    windows = Predictor(model=network, num_classes=2, window=(12, 12, 12), overlap=0.75).probabilities(image)
-    # Windows start at 0, 3, 6 and 8; these voxels end none of them, so every window saw their neighbours.
-    inner = torch.tensor([1, 2, 4, 5, 7, 9, 10, 12, 13, 15, 16, 18])
-    for dim in (2, 3, 4):
-        whole, windows = whole.index_select(dim, inner), windows.index_select(dim, inner)
-    torch.testing.assert_close(windows, whole, atol=2e-6, rtol=0)  # float32 sums of up to 27 windows
-
-
-def test_a_voxel_counts_most_in_the_window_that_has_it_in_the_middle():
-    def unsure_at_its_border(images):
-        """Return label 1 at the first and last two voxels of each window along D, label 0 elsewhere."""
-        logits = torch.full_like(images, -20)
-        logits[:, :, [0, 1, -2, -1]] = 20
-        return two_classes(logits)
-
-    predictor = Predictor(model=unsure_at_its_border, num_classes=2, window=(8, 8, 8))
-    wrong = predictor.probabilities(torch.zeros(1, 1, 20, 8, 8))[0, 1, 2:-2, 4, 4]
-    # The Gaussian of an eighth of the window gives offset 2 eight times the weight of offset 6; equal weights give 0.5.
-    assert wrong.max() < 0.15
 
 
 def test_predictions_do_not_depend_on_companions():

@@ -220,19 +220,6 @@ def other_buffers() -> str | None:
     return expect_refusal("hold different values of their network: seen", lambda: own_loss(model, draw(2)))
 
 
-class CheckpointedNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv3d(1, 2, 1).double(), nn.BatchNorm3d(2).double()
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.norm, self.conv(x), use_reentrant=False)
-
-
-def norm_in_checkpoint() -> str | None:
-    return expect_refusal("a batch norm is in a checkpointed block", lambda: wrap(CheckpointedNorm())(draw(1)))
-
-
 def running_instance_norm() -> str | None:
     model = wrap(build(norm=nn.InstanceNorm3d(4, track_running_stats=True)))
     return expect_refusal("instance norm with running statistics", lambda: model(draw(1)[:1]))
@@ -267,23 +254,15 @@ def another_mesh() -> str | None:
     return expect_refusal("a mesh of data 3 x spatial 1 needs 3 processes, but there are 2", lambda: join_mesh(3, 1))
 
 
-def norm_of_a_pipeline() -> str | None:
-    model = ModelParallel(build(norm=nn.BatchNorm3d(4)), devices=["cpu", "cpu"], split_size=1)
-    wrapped = DataParallel(model, join_mesh(2, 1).replicas())
-    return expect_refusal("1 is a BatchNorm3d, which uses the statistics", lambda: wrapped(draw(1)))
-
-
 REFUSED = [
     other_parameters,
     penalty,
     reentrant,
     other_buffers,
-    norm_in_checkpoint,
     running_instance_norm,
     hidden_outputs,
     averaged_already,
     another_mesh,
-    norm_of_a_pipeline,
 ]
 
 

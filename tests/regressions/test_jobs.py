@@ -17,13 +17,13 @@ import sys
 
 import pytest
 import yaml
+from training_hooks import At
 
 from tests.experiment.conftest import CONFIG
 from volseg.checkpointing.file import load_checkpoint
 from volseg.data.synthetic import make_task
 from volseg.errors import CheckpointError, DataError
 from volseg.experiment import load_config, train
-from volseg.workflow.hooks import Hook
 
 
 @pytest.fixture
@@ -72,17 +72,6 @@ def test_a_refusal_is_none_that_another_attempt_lifts(launcher, stopped_run, con
         assert "a new attempt would fail for the same reason as the previous one" in ended.stderr
 
 
-class At(Hook):
-    """Do something once, after the first batch of an epoch."""
-
-    def __init__(self, epoch, act):
-        self.epoch, self.act = epoch, act
-
-    def on_batch_end(self, training, fields):
-        if (training.epoch, training.position) == (self.epoch, 1):
-            self.act()
-
-
 @pytest.mark.parametrize(("place", "minutes"), [("gone", 0), ("another's", 5)])
 def test_nothing_is_written_to_a_folder_that_was_taken_away(place, minutes, config_file, tmp_path):
     run, moved = tmp_path / "run", tmp_path / "moved"
@@ -95,7 +84,7 @@ def test_nothing_is_written_to_a_folder_that_was_taken_away(place, minutes, conf
             (run / "in_use.json").write_text("of another training", encoding="utf-8")
 
     with pytest.raises(CheckpointError, match=r"in_use\.json was removed or replaced while this training ran"):
-        train(config, hooks=[At(1, replace)])
+        train(config, hooks=[At(1, 1, replace)])
     assert [file.name for file in run.glob("*")] == (["in_use.json"] if place == "another's" else [])
     (moved / "in_use.json").unlink()
     moved.rename(run) if place == "gone" else shutil.copytree(moved, run, dirs_exist_ok=True)

@@ -101,6 +101,7 @@ Path(os.environ["MARKER"]).write_text("whole")
 
 
 @pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.usefixtures("ready_python")
 def test_a_signal_waits_for_the_end_of_an_import_once_work_has_begun(start, config_file, tmp_path, hangs):
     """A signal also left modules half imported that a training imports late. An import that hangs is not waited for."""
     hanging = "import time\ntime.sleep(300)\n" if hangs else ""

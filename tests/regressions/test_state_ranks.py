@@ -15,12 +15,10 @@ from in_group import assert_all_well, in_group
 from made_up_networks import WithLayers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.utils import parametrizations
 
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
 from volseg.parallel.processes.group import _message_groups
-from volseg.parallel.verification.comparison import TOLERANCE, compare
 
 
 def convolution(inputs: int = 1, outputs: int = 1) -> nn.Conv3d:
@@ -38,56 +36,6 @@ def spatial(net: nn.Module, **options: Any) -> ModelParallel:
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(7)
     return build().double()
-
-
-def errors(build: Callable[[], nn.Module], **options: Any) -> str | None:
-    """Say what is not as on one device after two steps."""
-    found = compare(seeded(build), spatial(seeded(build), **options), [volume()], steps=2)
-    wrong = {name: error for name, error in found.items() if not error <= TOLERANCE}
-    return str(wrong) if wrong else None
-
-
-def conditioned(layers: nn.ModuleDict, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        first = layers["a"](x)
-    return layers["b"](layers["a"](x) * first)
-
-
-def no_grad_first() -> str | None:
-    return errors(lambda: WithLayers(conditioned, a=convolution(), b=convolution()))
-
-
-def recomputed() -> str | None:
-    def block() -> nn.Module:
-        first = parametrizations.spectral_norm(convolution(1, 4))
-        return nn.Sequential(first, nn.BatchNorm3d(4), nn.PReLU(4), convolution(4, 1))
-
-    return errors(lambda: nn.Sequential(block(), block()), checkpoint="all")
-
-
-class Dropping(nn.Module):
-    """Draws voxels, channels, and in Python, between two convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = convolution(1, 4), convolution(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout3d(F.dropout(self.a(x), 0.5), 0.5) * random.random()
-        return self.b(x * F.dropout(F.adaptive_avg_pool3d(x, 1), 0.5))
-
-
-def random_recomputed() -> str | None:
-    """The seeds of a model are drawn one after the other: two models of equal history draw alike."""
-    found = []
-    for option in (None, "all"):
-        torch.manual_seed(dist.get_rank())
-        model = spatial(seeded(lambda: nn.Sequential(Dropping(), Dropping())), checkpoint=option)
-        for _ in range(2):
-            output = model(volume())
-            output.square().mean().backward()
-        found.append((output.full_tensor().detach(), *(p.grad for p in model.parameters())))
-    return None if all(torch.allclose(a, b) for a, b in zip(*found, strict=True)) else "another function's gradient"
 
 
 def alike(tensor: Tensor) -> bool:
@@ -275,9 +223,6 @@ def used_in_one_process() -> str | None:
 CASES = {
     function.__name__: function
     for function in (
-        no_grad_first,
-        recomputed,
-        random_recomputed,
         dropped_in_evaluation,
         weights_that_differ,
         changed_in_one_process,

@@ -49,15 +49,6 @@ def end(process):
     return process.returncode
 
 
-@pytest.mark.parametrize(("number", "status"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", -signal.SIGINT)])
-def test_a_signal_is_recorded_and_ends_with_its_status(listen, number, status):
-    """An interpreter that a KeyboardInterrupt ends kills itself by SIGINT, which a shell shows as 130."""
-    process = listen()
-    process.send_signal(getattr(signal, number))
-    assert process.stdout.readline() == f"caught {number}\n"
-    assert end(process) == status
-
-
 def test_a_signal_that_comes_twice_at_once_is_one(listen):
     process = listen(one_event_seconds=1000)
     for _ in range(2):

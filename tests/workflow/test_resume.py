@@ -8,6 +8,7 @@ import signal
 
 import pytest
 import torch
+from training_hooks import At, raising
 
 from volseg.checkpointing.file import LATEST
 from volseg.checkpointing.state import CLOCKED
@@ -149,16 +150,10 @@ class Killed(Exception):  # noqa: N818
 @pytest.mark.parametrize(("epoch", "position"), [(0, 1), (0, 5), (1, 3), (2, 6)])
 def test_a_checkpoint_of_any_time_is_gone_on_from(make_training, tmp_path, epoch, position):
     """Whichever batch the thread had come to when the process was lost."""
-
-    class Lost(Hook):
-        def on_batch_end(self, training, fields):
-            if (training.epoch, training.position) == (epoch, position):
-                raise Killed
-
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     make_training(hooks=[Checkpoints(whole)], **OPTIONS).run()
     with pytest.raises(Killed):
-        make_training(hooks=[Checkpoints(cut, every_minutes=0), Lost()], **OPTIONS).run()
+        make_training(hooks=[Checkpoints(cut, every_minutes=0), At(epoch, position, raising(Killed))], **OPTIONS).run()
     state = load_checkpoint(cut / LATEST)
     assert (0, 0) < state.progress <= (epoch, position)
     resumed = make_training(seed=99, hooks=[Checkpoints(cut)], **OPTIONS)
