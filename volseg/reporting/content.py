@@ -1,5 +1,6 @@
 """What a report says, apart from how it is written."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ __all__ = [
     "Text",
     "TextTable",
     "list_sections",
+    "select_charts",
 ]
 
 
@@ -89,6 +91,11 @@ class Chart:
     lines: Sequence[Line]
     unit: str = ""
 
+    @property
+    def series(self) -> list[Sequence[float]]:
+        """The values of each line."""
+        return [line.ys for line in self.lines]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boxes:
@@ -98,6 +105,11 @@ class Boxes:
     groups: Sequence[tuple[str, Sequence[tuple[str, float]]]]
     """Name of the label; case and value, of which those that are no finite number are counted apart."""
     unit: str = ""
+
+    @property
+    def series(self) -> list[Sequence[float]]:
+        """The values of each group."""
+        return [[value for _, value in cases] for _, cases in self.groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +188,12 @@ class ReportContent:
     sections: Sequence[Section]
     written: str
     """When, and by which version."""
+
+
+def select_charts(charts: Sequence[Chart | Boxes], caption: str) -> list[Block]:
+    """Return the charts that show different values below a caption; nothing where there is no such chart."""
+    shown = [chart for chart in charts if any(len({*filter(math.isfinite, values)}) > 1 for values in chart.series)]
+    return [Text(caption), Charts(shown)] if shown else []
 
 
 def list_sections(sections: Sequence[Section]) -> list[Section]:
