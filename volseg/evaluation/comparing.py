@@ -30,11 +30,11 @@ from volseg.evaluation.summary import (
     read_names,
     read_settings,
     read_summary,
-    replace_unknown,
 )
 from volseg.evaluation.surfaces import DISTANCES
-from volseg.evaluation.tables import format_table, name_cases
-from volseg.files import replacing
+from volseg.evaluation.tables import name_cases
+from volseg.files import replace_nan, replacing
+from volseg.formatting import format_table
 
 __all__ = [
     "Method",
@@ -315,7 +315,7 @@ def write_comparison(results: Sequence[PairedResult], methods: Sequence[Method],
         "cases": cases,
         "test": "Wilcoxon signed-rank, two-sided, cases of no difference left out",
         "correction": "Holm, over the labels and pairs of methods of a metric",
-        "results": [replace_unknown(asdict(result)) for result in results],
+        "results": [replace_nan(asdict(result)) for result in results],
     }
     with replacing(paths[0]) as partial:
         partial.write_text(json.dumps(told, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -23,11 +23,11 @@ from volseg.data.threads import map_in_threads
 from volseg.errors import VolsegError
 from volseg.evaluation.published import published_results
 from volseg.evaluation.summary import Summary, read_structure
-from volseg.evaluation.tables import format_table
 from volseg.experiment.cases import PatientReport
 from volseg.experiment.placed_network import build_plain_network
 from volseg.experiment.rehearsing import rehearse_network
 from volseg.files import replacing
+from volseg.formatting import format_table
 from volseg.monitoring.pictures import draw_example
 from volseg.parallel.state.random import own_random_numbers
 from volseg.reporting import NAME, write_brief, write_report

@@ -9,11 +9,12 @@ from typing import Any
 from volseg.checkpointing.state import EpochRecord
 from volseg.config.shipped import find_shipped
 from volseg.data.augmented import AugmentedBatches, EpochBatches, GrowingBatches
+from volseg.formatting import format_duration
 from volseg.workflow.hooks import Hook
 from volseg.workflow.spatial_group import GroupBatches
 from volseg.workflow.training import Training
 
-__all__ = ["DurationWarning", "WaitingAdvice", "advice", "describe_duration"]
+__all__ = ["DurationWarning", "WaitingAdvice", "advice"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,21 +60,9 @@ class DurationWarning(Hook):
                 "%s trains Task04 in about a quarter of an hour on two cores",
                 left,
                 seconds,
-                describe_duration(seconds * left),
+                format_duration(seconds * left),
                 find_shipped("task04_cpu"),
             )
-
-
-def describe_duration(seconds: float) -> str:
-    """Return a duration in words, in the unit that suits it.
-
-    >>> describe_duration(31 * 3600), describe_duration(40 * 60), describe_duration(300 * 3600)
-    ('31 h', '40 minutes', '12 days')
-    """
-    hours = seconds / 3600
-    if hours < 2:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{hours:.0f} h" if hours < 72 else f"{hours / 24:.0f} days"
 
 
 SHARE = 0.1

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from volseg.files import replace_nan
 from volseg.lifetime import call_before_last_words, shape_last_words
-from volseg.monitoring.run_files import replace_nan
 from volseg.streams import make_printable
 
 __all__ = [

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from volseg.checkpointing.state import EpochRecord
+from volseg.formatting import format_duration
 from volseg.monitoring.console import FIELDS, Bar, shows_bars
 from volseg.monitoring.memory import GIB, GpuMeter
 from volseg.monitoring.run_status import format_speed
@@ -134,7 +135,7 @@ class Progress(Hook):
         parts += [f"{record.seconds_validating:.1f} s validating"] if record.score is not None else []
         told.append(f"{record.seconds + record.seconds_validating:.1f} s ({', '.join(parts)})")
         left = (training.epochs - training.epoch) * self._seconds / self._epochs
-        told += [f"{left / 60:.0f} min left"] if left else []
+        told += [f"{format_duration(left)} left"] if left else []
         return f"epoch {record.epoch + 1}/{training.epochs}: {', '.join([*told, *self._describe_memory()])}"
 
     def _describe_memory(self) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from volseg.commands import spell
-from volseg.reporting.formatting import format_moment
+from volseg.formatting import format_moment
 from volseg.version import __version__
 
 __all__ = [

@@ -9,8 +9,8 @@ from shlex import quote
 from typing import Any
 
 from volseg.config.yaml_values import dump_yaml
+from volseg.formatting import format_duration, format_value
 from volseg.reporting import content
-from volseg.reporting.formatting import format_duration, format_value
 from volseg.reporting.reading import FEWEST, RunRecord, Scores, read_json, read_run, read_scores
 from volseg.reporting.resources import describe_time
 from volseg.reporting.run import describe_environment, find_state, name_components, show_cases

@@ -7,8 +7,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from volseg.formatting import format_duration, format_moment, format_value
 from volseg.reporting import content
-from volseg.reporting.formatting import format_duration, format_moment, format_value
 from volseg.reporting.reading import RunRecord, Scores
 from volseg.reporting.resources import describe_kernels, describe_memory, describe_time_of_run
 from volseg.reporting.scores import choose_extremes, describe_scores, name_metric, tabulate_published

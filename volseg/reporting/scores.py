@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from volseg.formatting import UNITS, format_value
 from volseg.reporting import content
-from volseg.reporting.formatting import UNITS, format_value
 from volseg.reporting.reading import FEWEST, ReportedCase, Scores, mean
 
 __all__ = ["choose_extremes", "describe_scores", "tabulate_published"]
