@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from volseg.commands import spell
 from volseg.formatting import format_moment
@@ -230,36 +230,20 @@ class Composer:
             )
             return otherwise
 
-    def section(
-        self,
-        title: str,
-        make: Callable[[], Sequence[Block]],
-        *,
-        brief: bool = False,
-        only_brief: bool = False,
-        warns: bool = False,
-    ) -> Section:
-        """Return a section, without a block where it has nothing to say."""
+    def section(self, title: str, make: Callable[[], Sequence[Block]], **kind: bool) -> Section:
+        """Return a `Section` of a kind, without a block where it has nothing to say."""
         nothing: Sequence[Block] = ()
         blocks = self.attempt(f"The section '{title}'", make, nothing)
-        return Section(title=title, blocks=blocks, brief=brief, only_brief=only_brief, warns=warns)
+        return Section(title=title, blocks=blocks, **kind)
 
     def finish(
-        self,
-        folder: Path,
-        *,
-        title: str,
-        subtitle: str,
-        state: str,
-        headline: Sequence[tuple[str, str]],
-        sections: Sequence[Section],
-        commands: Sequence[tuple[str, str]],
+        self, folder: Path, *, sections: Sequence[Section], commands: Sequence[tuple[str, str]], **told: Any
     ) -> ReportContent:
         """Return the report of a folder: behind the sections what is left out, and what to do next.
 
         Parameters
         ----------
-        folder, title, subtitle, state, headline, sections
+        folder, sections, **told
             See `ReportContent`.
         commands
             What each does, and its line.
@@ -269,10 +253,7 @@ class Composer:
             Section(title="Next", blocks=[Commands([(what, spell(line)) for what, line in commands])]),
         ]
         return ReportContent(
-            title=title,
-            subtitle=subtitle,
-            state=state,
-            headline=headline,
             sections=list_sections([*sections, *last]),
             written=f"Written {format_moment(time.time())} by volseg {__version__} from {folder}",
+            **told,
         )
