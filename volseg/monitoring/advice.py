@@ -1,6 +1,7 @@
-"""One line of advice where a training will take hours, or waits for its batches."""
+"""How long a training will take, and advice where that is hours, or where it waits for its batches."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -14,7 +15,7 @@ from volseg.workflow.hooks import Hook
 from volseg.workflow.spatial_group import GroupBatches
 from volseg.workflow.training import Training
 
-__all__ = ["DurationWarning", "WaitingAdvice", "advice"]
+__all__ = ["SMALL", "Duration", "WaitingAdvice", "advice"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +23,14 @@ NUM_TIMED = 5
 """Batches, after a first one in which memory is taken and libraries choose their kernels."""
 
 LONG_SECONDS = 2 * 3600
-"""From which on it is said."""
+"""From which on there is advice."""
+
+SMALL = {"training.epochs": 5, "training.iterations": 50}
+"""A small plan to try first on a CPU."""
 
 
-class DurationWarning(Hook):
-    """Say once how long a training on a CPU will take, if that is hours, and what to do about it.
+class Duration(Hook):
+    """Say once how long a training will take on this machine; on a CPU, if that is hours, what to do about it.
 
     Parameters
     ----------
@@ -39,13 +43,13 @@ class DurationWarning(Hook):
         self._ends: list[float] | None = None
 
     def on_training_begin(self, training: Training) -> None:
-        """Time the first batches of this process, on a CPU."""
-        self._ends = [] if training.is_main_process and training.device.type == "cpu" else None
+        """Time the first batches of this process."""
+        self._ends = [] if training.is_main_process else None
 
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
-        """Note when the batch was done; after the last one that is timed, say how long all will take."""
+        """Note when the batch was done, on a CPU; after the last one that is timed, say how long all will take."""
         del fields
-        if self._ends is None:
+        if self._ends is None or training.device.type != "cpu":
             return
         self._ends.append(self._clock())
         if len(self._ends) <= NUM_TIMED:
@@ -53,16 +57,29 @@ class DurationWarning(Hook):
         seconds = median(end - begin for begin, end in zip(self._ends, self._ends[1:], strict=False))
         left = (training.epochs - training.epoch) * training.num_batches - training.position
         self._ends = None
-        if seconds * left >= LONG_SECONDS:
-            logger.warning(
-                "%d batches of %.1f s will take about %s on this CPU, validations aside. Take a GPU, or fewer and "
-                "smaller batches and a smaller network (training.epochs, training.iterations, patch.batch, network): "
-                "%s trains Task04 in about a quarter of an hour on two cores",
-                left,
-                seconds,
-                format_duration(seconds * left),
-                find_shipped("task04_cpu"),
-            )
+        told = f"{left} batches of {format_duration(seconds)} will take about {format_duration(seconds * left)}"
+        small = math.prod(SMALL.values())
+        if seconds * left < LONG_SECONDS or left <= small:
+            logger.info("%s on this CPU, validations aside", told)
+            return
+        logger.warning(
+            "%s on this CPU, validations aside. Take a GPU, or a small plan first: %s takes about %s; "
+            "%s trains Task04 in about a quarter of an hour on two cores",
+            told,
+            " ".join(f"--set {key}={value}" for key, value in SMALL.items()),
+            format_duration(seconds * small),
+            find_shipped("task04_cpu"),
+        )
+
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+        """Say how long all will take where no batches were timed: a GPU computes them later than they end."""
+        if self._ends is None:
+            return
+        self._ends = None
+        seconds = record.seconds + record.seconds_validating
+        if left := training.epochs - training.epoch:
+            told = format_duration(seconds * left)
+            logger.info("%d more epochs of %s will take about %s", left, format_duration(seconds), told)
 
 
 SHARE = 0.1

@@ -170,6 +170,8 @@ class Bar:
             self.title = changes["description"] = changes.pop("title")
         if self._place is not None:
             shown, task = self._place
+            if done < shown.tasks[task].completed:  # begun anew
+                shown.reset(task, total=self.total)
             shown.update(task, completed=done, total=self.total, count=self._describe(), **changes)
 
     def close(self) -> None:
