@@ -19,7 +19,7 @@ from torch.nn import functional
 from volseg.data.labels import LABEL_COLOURS
 from volseg.workflow.validation import Example
 
-__all__ = ["PALETTE", "draw_example", "draw_slices", "face_patient"]
+__all__ = ["PALETTE", "draw_example", "draw_patches", "draw_slices", "face_patient"]
 
 PALETTE = torch.tensor(LABEL_COLOURS, dtype=torch.float32)
 
@@ -38,6 +38,9 @@ DARK = 0.05
 
 TEXT = (205, 205, 205)
 GAP = 6
+SAMPLES = 4
+"""Of a batch, that are drawn."""
+
 LONGEST = 4
 """Times ``min_side``: what is very long and thin is not drawn any larger."""
 
@@ -50,6 +53,23 @@ def draw_example(example: Example, *, channel: int = 0, min_side: int = 512) -> 
     )
     spacing = [float(affine[:3, source].norm()) for source in _find_axes(affine)[0]]
     return draw_slices(image, label, prediction, spacing=spacing, channel=channel, min_side=min_side)
+
+
+def draw_patches(images: Tensor, labels: Tensor, *, channel: int = 0) -> Tensor:
+    """Return the slices of a batch's first samples below each other; see `draw_slices`.
+
+    Parameters
+    ----------
+    images, labels : Tensor
+        ``(B, C, D, H, W)`` and ``(B, D, H, W)`` or ``(B, 1, D, H, W)``, on any device.
+    channel : int
+        Of the images.
+    """
+    chosen = images[:SAMPLES].detach().cpu(), labels[:SAMPLES].flatten(1).unflatten(1, (-1, *labels.shape[-3:])).cpu()
+    samples = zip(*chosen, strict=True)
+    return _put_together(
+        [draw_slices(image, label[0], spacing=(1, 1, 1), channel=channel, min_side=256) for image, label in samples], -2
+    )
 
 
 def face_patient(volume: Tensor, affine: Tensor) -> Tensor:
