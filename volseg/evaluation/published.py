@@ -31,11 +31,6 @@ class PublishedResult:
     source: str
 
     @property
-    def is_cross_validation(self) -> bool:
-        """Whether the cases are those with public labels, as in a cross-validation of one's own."""
-        return "cross-validation" in self.evaluation
-
-    @property
     def mean_dice(self) -> float:
         """Mean over the labels."""
         return sum(self.dice.values()) / len(self.dice)

@@ -30,7 +30,9 @@ SMALL = {"training.epochs": 5, "training.iterations": 50}
 
 
 class Duration(Hook):
-    """Say once how long a training will take on this machine; on a CPU, if that is hours, what to do about it.
+    """Say once how long a training on a CPU will take and, if that is hours, what to do about it.
+
+    On a GPU a batch is computed after its end: there the first epoch tells (`volseg.monitoring.progress`).
 
     Parameters
     ----------
@@ -43,13 +45,13 @@ class Duration(Hook):
         self._ends: list[float] | None = None
 
     def on_training_begin(self, training: Training) -> None:
-        """Time the first batches of this process."""
-        self._ends = [] if training.is_main_process else None
+        """Time the first batches of this process, on a CPU."""
+        self._ends = [] if training.is_main_process and training.device.type == "cpu" else None
 
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
-        """Note when the batch was done, on a CPU; after the last one that is timed, say how long all will take."""
+        """Note when the batch was done; after the last one that is timed, say how long all will take."""
         del fields
-        if self._ends is None or training.device.type != "cpu":
+        if self._ends is None:
             return
         self._ends.append(self._clock())
         if len(self._ends) <= NUM_TIMED:
@@ -70,16 +72,6 @@ class Duration(Hook):
             format_duration(seconds * small),
             find_shipped("task04_cpu"),
         )
-
-    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Say how long all will take where no batches were timed: a GPU computes them later than they end."""
-        if self._ends is None:
-            return
-        self._ends = None
-        seconds = record.seconds + record.seconds_validating
-        if left := training.epochs - training.epoch:
-            told = format_duration(seconds * left)
-            logger.info("%d more epochs of %s will take about %s", left, format_duration(seconds), told)
 
 
 SHARE = 0.1

@@ -1,6 +1,5 @@
 """What is said of a cross-validation: its folds, and all their cases together."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 from volseg.config.yaml_values import dump_yaml
 from volseg.formatting import format_duration, format_value
 from volseg.reporting import content
-from volseg.reporting.reading import FEWEST, RunRecord, Scores, read_json, read_run, read_scores
+from volseg.reporting.reading import FEWEST, RunRecord, Scores, read_json, read_number, read_run, read_scores
 from volseg.reporting.resources import describe_time
 from volseg.reporting.run import describe_environment, find_state, name_components, show_cases
 from volseg.reporting.scores import describe_scores, tabulate_published
@@ -185,10 +184,10 @@ def _compare(record: CrossedRecord) -> list[content.Block]:
     if not published or not labels:
         return []
     names = [name for name in labels if name != "mean"]
-    own = [_number(labels[name].get("mean_of_folds")) for name in names]
+    own = [read_number(labels[name].get("mean_of_folds")) for name in names]
     cases = int(record.results.get("num_cases") or 0)
     evaluation = f"{record.results.get('num_folds')}-fold cross-validation"
-    overall = _number(labels["mean"].get("mean_of_folds"))
+    overall = read_number(labels["mean"].get("mean_of_folds"))
     others = sorted({int(row["num_cases"]) for row in published if "cross-validation" in row["evaluation"]} - {cases})
     told = [content.Text("Of cross-validations the mean of folds.")]
     if others:
@@ -244,9 +243,5 @@ def _list_commands(record: CrossedRecord) -> list[tuple[str, str]]:
     ]
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
 def _format(value: float | None) -> str:
-    return format_value(_number(value), "Dice")
+    return format_value(read_number(value), "Dice")

@@ -27,6 +27,7 @@ __all__ = [
     "Told",
     "list_component_files",
     "read_json",
+    "read_number",
     "read_run",
     "read_scores",
 ]
@@ -71,7 +72,7 @@ class Scores:
         value = self.summary.get(part, {}).get(key, {}).get(metric)
         if value is None and part == "median" and self.of("undefined", key, metric) > 0:
             return math.inf
-        return _number(value)
+        return read_number(value)
 
     def interval(self, key: str, metric: str) -> tuple[float, float] | None:
         """Return the interval of a mean over `FEWEST` cases or more, where there is one."""
@@ -249,7 +250,7 @@ def read_scores(file: Path, task: Mapping[str, Any] | None, missing: list[str] |
         return Scores(
             labels=labels,
             cases=[_read_case(case, number) for number, case in enumerate(content["metric_per_case"], start=1)],
-            dice=_number(content["foreground_mean"].get("Dice")),
+            dice=read_number(content["foreground_mean"].get("Dice")),
             summary=content,
         )
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as fault:
@@ -282,7 +283,7 @@ def _read_metrics(of: Mapping[str, Any]) -> dict[str, float]:
     """Return a label's metrics; a distance that is null is infinite where one of the two has the label."""
     in_one = (of.get("n_pred") == 0) != (of.get("n_ref") == 0)
     return {
-        name: math.inf if value is None and in_one and name in DISTANCES else _number(value)
+        name: math.inf if value is None and in_one and name in DISTANCES else read_number(value)
         for name, value in of.items()
     }
 
@@ -301,7 +302,8 @@ def _find_overlays(folder: Path, missing: list[str]) -> dict[str, Path]:
     return found
 
 
-def _number(value: Any) -> float:
+def read_number(value: Any) -> float:
+    """Return a number of a file; NaN for null."""
     return math.nan if value is None else float(value)
 
 

@@ -193,16 +193,8 @@ def build_module(compiler: str, headers: str) -> str | None:
     with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
         source = Path(folder) / "tried.c"
         source.write_text(SOURCE, encoding="utf-8")
-        command = [
-            compiler,
-            str(source),
-            "-O3",
-            "-shared",
-            "-fPIC",
-            f"-I{headers}",
-            "-o",
-            str(source.with_suffix(".so")),
-        ]
+        target = str(source.with_suffix(".so"))
+        command = [compiler, str(source), "-O3", "-shared", "-fPIC", f"-I{headers}", "-o", target]
         try:
             told = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)  # noqa: S603
         except OSError as fault:
