@@ -1,4 +1,4 @@
-"""How long a training takes is said once; on a CPU after its first batches, with advice where that is hours."""
+"""How long a training takes on a CPU is told after its first batches, with advice where that is hours."""
 
 from itertools import accumulate, repeat
 

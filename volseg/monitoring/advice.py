@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from logging import DEBUG, INFO
 from statistics import median
 from typing import Any
 
@@ -22,8 +23,8 @@ logger = logging.getLogger(__name__)
 NUM_TIMED = 5
 """Batches, after a first one in which memory is taken and libraries choose their kernels."""
 
-LONG_SECONDS = 2 * 3600
-"""From which on there is advice."""
+SHORT_SECONDS, LONG_SECONDS = 60, 2 * 3600
+"""From which on it is said, and from which on there is advice."""
 
 SMALL = {"training.epochs": 5, "training.iterations": 50}
 """A small plan to try first on a CPU."""
@@ -62,7 +63,7 @@ class Duration(Hook):
         told = f"{left} batches of {format_duration(seconds)} will take about {format_duration(seconds * left)}"
         small = math.prod(SMALL.values())
         if seconds * left < LONG_SECONDS or left <= small:
-            logger.info("%s on this CPU, validations aside", told)
+            logger.log(INFO if seconds * left > SHORT_SECONDS else DEBUG, "%s on this CPU, validations aside", told)
             return
         logger.warning(
             "%s on this CPU, validations aside. Take a GPU, or a small plan first: %s takes about %s; "
