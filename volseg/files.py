@@ -2,6 +2,7 @@
 
 import codecs
 import errno
+import math
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b, file_digest
 from pathlib import Path
+from typing import Any
 
 from volseg.errors import ConfigError, VolsegError
 
@@ -18,6 +20,7 @@ __all__ = [
     "digest_file",
     "read_bytes",
     "remove_partials",
+    "replace_nan",
     "replacing",
     "require_new",
     "require_text",
@@ -233,3 +236,12 @@ def require_new(*paths: str | Path, overwrite: bool = False) -> None:
     """Raise `ConfigError` if a file exists and the user did not ask to overwrite it."""
     if not overwrite and (there := [path for path in paths if Path(path).exists()]):
         raise ConfigError(f"{there[0]} exists; choose another path, or replace it by --overwrite")
+
+
+def replace_nan(value: Any) -> Any:
+    """Return plain values for JSON, which knows no NaN and no infinity: they become null."""
+    if isinstance(value, Mapping):
+        return {key: replace_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,21 +10,18 @@ from pathlib import Path
 
 import torch
 
-from volseg import Checkpoints, Named, Predictor, Training, Validation
+from volseg import Checkpoints, Named, Predictor, Progress, TensorBoard, Training, TrainingLog, Validation, load_task
 from volseg.data.augmented import AugmentedBatches
-from volseg.data.layouts import load_task
 from volseg.data.patches import PatchBatches
 from volseg.data.preprocessed import prepare_all
 from volseg.data.splits import folds
 from volseg.data.volume_cache import VolumeCache
 from volseg.models import FitGrid, build_network
-from volseg.monitoring.loggers import TensorBoard
-from volseg.monitoring.progress import Progress
-from volseg.monitoring.training_log import TrainingLog
 from volseg.planning import PRESETS, plan
 from volseg.planning.published import published_fingerprint
 from volseg.transforms.augmentation import BatchAugmentation
 from volseg.transforms.preprocessing import build_preprocessing
+from volseg.workflow import load_checkpoint
 from volseg.workflow.components import build_loss
 from volseg.workflow.schedules import cosine
 
@@ -88,6 +85,9 @@ def main() -> None:
         validate_every=10,
         hooks=[Progress(), TrainingLog([TensorBoard(output / "tensorboard")]), Checkpoints(output / "checkpoints")],
     )
+    latest = output / "checkpoints" / "latest.pt"
+    if latest.exists():  # the script was stopped: go on at the next batch
+        training.load_state_dict(load_checkpoint(latest))
     training.run()
 
     final = Validation(predictor, validation_cases, task.labels, folder=output / "validation")

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import wilcoxon
 
 from volseg.errors import DataError
-from volseg.evaluation.comparing import Method, compare_methods
+from volseg.evaluation.comparing import Method, compare_methods, comparison_table, draw_comparison
 
 RNG = np.random.default_rng(3)
 FIRST, SECOND = RNG.uniform(0.7, 0.9, 20), RNG.uniform(0.75, 0.95, 20)
@@ -50,15 +50,19 @@ def test_all_pairs_of_several_methods_are_corrected_together():
     assert all(of.p_holm >= of.p_value for of in results)
 
 
-def test_less_is_better_of_distances_and_an_infinite_one_is_worst():
+def test_less_is_better_of_distances_and_infinite_ones_are_in_no_number_but_their_own():
     first = np.array([1.0, 2.0, math.inf, math.inf, 3.0, 1.0])
     second = np.array([0.5, math.inf, math.inf, 1.0, 3.0, math.nan])
     [result] = compare_methods([method("a", first, "HD95"), method("b", second, "HD95")])
-    assert (result.num_better, result.num_worse, result.num_equal) == (2, 1, 2)
-    assert (result.num_cases, result.num_undefined) == (5, 3)
+    assert (result.num_better, result.num_worse, result.num_equal) == (1, 0, 1)
+    assert (result.num_cases, result.num_undefined) == (2, 3)
     assert result.mean_difference == pytest.approx(-0.25)  # of the first and the fifth case
-    assert result.median_difference == 0
-    assert 0 < result.p_value <= 1
+    assert result.median_difference == -0.25
+    assert result.p_value == wilcoxon([-0.5]).pvalue
+    assert "1/0/1 of 2, 3 with an infinite distance left out" in comparison_table([result])
+    picture = draw_comparison([result])
+    assert "(4 of 6 cases not drawn)" in picture
+    assert "HD95: difference by case; the second method is better left of 0" in picture
 
 
 def test_equal_methods_do_not_differ():

@@ -35,8 +35,9 @@ def test_every_manifest_gives_its_rows(name):
     results = published_results(task_of(name, manifest["labels"]))
     assert [result.method for result in results] == [row["method"] for row in manifest["published"]]
     for result in results:
-        assert result.num_cases == manifest["num_training" if "cross-validation" in result.evaluation else "num_test"]
-        assert "cross-validation" in result.evaluation or result.evaluation == "challenge test set"
+        is_crossed = "cross-validation" in result.evaluation
+        assert result.num_cases == manifest["num_training" if is_crossed else "num_test"]
+        assert is_crossed or result.evaluation == "challenge test set"
 
 
 @pytest.mark.parametrize("name", ["Task00_Synthetic", "../msd/Task04_Hippocampus", "", "*"])

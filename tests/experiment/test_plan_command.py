@@ -288,6 +288,8 @@ def test_a_shape_that_the_network_refuses_is_refused():
         (((1, 1, 16, 16, 16), {"gpu": "v100-16", "precision": "fp8"}), ParallelError, "got 'fp8'"),
         (((1, 1, 16, 16, 16), {"gpu": "v100-16", "instance": "p3.2xlarge"}), ParallelError, "GPUs of its own"),
         (((1, 1, 16, 16, 16), {"instance": "p3.2xlarge", "devices": 2}), ParallelError, r"has 1 GPU\(s\)"),
+        (((1, 1, 16, 16, 16), {"instance": "p3.2xlarge", "gpus": 2}), ParallelError, r"gpus=2, and .* has 1 GPU\(s\)"),
+        (((1, 1, 16, 16, 16), {"gpus": 2, "devices": [0]}), ParallelError, r"gpus=2 and devices=\[0\] were given"),
     ],
 )
 def test_volseg_plan_refuses_what_means_nothing(arguments, error, message):
@@ -305,6 +307,13 @@ def test_volseg_plan_leaves_the_network_as_it_is():
     assert json.loads(plan.to_json())["fits"] is True
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_volseg_plan_counts_gpus_as_the_command_does():
+    net, shape = torch.nn.Conv3d(1, 2, 3, padding=1), (4, 1, 16, 16, 16)
+    plan = volseg.plan(net, shape, gpus=4, gpu="v100-16")
+    assert plan.machine.num_gpus == 4
+    assert plan.to_json() == volseg.plan(net, shape, devices=4, gpu="v100-16").to_json()
 
 
 @pytest.mark.parametrize(

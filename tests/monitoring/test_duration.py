@@ -1,4 +1,4 @@
-"""How long a training takes on a CPU is said after its first batches, once, where that is hours."""
+"""How long a training takes on a CPU is told after its first batches, with advice where that is hours."""
 
 from itertools import accumulate, repeat
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from volseg import Training
-from volseg.monitoring.advice import DurationWarning
+from volseg.monitoring.advice import Duration
 
 
 def train(caplog, *, epochs, seconds, first=100.0):
@@ -20,18 +20,22 @@ def train(caplog, *, epochs, seconds, first=100.0):
         torch.optim.SGD(network.parameters(), lr=0.1),
         batches,
         epochs=epochs,
-        hooks=[DurationWarning(clock)],
+        hooks=[Duration(clock)],
     )
     training.run()
     return [record.getMessage() for record in caplog.records]
 
 
 def test_hours_are_told_once_with_what_to_do(caplog):
-    (told,) = train(caplog, epochs=3, seconds=600.0)
-    assert told.startswith("18 batches of 600.0 s will take about 3 h on this CPU")
+    (told,) = train(caplog, epochs=40, seconds=600.0)
+    assert told.startswith("314 batches of 10 min will take about 2 d 4 h on this CPU")
+    assert "--set training.epochs=5 --set training.iterations=50 takes about 1 d 17 h" in told
     assert "task04_cpu.yaml trains Task04" in told
 
 
-@pytest.mark.parametrize(("epochs", "seconds"), [(3, 60.0), (1, 600.0)], ids=["short batches", "few batches"])
-def test_a_short_training_says_nothing(caplog, epochs, seconds):
-    assert train(caplog, epochs=epochs, seconds=seconds) == []
+@pytest.mark.parametrize(("epochs", "seconds"), [(40, 20.0), (3, 600.0)], ids=["short batches", "few batches"])
+def test_a_short_training_gets_no_advice(caplog, epochs, seconds):
+    caplog.set_level("INFO")
+    train(caplog, epochs=epochs, seconds=seconds)
+    (told,) = [record for record in caplog.records if "will take about" in record.getMessage()]
+    assert told.levelname == "INFO"

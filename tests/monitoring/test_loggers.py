@@ -116,6 +116,28 @@ def test_the_tab_of_hyper_parameters_has_every_setting_and_says_when_the_trainin
     assert "config/text_summary" in told
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader still asks NumPy for old names
+def test_tensorboard_has_patches_and_losses_of_the_first_batch_and_losses_each_half_minute(tmp_path, monkeypatch):
+    now = iter([100.0, 100.0, 129.0, 131.0, 131.0])
+    monkeypatch.setattr("volseg.monitoring.training_log.time.monotonic", lambda: next(now))
+    training = FinishedTraining()
+    training.latest_losses, training.position = {"loss": 0.5}, 0
+    log = TrainingLog([TensorBoard(tmp_path)], ends=False)
+    log.on_training_begin(training)
+    label = torch.zeros(2, 1, 8, 8, 8).long().index_fill(2, torch.tensor([3, 4]), 1)
+    for position in (1, 2, 3):
+        log.on_batch_begin(training, {"image": torch.rand(2, 1, 8, 8, 8), "label": label})
+        training.position = position
+        log.on_batch_end(training, {})
+    log.end()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    (image,) = events.Images("train/patches")
+    assert image.step == 0
+    assert image.height > 2 * 256  # two samples
+    losses = EventAccumulator(str(tmp_path / "batches")).Reload().Scalars("batch/loss")
+    assert [(event.step, event.value) for event in losses] == [(1, 0.5), (3, 0.5)]
+
+
 def test_a_logger_that_fails_is_said_once_and_ends_no_training(caplog):
     class Failing(Heard):
         def scalars(self, values, step):

@@ -96,7 +96,7 @@ def run_bars(tmp_path, **variables):
 
 def test_bars_are_drawn_on_a_terminal_and_stay_there(tmp_path):
     said = run_bars(tmp_path)
-    assert re.search(r"epoch 2/2 .* 6/6 batch .*loss \d\.\d{3}", said)
+    assert re.search(r"epoch 2/2 .* 3/3 batch .*loss \d\.\d{3}", said)
     assert re.search(r"three .* 3 case", said)
     assert "epoch 1/2: loss" not in said  # a line for each epoch is for logs
     assert "\x1b[?25l" not in said  # a cursor that is hidden stays so when the process is killed

@@ -15,6 +15,8 @@ from tests.reporting.run_folders import BEGUN, SCRIPT, make_crossed, make_run
 from volseg.cli import app
 from volseg.commands import spell
 from volseg.errors import ConfigError
+from volseg.evaluation.summary import read_summary
+from volseg.evaluation.tables import scores_table
 from volseg.monitoring.run_files import RunStatus, write_status
 from volseg.reporting import write_brief, write_report
 from volseg.reporting.content import Chart, Line, Shares
@@ -85,6 +87,53 @@ def test_each_gpu_is_told_and_the_forecast_of_the_fullest(run):
     cells = [[cell.strip() for cell in row.split("|")[2:6]] for row in rows]
     assert cells == [["3.00", "5.00", "", ""], ["4.00", "6.00", "", ""], ["", "", "4.00", "7.00"]]
     assert rows[-1].startswith("| the fullest")
+
+
+def test_pictures_come_first_and_charts_after(run, tmp_path):
+    for page in (read_page(run), read_page(make_crossed(tmp_path / "crossed"))):
+        titles = [text for text in page.texts if text in ("Cases to look at closely", "Scores", "Curves")]
+        assert titles[-3] == "Cases to look at closely"
+        assert page.tags.index("img") < page.tags.index("svg")
+
+
+def test_a_chart_without_two_values_is_not_drawn(run):
+    with (run / "history.jsonl").open("a", encoding="utf-8") as history:
+        for epoch in (20, 21):
+            flat = {f"val/{name}": 0.0 for name in ("undefined/Anterior", "undefined/Posterior")}
+            line = {"epoch": epoch, "step": 1, "time": 0.0, "scalars": {**flat, "val/nsd/Anterior": epoch / 30}}
+            history.write(json.dumps(line) + "\n")
+    page = read_page(run)
+    assert "Validation: undefined" not in page.texts
+    assert "Validation: NSD" in page.texts
+    first = (run / "history.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    (run / "history.jsonl").write_text(first + "\n", encoding="utf-8")
+    page = read_page(run)
+    assert "Curves" not in page.texts
+    assert "No curves: only one epoch has ended." in page.text
+
+
+@pytest.mark.parametrize("cases", [9, 10])
+def test_intervals_are_of_ten_cases_or_more(tmp_path, cases):
+    brief = write_brief(make_run(tmp_path / "run", cases=cases))
+    assert ("95 % interval" in brief) == (cases >= 10)
+    assert "intervals by bootstrap, of 10 cases or more" in read_page(tmp_path / "run").text
+
+
+def test_an_infinite_median_is_told_as_evaluate_does(run):
+    file = run / "validation" / "summary.json"
+    summary = json.loads(file.read_text(encoding="utf-8"))
+    for case in summary["metric_per_case"]:
+        case["metrics"]["1"] |= {"HD95": None, "n_pred": 0}
+    summary["mean"]["1"]["HD95"] = summary["median"]["1"]["HD95"] = None
+    summary["foreground_mean"]["HD95"] = 3.0
+    summary["undefined"]["1"]["HD95"] = len(summary["metric_per_case"])
+    file.write_text(json.dumps(summary), encoding="utf-8")
+    (row,) = [line for line in write_brief(run).splitlines() if line.startswith("| Anterior") and "HD95" in line]
+    told = [cell.strip() for cell in row.split("|")[3:-1]]
+    table = scores_table(read_summary(file), {"1": "Anterior"}, ["HD95"])
+    (evaluated,) = [line for line in table.splitlines() if "Anterior" in line]
+    assert told == ["-", "", "infinite", "12"]
+    assert [cell.strip() for cell in evaluated.split("|")[3:-1]] == ["-", "- to -", "infinite", "12"]
 
 
 def test_an_older_run_says_what_is_missing(run):

@@ -119,6 +119,20 @@ def test_latest_and_best_are_written_with_the_metadata(make_training, tmp_path):
     assert (latest.epoch, latest.metadata) == (3, {"config": {"name": "x"}})
 
 
+def test_a_training_that_begins_leaves_the_checkpoints_of_an_earlier_one(make_training, tmp_path):
+    make_training(epochs=1, hooks=[Checkpoints(tmp_path)]).run()
+    written = (tmp_path / LATEST).read_bytes()
+    with pytest.raises(
+        CheckpointError, match=r"holds latest\.pt of an earlier training.*load_checkpoint\('.*latest\.pt'"
+    ):
+        make_training(epochs=2, hooks=[Checkpoints(tmp_path)]).run()
+    assert (tmp_path / LATEST).read_bytes() == written
+    resumed = make_training(epochs=2, hooks=[Checkpoints(tmp_path)])
+    resumed.load_state_dict(load_checkpoint(tmp_path / LATEST))
+    assert len(resumed.run()) == 2
+    assert load_checkpoint(tmp_path / LATEST).epoch == 2
+
+
 @pytest.mark.parametrize("checkpoints_first", [True, False])
 def test_the_last_epoch_is_written_whoever_stopped_the_training(make_training, tmp_path, checkpoints_first):
     hooks = [Checkpoints(tmp_path, every_minutes=60), StopAfter(2)]

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from volseg.errors import ConfigError, DataError, ReaderError
 from volseg.files import replacing
 from volseg.memory import available_bytes
 from volseg.transforms.preprocessing import PREPROCESSING, Preprocessing
+from volseg.version import find_version
 
 try:
     import fcntl
@@ -307,16 +307,9 @@ def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str
         "task": about,
         "preprocessing": preprocessing.components,
         "code": _digest_code(task, preprocessing),
-        "libraries": {name: _read_version(name) for name in LIBRARIES},
+        "libraries": {name: find_version(name) for name in LIBRARIES},
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def _read_version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
 
 
 def _digest_code(task: Task, preprocessing: Preprocessing) -> str:

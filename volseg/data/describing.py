@@ -11,6 +11,7 @@ from volseg.data.catalogue import PublicTask, list_public_tasks
 from volseg.data.groups import propose_groups
 from volseg.data.readers import list_files, read_volume
 from volseg.data.threads import map_in_threads
+from volseg.formatting import align_columns
 from volseg.transforms.spacing import measure_sides
 
 __all__ = ["describe_public_task", "describe_task", "tabulate_public_tasks"]
@@ -23,7 +24,7 @@ def tabulate_public_tasks() -> str:
         structures = [name for value, name in task.labels.items() if value != 0]
         counts = (str(task.num_training), str(task.num_test))
         rows.append((task.name, ", ".join(task.modalities), *counts, ", ".join(structures), task.licence))
-    return _align(rows)
+    return "\n".join(align_columns(rows))
 
 
 def describe_public_task(task: PublicTask) -> str:
@@ -40,7 +41,7 @@ def describe_public_task(task: PublicTask) -> str:
         *([("a plan", ", ".join(f"{name} {value}" for name, value in plan.items()))] if plan else []),
         *(("mind", quirk) for quirk in task.manifest.get("quirks", ())),
     ]
-    return f"{_align(facts)}\nfetch it by: {spell(f'volseg data fetch {task.name}')}"
+    return "\n".join([*align_columns(facts), f"fetch it by: {spell(f'volseg data fetch {task.name}')}"])
 
 
 def describe_task(task: Task, *, progress: Callable[[], object] | None = None) -> str:
@@ -84,7 +85,7 @@ def describe_task(task: Task, *, progress: Callable[[], object] | None = None) -
         ("voxels", _summarise(shapes)),
         ("spacing", f"{_summarise(spacings)} mm"),
     ]
-    return _align(facts)
+    return "\n".join(align_columns(facts))
 
 
 def _measure(path: Path) -> tuple[tuple[int, ...], list[float]]:
@@ -107,10 +108,3 @@ def _list_channels(modalities: Sequence[str]) -> str:
 
 def _list_labels(labels: Mapping[int, str]) -> str:
     return ", ".join(f"{value} {name}" for value, name in labels.items())
-
-
-def _align(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as lines whose columns begin below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)

@@ -31,9 +31,10 @@ def plan(
     net: nn.Module,
     shape: Sequence[int],
     *,
-    devices: int | Sequence[str | int | torch.device] | None = None,
+    gpus: int | None = None,
     gpu: GpuKind | str | None = None,
     instance: str | None = None,
+    devices: int | Sequence[str | int | torch.device] | None = None,
     precision: str | torch.dtype = "auto",
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -48,12 +49,14 @@ def plan(
         Any network, on any device. It is left as it is.
     shape : sequence of int
         Of a step's images, (B, C, D, H, W).
-    devices : int or sequence, optional
-        How many GPUs, or which of this machine; by default 1, all of the instance's, or all of this machine's.
+    gpus : int, optional
+        How many; by default 1, all of the instance's, or all of this machine's.
     gpu : GpuKind or str, optional
         What they are, such as ``v100-16``; `volseg.estimate.gpu_kinds.name_kinds` lists them.
     instance : str, optional
         In place of that, a machine that can be rented, such as ``p3.8xlarge``.
+    devices : sequence, optional
+        In place of these, which GPUs of this machine; a number means ``gpus``.
     precision : str or torch.dtype
         ``fp32``, ``bf16``, ``fp16``, or ``auto``: bf16 where the GPU has units for it, else fp16.
     loss : callable, optional
@@ -80,10 +83,12 @@ def plan(
     Examples
     --------
     >>> net = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 2, 1))
-    >>> plan(net, (4, 1, 64, 64, 64), devices=2, gpu="v100-16").chosen.candidate.num_gpus <= 2
+    >>> plan(net, (4, 1, 64, 64, 64), gpus=2, gpu="v100-16").chosen.candidate.num_gpus <= 2
     True
     """
-    machine = _find_machine(devices, gpu, instance)
+    if gpus is not None and devices is not None:
+        raise ParallelError(f"{gpus=} and {devices=} were given: give one of them, gpus for a number")
+    machine = _find_machine(devices if gpus is None else gpus, gpu, instance)
     work = describe_network(
         net, _check(shape), dtype=_find_dtype(precision, machine.gpu), loss=loss, optimizer=optimizer
     )
@@ -125,14 +130,14 @@ def _find_machine(
         named = find_instance(instance)
         wanted = named.num_gpus if count is None else count
         if not 1 <= wanted <= named.num_gpus:
-            raise ParallelError(f"devices={wanted}, and {named.instance} has {named.num_gpus} GPU(s)")
+            raise ParallelError(f"gpus={wanted}, and {named.instance} has {named.num_gpus} GPU(s)")
         return replace(named, num_gpus=wanted)
     if gpu is None:
         there = list_gpus() if devices is None or isinstance(devices, int) else name_devices(devices)
         there = there[:count]
         if not there or any(device.type != "cuda" for device in there):
             raise ParallelError(
-                "for which GPUs? None is visible here; name a kind by gpu='v100-16' with devices=4, or a machine by "
+                "for which GPUs? None is visible here; name a kind by gpu='v100-16' with gpus=4, or a machine by "
                 "instance='p3.8xlarge'"
             )
         gpu, count = torch.cuda.get_device_name(there[0]), count or len(there)

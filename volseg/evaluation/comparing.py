@@ -30,11 +30,11 @@ from volseg.evaluation.summary import (
     read_names,
     read_settings,
     read_summary,
-    replace_unknown,
 )
 from volseg.evaluation.surfaces import DISTANCES
-from volseg.evaluation.tables import format_table, name_cases
-from volseg.files import replacing
+from volseg.evaluation.tables import name_cases
+from volseg.files import replace_nan, replacing
+from volseg.formatting import format_table
 
 __all__ = [
     "Method",
@@ -75,10 +75,9 @@ class PairedResult:
     first: str
     second: str
     num_cases: int
-    """In which both have a value."""
+    """In which both have a finite value: all other numbers are of these."""
     mean_first: float
     mean_second: float
-    """Over the cases whose difference is finite."""
     mean_difference: float
     low: float
     high: float
@@ -89,13 +88,18 @@ class PairedResult:
     num_worse: int
     num_equal: int
     num_undefined: int
-    """Cases with a distance that one or both lack; they count in ranks and medians, and in no mean."""
+    """Further cases, in which a distance is infinite: one of the methods, or both, found nothing."""
     p_value: float
     """Of Wilcoxon's signed-rank test, two-sided."""
     p_holm: float
     """Corrected for the other labels and pairs."""
     differences: tuple[float, ...]
-    """By case, in the order of their ids; NaN where one has no value."""
+    """By case, in the order of their ids; infinite where one distance is, NaN where both are or one has no value."""
+
+    @property
+    def is_less_better(self) -> bool:
+        """Whether the metric is a distance."""
+        return self.metric in DISTANCES
 
 
 def read_method(source: str | Path, name: str | None = None) -> Method:
@@ -218,9 +222,9 @@ def _scores_by_case(method: Method, label: str, metric: str) -> NDArray[np.float
 
 def _compare(metric: str, label: str, first: Method, second: Method) -> dict:
     scores = [_scores_by_case(method, label, metric) for method in (first, second)]
-    differences = _subtract(scores[1], scores[0])
-    known = differences[~np.isnan(differences)]
-    is_finite = np.isfinite(scores[0]) & np.isfinite(scores[1])
+    with np.errstate(invalid="ignore"):  # two infinite distances
+        differences = scores[1] - scores[0]
+    is_finite = np.isfinite(differences)
     finite = differences[is_finite]
     better = -1 if metric in DISTANCES else 1
     interval = mean_intervals(finite[:, None])[1] if finite.size else None
@@ -229,26 +233,20 @@ def _compare(metric: str, label: str, first: Method, second: Method) -> dict:
         "label": first.labels.get(label, second.labels.get(label, label)),
         "first": first.name,
         "second": second.name,
-        "num_cases": known.size,
+        "num_cases": finite.size,
         "mean_first": _mean(scores[0][is_finite]),
         "mean_second": _mean(scores[1][is_finite]),
         "mean_difference": _mean(finite),
         "low": interval.low if interval else math.nan,
         "high": interval.high if interval else math.nan,
-        "median_difference": find_median(known),
-        "num_better": int((better * known > 0).sum()),
-        "num_worse": int((better * known < 0).sum()),
-        "num_equal": int((known == 0).sum()),
-        "num_undefined": int(known.size - finite.size),
-        "p_value": _test(known),
+        "median_difference": find_median(finite),
+        "num_better": int((better * finite > 0).sum()),
+        "num_worse": int((better * finite < 0).sum()),
+        "num_equal": int((finite == 0).sum()),
+        "num_undefined": int((~np.isnan(scores).any(axis=0)).sum() - finite.size),
+        "p_value": _test(finite),
         "differences": tuple(differences.tolist()),
     }
-
-
-def _subtract(second: NDArray[np.float64], first: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return differences; 0 where a distance is infinite by both methods."""
-    is_both = np.isinf(second) & np.isinf(first)
-    return np.where(is_both, 0.0, np.where(is_both, 0.0, second) - np.where(is_both, 0.0, first))
 
 
 def _test(differences: NDArray[np.float64]) -> float:
@@ -256,9 +254,7 @@ def _test(differences: NDArray[np.float64]) -> float:
     differences = differences[differences != 0]
     if not differences.size:
         return 1.0
-    # An infinite difference has the highest rank, which is all that the test asks of it.
-    most = 2 * np.abs(differences[np.isfinite(differences)]).max(initial=0) + 1
-    return float(wilcoxon(np.clip(differences, -most, most)).pvalue)
+    return float(wilcoxon(differences).pvalue)
 
 
 def _correct(p_values: Sequence[float]) -> list[float]:
@@ -278,6 +274,8 @@ def _mean(values: NDArray[np.float64]) -> float:
     return float(values.mean()) if values.size else math.nan
 
 
+SIDES = f"above 0, in {', '.join(DISTANCES)} below 0"
+
 WIDTH, MARGIN, ROW = 760, 260, 34
 """Of the picture, in its units."""
 
@@ -285,10 +283,20 @@ WIDTH, MARGIN, ROW = 760, 260, 34
 def comparison_table(results: Sequence[PairedResult]) -> str:
     """Return a Markdown table, a row for each metric, label and pair of methods."""
     rows: list[tuple[str, ...]] = [
-        ("metric", "label", "methods", "means", "difference", "95 % interval", "better/worse/equal", "p", "p (Holm)")
+        (
+            "metric",
+            "label",
+            "methods",
+            "means",
+            "difference",
+            "95 % interval",
+            "better/worse/equal",
+            "p",
+            "p (Holm)",
+        )
     ]
     for of in results:
-        undefined = f", {of.num_undefined} undefined" if of.num_undefined else ""
+        undefined = f", {of.num_undefined} with an infinite distance left out" if of.num_undefined else ""
         rows.append(
             (
                 of.metric,
@@ -302,7 +310,7 @@ def comparison_table(results: Sequence[PairedResult]) -> str:
                 f"{of.p_holm:.2g}",
             )
         )
-    return format_table(rows)
+    return f"{format_table(rows)}\n\nA difference is the second method less the first. The second is better {SIDES}."
 
 
 def write_comparison(results: Sequence[PairedResult], methods: Sequence[Method], folder: str | Path) -> list[Path]:
@@ -315,7 +323,7 @@ def write_comparison(results: Sequence[PairedResult], methods: Sequence[Method],
         "cases": cases,
         "test": "Wilcoxon signed-rank, two-sided, cases of no difference left out",
         "correction": "Holm, over the labels and pairs of methods of a metric",
-        "results": [replace_unknown(asdict(result)) for result in results],
+        "results": [replace_nan(asdict(result)) for result in results],
     }
     with replacing(paths[0]) as partial:
         partial.write_text(json.dumps(told, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -332,7 +340,7 @@ def write_comparison(results: Sequence[PairedResult], methods: Sequence[Method],
 def draw_comparison(results: Sequence[PairedResult]) -> str:
     """Return an SVG: a panel for each metric, in it a row for each label and pair, a dot for each case.
 
-    A bar is the interval of the mean difference. Differences that are not finite are not drawn.
+    A bar is the interval of the mean difference. The cases of a row that are not drawn are counted in it.
     """
     metrics = list(dict.fromkeys(of.metric for of in results))
     panels, top = [], 10
@@ -356,7 +364,8 @@ def _draw_panel(metric: str, rows: Sequence[PairedResult], top: int) -> str:
         return MARGIN + (WIDTH - MARGIN - 20) * (value / reach + 1) / 2
 
     lines = [
-        f'<text x="10" y="{top + 15}" font-weight="bold">{escape(metric)}: difference by case</text>',
+        f'<text x="10" y="{top + 15}" font-weight="bold">{escape(metric)}: difference by case; the second method is '
+        f"better {'left' if rows[0].is_less_better else 'right'} of 0</text>",
         f'<line x1="{place(0):.1f}" x2="{place(0):.1f}" y1="{top + 22}" y2="{bottom}" stroke="black"/>',
     ]
     lines += [
@@ -365,7 +374,9 @@ def _draw_panel(metric: str, rows: Sequence[PairedResult], top: int) -> str:
     ]
     for number, of in enumerate(rows):
         middle = top + 30 + ROW * number + ROW / 2
-        lines.append(f'<text x="10" y="{middle - 2:.1f}">{escape(of.label)}</text>')
+        absent = len(of.differences) - of.num_cases
+        label = f"{of.label} ({absent} of {len(of.differences)} cases not drawn)" if absent else of.label
+        lines.append(f'<text x="10" y="{middle - 2:.1f}">{escape(label)}</text>')
         lines.append(f'<text x="10" y="{middle + 11:.1f}" fill="gray">{escape(f"{of.second} - {of.first}")}</text>')
         for rank, value in enumerate(of.differences):
             if math.isfinite(value):

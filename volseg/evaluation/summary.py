@@ -27,7 +27,7 @@ from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, mean_interval
 from volseg.evaluation.overlap import METRICS, Metrics, evaluate_case
 from volseg.evaluation.scoring import Scoring
 from volseg.evaluation.surfaces import DISTANCES
-from volseg.files import replacing
+from volseg.files import replace_nan, replacing
 
 __all__ = [
     "JUDGED",
@@ -43,7 +43,6 @@ __all__ = [
     "read_settings",
     "read_structure",
     "read_summary",
-    "replace_unknown",
     "summarise",
     "write_summary",
 ]
@@ -193,7 +192,7 @@ def write_summary(summary: Summary, path: str | os.PathLike[str]) -> Path:
 
 def format_summary(summary: Summary) -> str:
     """Return ``summary`` as JSON; what is no finite number becomes null."""
-    return json.dumps(replace_unknown(summary), indent=2, allow_nan=False)
+    return json.dumps(replace_nan(summary), indent=2, allow_nan=False)
 
 
 def read_structure(key: str) -> Structure:
@@ -264,12 +263,3 @@ def _average(several: Iterable[Mapping[str, float]]) -> Metrics:
         values = [row[name] for row in rows if math.isfinite(row[name])]
         means[name] = math.fsum(values) / len(values) if values else math.nan
     return means
-
-
-def replace_unknown(value: Any) -> Any:
-    """Return plain values for JSON, which knows no NaN and no infinity: they become null."""
-    if isinstance(value, Mapping):
-        return {key: replace_unknown(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [replace_unknown(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

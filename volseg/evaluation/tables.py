@@ -11,10 +11,10 @@ from volseg.data.readers import stem
 from volseg.evaluation.scoring import Scoring
 from volseg.evaluation.summary import JUDGED, Summary, complete_summary, read_structure
 from volseg.files import replacing
+from volseg.formatting import UNITS, format_table, format_value
 
-__all__ = ["explain_scores", "format_table", "name_cases", "scores_table", "write_cases"]
+__all__ = ["explain_scores", "name_cases", "scores_table", "write_cases"]
 
-UNITS = {"HD95": "mm", "HD": "mm", "ASSD": "mm", "volume_diff_ml": "ml"}
 TABULATED = ("Dice", "NSD", "HD95", "ASSD", "lesion_F1", "volume_diff_ml")
 
 
@@ -52,15 +52,15 @@ def scores_table(summary: Summary, names: Mapping[str, str], metrics: Collection
                 (
                     f"{metric} ({UNITS[metric]})" if metric in UNITS and not metric.endswith("_ml") else metric,
                     names.get(key, key),
-                    _format(mean[metric], metric),
-                    "" if metric not in JUDGED else f"{_format(low, metric)} to {_format(high, metric)}",
-                    _format(full["median"][key][metric], metric) if metric in full["median"][key] else "",
+                    format_value(mean[metric], metric),
+                    "" if metric not in JUDGED else f"{format_value(low, metric)} to {format_value(high, metric)}",
+                    format_value(full["median"][key][metric], metric) if metric in full["median"][key] else "",
                     "" if undefined is None else str(undefined),
                 )
             )
         labels = [key for key in summary["mean"] if key != "0" and metric in summary["mean"][key]]
         if metric in JUDGED and len(labels) > 1:
-            mean = _format(summary["foreground_mean"][metric], metric)
+            mean = format_value(summary["foreground_mean"][metric], metric)
             rows.append((rows[-1][0], "mean of labels", mean, "", "", ""))
     return format_table(rows)
 
@@ -75,15 +75,6 @@ def explain_scores(scoring: Scoring) -> list[str]:
     if scoring.distances:
         lines.append("Undefined: cases in which only one of the two has the label; no mean of a distance has them.")
     return lines
-
-
-def format_table(rows: Collection[tuple[str, ...]]) -> str:
-    """Return a Markdown table whose columns are as wide as they need to be; the first row is the header."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    return "\n".join([lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]])
 
 
 def write_cases(summary: Summary, names: Mapping[str, str], path: str | os.PathLike[str]) -> Path:
@@ -102,9 +93,3 @@ def write_cases(summary: Summary, names: Mapping[str, str], path: str | os.PathL
                 values = ["" if math.isnan(metrics[name]) else metrics[name] for name in first]
                 table.writerow([case_id, str(read_structure(key)), names.get(key, key), *values, *files])
     return path
-
-
-def _format(value: float, metric: str) -> str:
-    if not math.isfinite(value):
-        return "infinite" if math.isinf(value) else "-"
-    return f"{value:.3f}" if metric in UNITS else f"{value:.4f}"

@@ -23,6 +23,7 @@ from volseg.errors import ConfigError
 from volseg.experiment.own_components import REGISTRIES
 from volseg.experiment.sources import open_one
 from volseg.files import replacing, require_new
+from volseg.monitoring.advice import SMALL
 from volseg.monitoring.progress import count_up
 from volseg.parallel.devices import count_gpus, is_launched
 from volseg.planning import (
@@ -116,8 +117,11 @@ def _find_fingerprint(task: Task, skip_bad: bool) -> Fingerprint:
     return taken.fingerprint
 
 
-def format_plan(planned: Plan, path: str | Path, *, trains: bool = False) -> str:
-    """Return what was planned, in a few lines, and what to type next unless the training begins now."""
+def format_plan(planned: Plan, path: str | Path, *, trains: bool = False, is_short: bool = False) -> str:
+    """Return what was planned, in a few lines, and what to type next unless the training begins now.
+
+    Without a GPU it offers a small plan, unless the training ``is_short``.
+    """
     geometry, fingerprint = planned.geometry, planned.fingerprint
     size = " x ".join(f"{side:g}" for side in geometry.median_shape)
     lines = {
@@ -130,14 +134,12 @@ def format_plan(planned: Plan, path: str | Path, *, trains: bool = False) -> str
         **({} if planned.like is None else {"begins with": planned.like.source}),
         "for": f"{geometry.num_gpus} GPU(s) of {planned.gpu_memory:g} GiB",
     }
-    slow = (
-        "this machine has no GPU, and the plan takes days on a CPU; try --set training.epochs=5 --set "
-        "training.iterations=50 first"
-    )
+    small = " ".join(f"--set {key}={value}" for key, value in SMALL.items())
+    slow = [] if is_short or count_gpus() else [f"this machine has no GPU: the plan takes days; try {small} first"]
     written = f"written to {path}, with the reason for each value"
     command = spell(f"volseg train {quote(str(path))}")
     last = [f"{written}. The training begins."] if trains else [f"{written}. Next:", f"  {command}"]
-    return "\n".join([*(f"{what:12} {text}" for what, text in lines.items()), *([] if count_gpus() else [slow]), *last])
+    return "\n".join([*(f"{what:12} {text}" for what, text in lines.items()), *slow, *last])
 
 
 def is_data_set(path: str | Path) -> bool:
@@ -210,7 +212,8 @@ def plan_run(
     skip_bad = bool(data.get("skip_bad")) if isinstance(data, dict) else False
     planned = configure(folder, preset=preset, gpu_memory=gpu_memory, skip_bad=skip_bad)
     write_config(planned, file, overwrite=True)
-    logger.info("%s", format_plan(planned, file, trains=True))
+    is_short = {"epochs", "iterations"} & {*(values.get("training") or ())} != set()
+    logger.info("%s", format_plan(planned, file, trains=True, is_short=is_short))
     return file
 
 

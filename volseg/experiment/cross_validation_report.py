@@ -1,6 +1,5 @@
 """Compute the results of a cross-validation: numbers per fold and label, with intervals."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from volseg.evaluation.intervals import CONFIDENCE, NUM_RESAMPLES, SEED, MeanInt
 from volseg.evaluation.published import PublishedResult, published_results
 from volseg.evaluation.summary import Summary, complete_summary, read_structure, summarise
 from volseg.experiment.folds import FoldResult
+from volseg.files import replace_nan
 from volseg.reporting import NAME, write_brief
 from volseg.workflow.validation import read_evaluated
 
@@ -93,12 +93,12 @@ class CrossValidated:
 
 def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str, Any]:
     """Return everything as plain values for JSON; what is not a number is null."""
-    return {
+    told = {
         "name": crossed.config.name,
         "task": crossed.task.name,
         "num_folds": crossed.num_folds,
         "num_cases": len(crossed.summary["metric_per_case"]),
-        "mean_dice": _drop_nan(crossed.mean_dice),
+        "mean_dice": crossed.mean_dice,
         "labels": {label.name: _describe_label(label) for label in crossed.labels},
         "scores": _describe_scores(crossed),
         "bootstrap": {"kind": "percentile", "confidence": CONFIDENCE, "resamples": NUM_RESAMPLES, "seed": SEED},
@@ -108,6 +108,7 @@ def as_json(crossed: CrossValidated, environment: Mapping[str, Any]) -> dict[str
         "config": crossed.config.model_dump(mode="json"),
         "environment": environment,
     }
+    return replace_nan(told)
 
 
 def _describe_scores(crossed: CrossValidated) -> dict[str, dict[str, Any]]:
@@ -126,10 +127,7 @@ def _describe_scores(crossed: CrossValidated) -> dict[str, dict[str, Any]]:
             for name in ("median", "undefined"):
                 if metric in full[name][key]:
                     one[name] = full[name][key][metric]
-            of[metric] = {
-                name: [_drop_nan(each) for each in value] if isinstance(value, list) else _drop_nan(value)
-                for name, value in one.items()
-            }
+            of[metric] = one
     return described
 
 
@@ -140,12 +138,7 @@ def format_cross_validation(crossed: CrossValidated) -> str:
 
 
 def _describe_label(label: LabelResult) -> dict[str, Any]:
-    statistics = {name: _drop_nan(value) for name, value in asdict(label.over_cases).items()}
-    return {
-        "of_folds": [_drop_nan(dice) for dice in label.of_folds],
-        "mean_of_folds": _drop_nan(label.over_folds),
-        **statistics,
-    }
+    return {"of_folds": label.of_folds, "mean_of_folds": label.over_folds, **asdict(label.over_cases)}
 
 
 def _describe_fold(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:
@@ -157,14 +150,10 @@ def _describe_fold(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:
         "epochs": len(fold.history),
         "seconds": crossed.seconds.get(fold.number),
         "seconds_training": fold.seconds_training,
-        "mean_dice": _drop_nan(fold.mean_dice),
+        "mean_dice": fold.mean_dice,
         "dice": {
-            crossed.task.structures[read_structure(label)]: _drop_nan(mean["Dice"])
+            crossed.task.structures[read_structure(label)]: mean["Dice"]
             for label, mean in fold.summary["mean"].items()
             if label != "0"
         },
     }
-
-
-def _drop_nan(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -25,12 +25,11 @@ from volseg.exchange.traced import require_same_logits, trace, write_onnx, write
 from volseg.experiment.imported import MEMBERS, POSTPROCESSING, WEIGHTS
 from volseg.experiment.sources import load_trained, require_runs
 from volseg.experiment.trained import Trained, open_run
-from volseg.files import digest_file, require_new
+from volseg.files import digest_file, replace_nan, require_new
 from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import full_logits
 from volseg.models import FitGrid
 from volseg.models.grids import GridRule
-from volseg.monitoring.run_files import replace_nan
 
 __all__ = ["FORMATS", "PLAIN", "export", "export_network"]
 

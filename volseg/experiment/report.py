@@ -23,12 +23,13 @@ from volseg.data.threads import map_in_threads
 from volseg.errors import VolsegError
 from volseg.evaluation.published import published_results
 from volseg.evaluation.summary import Summary, read_structure
-from volseg.evaluation.tables import format_table
 from volseg.experiment.cases import PatientReport
 from volseg.experiment.placed_network import build_plain_network
 from volseg.experiment.rehearsing import rehearse_network
 from volseg.files import replacing
+from volseg.formatting import format_duration, format_table
 from volseg.monitoring.pictures import draw_example
+from volseg.monitoring.run_files import read_times
 from volseg.parallel.state.random import own_random_numbers
 from volseg.reporting import NAME, write_brief, write_report
 from volseg.reporting.reading import OVERLAYS, TOLD, list_component_files, read_scores
@@ -133,10 +134,12 @@ def format_outcome(outcome: Outcome) -> str:
     folder = outcome.folder.path
     own = name_components(list_component_files(folder, []))
     found = dice_table(outcome.validated.summary, outcome.task) if outcome.validated else "(no validation cases)"
+    seconds = [part.seconds for part in read_times(outcome.folder.times_file)] or [outcome.seconds]
+    resumed = f" in {len(seconds)} parts" if len(seconds) > 1 else ""
     return f"""
 {found}
 
-The run is in {folder} ({outcome.seconds:.0f} s); report: {outcome.folder.report_page} and report.md
+The run is in {folder} ({format_duration(sum(seconds))}{resumed}); report: {outcome.folder.report_page} and report.md
 
 Next:
   {spell(f"tensorboard --logdir {quote(str(outcome.folder.tensorboard))}")}

@@ -14,6 +14,7 @@ from volseg.device.module_internals import (
     PARAMETERS,
     load_from_state_dict,
 )
+from volseg.launched import find_launch
 from volseg.models.grids import GridRule, grid_rule
 
 __all__ = ["FitGrid"]
@@ -125,8 +126,10 @@ class FitGrid(nn.Module):
         return f"{type(self.net).__name__}, {self.rule}"
 
     def _log_padding(self, sides: tuple[int, ...], whole: tuple[int, ...]) -> None:
-        if not self._told:
-            self._told = True
+        if self._told:
+            return
+        self._told = True
+        if (launch := find_launch()) is None or launch.rank == 0:
             logger.warning(
                 "%s takes sides divisible by %s: volumes of %s voxels are padded to %s and its outputs cropped back "
                 "(said once)",

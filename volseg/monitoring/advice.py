@@ -1,31 +1,39 @@
-"""One line of advice where a training will take hours, or waits for its batches."""
+"""How long a training will take, and advice where that is hours, or where it waits for its batches."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
+from logging import DEBUG, INFO
 from statistics import median
 from typing import Any
 
 from volseg.checkpointing.state import EpochRecord
 from volseg.config.shipped import find_shipped
 from volseg.data.augmented import AugmentedBatches, EpochBatches, GrowingBatches
+from volseg.formatting import format_duration
 from volseg.workflow.hooks import Hook
 from volseg.workflow.spatial_group import GroupBatches
 from volseg.workflow.training import Training
 
-__all__ = ["DurationWarning", "WaitingAdvice", "advice", "describe_duration"]
+__all__ = ["SMALL", "Duration", "WaitingAdvice", "advice"]
 
 logger = logging.getLogger(__name__)
 
 NUM_TIMED = 5
 """Batches, after a first one in which memory is taken and libraries choose their kernels."""
 
-LONG_SECONDS = 2 * 3600
-"""From which on it is said."""
+SHORT_SECONDS, LONG_SECONDS = 60, 2 * 3600
+"""From which on it is said, and from which on there is advice."""
+
+SMALL = {"training.epochs": 5, "training.iterations": 50}
+"""A small plan to try first on a CPU."""
 
 
-class DurationWarning(Hook):
-    """Say once how long a training on a CPU will take, if that is hours, and what to do about it.
+class Duration(Hook):
+    """Say once how long a training on a CPU will take and, if that is hours, what to do about it.
+
+    On a GPU a batch is computed after its end: there the first epoch tells (`volseg.monitoring.progress`).
 
     Parameters
     ----------
@@ -52,28 +60,19 @@ class DurationWarning(Hook):
         seconds = median(end - begin for begin, end in zip(self._ends, self._ends[1:], strict=False))
         left = (training.epochs - training.epoch) * training.num_batches - training.position
         self._ends = None
-        if seconds * left >= LONG_SECONDS:
-            logger.warning(
-                "%d batches of %.1f s will take about %s on this CPU, validations aside. Take a GPU, or fewer and "
-                "smaller batches and a smaller network (training.epochs, training.iterations, patch.batch, network): "
-                "%s trains Task04 in about a quarter of an hour on two cores",
-                left,
-                seconds,
-                describe_duration(seconds * left),
-                find_shipped("task04_cpu"),
-            )
-
-
-def describe_duration(seconds: float) -> str:
-    """Return a duration in words, in the unit that suits it.
-
-    >>> describe_duration(31 * 3600), describe_duration(40 * 60), describe_duration(300 * 3600)
-    ('31 h', '40 minutes', '12 days')
-    """
-    hours = seconds / 3600
-    if hours < 2:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{hours:.0f} h" if hours < 72 else f"{hours / 24:.0f} days"
+        told = f"{left} batches of {format_duration(seconds)} will take about {format_duration(seconds * left)}"
+        small = math.prod(SMALL.values())
+        if seconds * left < LONG_SECONDS or left <= small:
+            logger.log(INFO if seconds * left > SHORT_SECONDS else DEBUG, "%s on this CPU, validations aside", told)
+            return
+        logger.warning(
+            "%s on this CPU, validations aside. Take a GPU, or a small plan first: %s takes about %s; "
+            "%s trains Task04 in about a quarter of an hour on two cores",
+            told,
+            " ".join(f"--set {key}={value}" for key, value in SMALL.items()),
+            format_duration(seconds * small),
+            find_shipped("task04_cpu"),
+        )
 
 
 SHARE = 0.1

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from volseg.files import replace_nan
 from volseg.lifetime import call_before_last_words, shape_last_words
-from volseg.monitoring.run_files import replace_nan
 from volseg.streams import make_printable
 
 __all__ = [
@@ -170,6 +170,8 @@ class Bar:
             self.title = changes["description"] = changes.pop("title")
         if self._place is not None:
             shown, task = self._place
+            if done < shown.tasks[task].completed:  # begun anew
+                shown.reset(task, total=self.total)
             shown.update(task, completed=done, total=self.total, count=self._describe(), **changes)
 
     def close(self) -> None:

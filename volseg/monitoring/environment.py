@@ -1,6 +1,5 @@
 """What a run was made with, so that a number can be traced to the machine and code behind it."""
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from volseg.parallel.devices import list_gpus
-from volseg.version import __version__
+from volseg.version import __version__, find_version
 
 __all__ = ["environment"]
 
@@ -24,7 +23,7 @@ def environment() -> dict[str, Any]:
         "volseg": __version__,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
-        "libraries": {name: _version(name) for name in LIBRARIES},
+        "libraries": {name: find_version(name) for name in LIBRARIES},
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in devices],
@@ -32,13 +31,6 @@ def environment() -> dict[str, Any]:
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "platform": platform.platform(),
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git_commit() -> str | None:

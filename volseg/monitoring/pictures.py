@@ -19,7 +19,7 @@ from torch.nn import functional
 from volseg.data.labels import LABEL_COLOURS
 from volseg.workflow.validation import Example
 
-__all__ = ["PALETTE", "draw_example", "draw_slices", "face_patient"]
+__all__ = ["PALETTE", "draw_example", "draw_patches", "draw_slices", "face_patient"]
 
 PALETTE = torch.tensor(LABEL_COLOURS, dtype=torch.float32)
 
@@ -33,8 +33,14 @@ TINT = 0.18
 PALE = 0.6
 """How white a prediction's line is."""
 
+DARK = 0.05
+"""Of the range of intensities: planes at the border that are darker, and hold no label, are cut off."""
+
 TEXT = (205, 205, 205)
 GAP = 6
+SAMPLES = 4
+"""Of a batch, that are drawn."""
+
 LONGEST = 4
 """Times ``min_side``: what is very long and thin is not drawn any larger."""
 
@@ -47,6 +53,23 @@ def draw_example(example: Example, *, channel: int = 0, min_side: int = 512) -> 
     )
     spacing = [float(affine[:3, source].norm()) for source in _find_axes(affine)[0]]
     return draw_slices(image, label, prediction, spacing=spacing, channel=channel, min_side=min_side)
+
+
+def draw_patches(images: Tensor, labels: Tensor, *, channel: int = 0) -> Tensor:
+    """Return the slices of a batch's first samples below each other; see `draw_slices`.
+
+    Parameters
+    ----------
+    images, labels : Tensor
+        ``(B, C, D, H, W)`` and ``(B, D, H, W)`` or ``(B, 1, D, H, W)``, on any device.
+    channel : int
+        Of the images.
+    """
+    chosen = images[:SAMPLES].detach().cpu(), labels[:SAMPLES].flatten(1).unflatten(1, (-1, *labels.shape[-3:])).cpu()
+    samples = zip(*chosen, strict=True)
+    return _put_together(
+        [draw_slices(image, label[0], spacing=(1, 1, 1), channel=channel, min_side=256) for image, label in samples], -2
+    )
 
 
 def face_patient(volume: Tensor, affine: Tensor) -> Tensor:
@@ -97,24 +120,22 @@ def draw_slices(
     volume = image if image.ndim == 3 else image[channel]
     grey = _scale_intensities(volume)
     shown = label if prediction is None or bool((label > 0).any()) else prediction
-    indices = [_find_fullest(shown, axis) for axis in range(3)]
-    extents = [size * side for size, side in zip(volume.shape, spacing, strict=True)]
-    pixels = _find_scale(extents, spacing, min_side)
+    volumes = [each for each in (grey, label, prediction) if each is not None]
+    box = _find_content(volumes)
+    extents = [(part.stop - part.start) * side for part, side in zip(box, spacing, strict=True)]
+    is_stacked, pixels = _choose_layout(extents, spacing, min_side)
     panels = []
-    for axis, index in enumerate(indices):
+    for axis in range(3):
+        index = _find_fullest(shown, axis)
         across, upward = (dim for dim in range(3) if dim != axis)
         size = (max(round(extents[upward] * pixels), 1), max(round(extents[across] * pixels), 1))
-        cut = [_turn(each.select(axis, index)) for each in (grey, label, prediction) if each is not None]
+        cut = [_turn(each.select(axis, index)[box[across], box[upward]]) for each in volumes]
         panel = _paint(cut, size, line=max(round(min_side / 256), 1))
         title = f"{PLANES[axis]} {index + 1} / {volume.shape[axis]}"
         panels.append(_frame(panel, title, SIDES[axis], min_side // 4))
-    height = max(min_side, *(panel.shape[-2] for panel in panels))
-    gaps = (GAP, GAP, 0)
-    row = torch.cat(
-        [functional.pad(panel, (0, gap, 0, height - panel.shape[-2])) for panel, gap in zip(panels, gaps, strict=True)],
-        dim=-1,
-    )
-    return functional.pad(row, _centre(row.shape[-1], max(min_side, row.shape[-1])))
+    row = _put_together([_put_together(panels[:2], -2), panels[2]] if is_stacked else panels, -1)
+    height, width = (max(min_side, size) for size in row.shape[-2:])
+    return functional.pad(row, (*_centre(row.shape[-1], width), 0, height - row.shape[-2]))
 
 
 def _find_axes(affine: Tensor) -> tuple[list[int], list[bool]]:
@@ -140,12 +161,26 @@ def _find_fullest(label: Tensor, axis: int) -> int:
     return int(held.argmax()) if bool(held.any()) else label.shape[axis] // 2
 
 
-def _find_scale(extents: Sequence[float], spacing: Sequence[float], min_side: int) -> float:
-    """Return pixels per mm: the row of slices ``min_side`` high, and no voxel smaller than a pixel, within bounds."""
-    across, along, upward = extents  # the slices' widths are along + across + across, the tallest is along or upward
-    height, width = max(upward, along), along + 2 * across
-    wanted = max(min_side / height, 1 / min(spacing))
-    return min(wanted, LONGEST * min_side / max(width, height))
+def _find_content(volumes: Sequence[Tensor]) -> list[slice]:
+    """Return the box around what is not dark in the image, label and prediction; all of an image that is dark."""
+    grey, *labels = volumes
+    seen = grey > DARK
+    seen = reduce(torch.logical_or, labels, seen) if bool(seen.any()) else torch.ones_like(seen)
+    held = [seen.movedim(axis, 0).flatten(1).any(1).nonzero() for axis in range(3)]
+    return [slice(int(planes[0]), int(planes[-1]) + 1) for planes in held]
+
+
+def _choose_layout(extents: Sequence[float], spacing: Sequence[float], min_side: int) -> tuple[bool, float]:
+    """Return whether the coronal slice is below the sagittal one, where less stays empty, and pixels per mm.
+
+    The picture is ``min_side`` high, and no voxel is smaller than a pixel, within bounds.
+    """
+    across, along, upward = extents
+    row = along + 2 * across, max(upward, along)
+    stack = max(along, across) + across, max(2 * upward, along)
+    is_stacked = math.prod(stack) < math.prod(row)
+    width, height = stack if is_stacked else row
+    return is_stacked, min(max(min_side / height, 1 / min(spacing)), LONGEST * min_side / max(width, height))
 
 
 def _turn(plane: Tensor) -> Tensor:
@@ -202,6 +237,17 @@ def _frame(panel: Tensor, title: str, sides: tuple[str, str], min_width: int) ->
     for place, side, anchor in ((4, sides[0], "lm"), (width - 5, sides[1], "rm")):
         pen.text((place, middle), side, fill=TEXT, font=font, anchor=anchor, stroke_width=2, stroke_fill=(0, 0, 0))
     return torch.from_numpy(np.array(drawn)).permute(2, 0, 1)
+
+
+def _put_together(panels: Sequence[Tensor], dim: int) -> Tensor:
+    """Return panels beside each other (``dim`` -1), or below each other (-2), with gaps."""
+    height, width = (max(panel.shape[axis] for panel in panels) for axis in (-2, -1))
+    padded = []
+    for panel in panels:
+        gap = 0 if panel is panels[-1] else GAP
+        right, below = (gap, height - panel.shape[-2]) if dim == -1 else (width - panel.shape[-1], gap)
+        padded.append(functional.pad(panel, (0, right, 0, below)))
+    return torch.cat(padded, dim)
 
 
 def _centre(size: int, wanted: int) -> tuple[int, int]:

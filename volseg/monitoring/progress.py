@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from volseg.checkpointing.state import EpochRecord
+from volseg.formatting import format_duration
 from volseg.monitoring.console import FIELDS, Bar, shows_bars
 from volseg.monitoring.memory import GIB, GpuMeter
 from volseg.monitoring.run_status import format_speed
@@ -77,8 +78,7 @@ class Progress(Hook):
         """Open the bar where the training stands."""
         if not training.is_main_process:
             return
-        done = training.epoch * training.num_batches + training.position
-        self._bar = Bar(_name_epoch(training), training.epochs * training.num_batches, done=done, unit="batch")
+        self._bar = Bar(_name_epoch(training), training.num_batches, done=training.position, unit="batch")
 
     def on_epoch_begin(self, training: Training) -> None:
         """Measure the speed anew: validations do not count."""
@@ -119,8 +119,9 @@ class Progress(Hook):
         told += _describe_scores(training)
         if training.voxels_per_batch is not None:
             told.append(format_speed(training.voxels_per_batch * batches_per_second))
-        told += self._describe_memory()
-        done = training.epoch * training.num_batches + training.position
+        told += [*self._describe_left(training), *self._describe_memory()]
+        is_over = training.epoch >= training.epochs
+        done = training.num_batches if is_over else training.position
         self._bar.set(done, title=_name_epoch(training), told=", ".join(told))
 
     def _describe(self, training: Training, record: EpochRecord) -> str:
@@ -133,9 +134,14 @@ class Progress(Hook):
         parts = [f"{record.seconds_waited:.1f} s waiting"]
         parts += [f"{record.seconds_validating:.1f} s validating"] if record.score is not None else []
         told.append(f"{record.seconds + record.seconds_validating:.1f} s ({', '.join(parts)})")
-        left = (training.epochs - training.epoch) * self._seconds / self._epochs
-        told += [f"{left / 60:.0f} min left"] if left else []
-        return f"epoch {record.epoch + 1}/{training.epochs}: {', '.join([*told, *self._describe_memory()])}"
+        told += [*self._describe_left(training), *self._describe_memory()]
+        return f"epoch {record.epoch + 1}/{training.epochs}: {', '.join(told)}"
+
+    def _describe_left(self, training: Training) -> list[str]:
+        """Return how long the rest of the training takes, by the epochs of this process so far."""
+        left = training.epochs - training.epoch - training.position / max(training.num_batches, 1)
+        seconds = left * self._seconds / max(self._epochs, 1)
+        return [f"{format_duration(seconds)} left"] if seconds > 0 else []
 
     def _describe_memory(self) -> list[str]:
         reserved = max((device.reserved for device in self._meter.read()), default=0)

@@ -16,12 +16,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO, TypeVar
+from typing import Annotated, Literal, TextIO, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from volseg.errors import DataError
-from volseg.files import replacing
+from volseg.files import replace_nan, replacing
 
 __all__ = [
     "ENDED",
@@ -38,7 +38,6 @@ __all__ = [
     "read_history",
     "read_status",
     "read_times",
-    "replace_nan",
     "write_status",
     "write_times",
 ]
@@ -230,16 +229,6 @@ def _read(file: str | Path, kind: TypeAdapter[Content]) -> Content | None:
     # first writing.
     except (ValidationError, IsADirectoryError):
         return None
-
-
-def replace_nan(content: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values for JSON, which knows no NaN and no infinity: they become null."""
-    return {
-        key: replace_nan(value)
-        if isinstance(value, dict)
-        else (None if isinstance(value, float) and not math.isfinite(value) else value)
-        for key, value in content.items()
-    }
 
 
 def _first_line(fault: Exception) -> str:

@@ -12,16 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from volseg.errors import DataError
+from volseg.formatting import format_duration
 from volseg.lifetime import is_running
 from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, read_status
 
 __all__ = ["Look", "find_runs", "format_speed", "look_at", "parse_age"]
-
-# Look into a run folder from outside: how far a training is, and whether it still lives; without torch, in a moment.
-#
-# What is judged is the age of the last heartbeat by this machine's clock. Whether the process is there can be told on
-# its own machine alone, in the same space of process ids (a container has its own).
-
 
 CLOCKS_DIFFER_SECONDS = 30.0
 """Between the time that a status says and the one at which the disk got it, from which on it is told."""
@@ -57,7 +52,7 @@ class Look:
             return f"its process {self.status.pid} is gone"
         assert self.age is not None
         if self.age > max_age:
-            return f"the last heartbeat is {_format_seconds(self.age)} old"
+            return f"the last heartbeat is {format_duration(self.age)} old"
         return None
 
     def as_json(self) -> dict[str, Any]:
@@ -85,12 +80,12 @@ class Look:
         speed = [] if status.voxels_per_second is None else [format_speed(status.voxels_per_second)]
         speed += [] if status.memory_gib is None else [f"{status.memory_gib:.1f} GiB of GPU memory"]
         if status.seconds_left is not None and not status.has_ended:
-            speed.insert(0, f"{_format_seconds(status.seconds_left)} left")
+            speed.insert(0, f"{format_duration(status.seconds_left)} left")
         if speed:
             lines.append(f"  time    {', '.join(speed)}")
         doing = "" if status.has_ended or not status.message else f" ({status.message})"
         assert self.age is not None
-        lines.append(f"  alive   {_format_seconds(self.age)} ago, by process {status.pid} on {status.host}{doing}")
+        lines.append(f"  alive   {format_duration(self.age)} ago, by process {status.pid} on {status.host}{doing}")
         return [*lines, *(f"  note    {remark}" for remark in self.remarks)]
 
 
@@ -113,13 +108,13 @@ def look_at(folder: str | Path) -> Look:
     lag = (folder / STATUS).stat().st_mtime - status.time
     if age < -CLOCKS_DIFFER_SECONDS:
         remarks.append(
-            f"the clock of {status.host} is at least {_format_seconds(-age)} ahead of this machine's, so the age is "
+            f"the clock of {status.host} is at least {format_duration(-age)} ahead of this machine's, so the age is "
             "not known"
         )
     elif abs(lag) > CLOCKS_DIFFER_SECONDS:
         way = "behind" if lag > 0 else "ahead of"
         remarks.append(
-            f"the clock of {status.host} is {_format_seconds(abs(lag))} {way} the disk's, or the folder is a copy: the "
+            f"the clock of {status.host} is {format_duration(abs(lag))} {way} the disk's, or the folder is a copy: the "
             "age may be wrong by as much"
         )
     is_here = status.host == socket.gethostname() and status.process_space == find_process_space()
@@ -162,16 +157,3 @@ def _is_run(folder: Path) -> bool:
 def _tell_progress(status: RunStatus) -> str:
     told = f"{status.epoch} of {status.epochs} done"
     return f"{told}, batch {status.batch} of {status.batches}" if status.batch else told
-
-
-def _format_seconds(seconds: float) -> str:
-    """Return a duration in its two largest units.
-
-    >>> [_format_seconds(seconds) for seconds in (0.4, 61, 7260, 200000)]
-    ['0 s', '1 min 1 s', '2 h 1 min', '2 d 7 h']
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    parts = [f"{value} {unit}" for value, unit in ((days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")) if value]
-    return " ".join(parts[:2]) or "0 s"

@@ -1,6 +1,7 @@
 """What loggers are told of a training, and when: one function makes the numbers, the same for all of them."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from volseg.checkpointing.state import EpochRecord
 from volseg.errors import ConfigError
 from volseg.monitoring.loggers import LoggedRun, Logger
 from volseg.monitoring.memory import GIB, DeviceMemory, GpuMeter, gather_memory
-from volseg.monitoring.pictures import draw_example
+from volseg.monitoring.pictures import draw_example, draw_patches
 from volseg.workflow.hooks import Hook
 from volseg.workflow.training import Training
 
@@ -19,12 +20,15 @@ __all__ = ["TrainingLog", "list_final", "list_scalars"]
 
 logger = logging.getLogger(__name__)
 
+BATCH_SECONDS = 30.0
+"""Between two tellings of the newest losses."""
+
 
 class TrainingLog(Hook):
     """Tell loggers of a training: numbers after each epoch, pictures after each validation, texts before the first.
 
-    Every process of a job has one, as the memory of all GPUs is shown; the leader's loggers alone hear of it. Between
-    two epochs nothing is done.
+    Every process of a job has one, as the memory of all GPUs is shown; only the leader's loggers hear of it. Of batches
+    they hear the first one's patches, and the newest losses every half minute.
 
     Parameters
     ----------
@@ -67,6 +71,7 @@ class TrainingLog(Hook):
         self._channel = channel
         self._ends = ends
         self._heard: list[Logger] = []
+        self._shows_patches, self._next = False, 0.0
 
     def on_training_begin(self, training: Training) -> None:
         """Begin every logger; events past the epoch from which a training is resumed are theirs to drop."""
@@ -85,6 +90,27 @@ class TrainingLog(Hook):
                 raise
         for name, text in self._texts.items():
             self._tell_all("text", name, text)
+        self._shows_patches = any(type(one).images is not Logger.images for one in self._heard)
+
+    def on_batch_begin(self, training: Training, batch: Mapping[str, Any]) -> None:
+        """Show the augmented patches of this process's first batch, with their labels."""
+        if not self._shows_patches:
+            return
+        self._shows_patches = False
+        if "image" in batch and "label" in batch:
+            try:
+                picture = draw_patches(batch["image"], batch["label"], channel=self._channel)
+            except Exception as fault:  # whatever it is, a picture is no reason to end a training
+                logger.warning("no picture of the first batch (%s: %s)", type(fault).__name__, fault)
+            else:
+                self._tell_all("images", {"train/patches": picture}, training.epoch)
+
+    def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
+        """Tell the newest losses that are known without waiting for a device."""
+        del fields
+        if self._heard and training.latest_losses and time.monotonic() >= self._next:
+            self._next = time.monotonic() + BATCH_SECONDS
+            self._tell_all("batch", training.latest_losses, training.epoch * training.num_batches + training.position)
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         """Tell the epoch's numbers, and show pictures where it was validated."""

@@ -1,13 +1,14 @@
 """What a report says, apart from how it is written."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from volseg.commands import spell
-from volseg.reporting.formatting import format_moment
+from volseg.formatting import format_moment
 from volseg.version import __version__
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Text",
     "TextTable",
     "list_sections",
+    "select_charts",
 ]
 
 
@@ -89,6 +91,11 @@ class Chart:
     lines: Sequence[Line]
     unit: str = ""
 
+    @property
+    def series(self) -> list[Sequence[float]]:
+        """The values of each line."""
+        return [line.ys for line in self.lines]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boxes:
@@ -98,6 +105,11 @@ class Boxes:
     groups: Sequence[tuple[str, Sequence[tuple[str, float]]]]
     """Name of the label; case and value, of which those that are no finite number are counted apart."""
     unit: str = ""
+
+    @property
+    def series(self) -> list[Sequence[float]]:
+        """The values of each group."""
+        return [[value for _, value in cases] for _, cases in self.groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +190,12 @@ class ReportContent:
     """When, and by which version."""
 
 
+def select_charts(charts: Sequence[Chart | Boxes], caption: str) -> list[Block]:
+    """Return the charts that show different values below a caption; nothing where there is no such chart."""
+    shown = [chart for chart in charts if any(len({*filter(math.isfinite, values)}) > 1 for values in chart.series)]
+    return [Text(caption), Charts(shown)] if shown else []
+
+
 def list_sections(sections: Sequence[Section]) -> list[Section]:
     """Return the sections that have something to say."""
     return [section for section in sections if section.blocks]
@@ -212,36 +230,20 @@ class Composer:
             )
             return otherwise
 
-    def section(
-        self,
-        title: str,
-        make: Callable[[], Sequence[Block]],
-        *,
-        brief: bool = False,
-        only_brief: bool = False,
-        warns: bool = False,
-    ) -> Section:
-        """Return a section, without a block where it has nothing to say."""
+    def section(self, title: str, make: Callable[[], Sequence[Block]], **kind: bool) -> Section:
+        """Return a `Section` of a kind, without a block where it has nothing to say."""
         nothing: Sequence[Block] = ()
         blocks = self.attempt(f"The section '{title}'", make, nothing)
-        return Section(title=title, blocks=blocks, brief=brief, only_brief=only_brief, warns=warns)
+        return Section(title=title, blocks=blocks, **kind)
 
     def finish(
-        self,
-        folder: Path,
-        *,
-        title: str,
-        subtitle: str,
-        state: str,
-        headline: Sequence[tuple[str, str]],
-        sections: Sequence[Section],
-        commands: Sequence[tuple[str, str]],
+        self, folder: Path, *, sections: Sequence[Section], commands: Sequence[tuple[str, str]], **told: Any
     ) -> ReportContent:
         """Return the report of a folder: behind the sections what is left out, and what to do next.
 
         Parameters
         ----------
-        folder, title, subtitle, state, headline, sections
+        folder, sections, **told
             See `ReportContent`.
         commands
             What each does, and its line.
@@ -251,10 +253,7 @@ class Composer:
             Section(title="Next", blocks=[Commands([(what, spell(line)) for what, line in commands])]),
         ]
         return ReportContent(
-            title=title,
-            subtitle=subtitle,
-            state=state,
-            headline=headline,
             sections=list_sections([*sections, *last]),
             written=f"Written {format_moment(time.time())} by volseg {__version__} from {folder}",
+            **told,
         )

@@ -1,6 +1,5 @@
 """What is said of a cross-validation: its folds, and all their cases together."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +8,9 @@ from shlex import quote
 from typing import Any
 
 from volseg.config.yaml_values import dump_yaml
+from volseg.formatting import format_duration, format_value
 from volseg.reporting import content
-from volseg.reporting.formatting import format_duration, format_value
-from volseg.reporting.reading import RunRecord, Scores, read_json, read_run, read_scores
+from volseg.reporting.reading import FEWEST, RunRecord, Scores, read_json, read_number, read_run, read_scores
 from volseg.reporting.resources import describe_time
 from volseg.reporting.run import describe_environment, find_state, name_components, show_cases
 from volseg.reporting.scores import describe_scores, tabulate_published
@@ -19,6 +18,11 @@ from volseg.reporting.scores import describe_scores, tabulate_published
 __all__ = ["RESULTS", "CrossedRecord", "describe_crossed", "find_fold_folders", "read_crossed"]
 
 RESULTS = "cross_validation.json"
+
+INTERVALS = (
+    "Intervals are of the mean over the cases, by bootstrap (Efron 1979, doi:10.1214/aos/1176344552); they say nothing "
+    "about training again."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +67,11 @@ def describe_crossed(record: CrossedRecord) -> content.ReportContent:
     whole = compose.attempt("How many folds there are to be", lambda: _count_folds(record, config), None)
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, whole), warns=True, brief=True),
+        compose.section("Cases to look at closely", lambda: _show_cases(record)),
         compose.section("Folds", lambda: _tabulate_folds(record), brief=True),
         *describe_scores(record.scores, compose),
         compose.section("Published results", lambda: _compare(record), brief=True),
         compose.section("Curves", lambda: _draw_curves(record)),
-        compose.section("Cases to look at closely", lambda: _show_cases(record)),
         compose.section("Time", lambda: _describe_time(record), brief=True),
         compose.section("Config", lambda: _tell_config(config, first)),
         compose.section(
@@ -138,6 +142,7 @@ def _tabulate_folds(record: CrossedRecord) -> list[content.Block]:
     blocks: list[content.Block] = []
     finished = [str(fold["fold"]) for fold in record.results.get("folds") or ()]
     if labels := record.results.get("labels"):
+        has_intervals = int(record.results.get("num_cases") or 0) >= FEWEST
         rows = [
             [
                 name,
@@ -145,23 +150,16 @@ def _tabulate_folds(record: CrossedRecord) -> list[content.Block]:
                 _format(told.get("mean_of_folds")),
                 _format(told.get("mean")),
                 _format(told.get("std")),
-                f"{_format(told.get('low'))} to {_format(told.get('high'))}",
+                *([f"{_format(told.get('low'))} to {_format(told.get('high'))}"] if has_intervals else []),
             ]
             for name, told in labels.items()
         ]
-        header = ("label", *(f"fold {number}" for number in finished), "mean of folds", "mean of cases", "SD of cases")
-        blocks.append(
-            content.TextTable(
-                caption="Dice", header=(*header, "95 % interval"), rows=rows, bold=frozenset([len(rows) - 1])
-            )
-        )
-        blocks.append(
-            content.Text(
-                "Each case was predicted by the network that did not train on it, and compared on its original grid. "
-                "Intervals are of the mean over the cases, by bootstrap (Efron 1979, doi:10.1214/aos/1176344552); they "
-                "say nothing about training again."
-            )
-        )
+        header = ["label", *(f"fold {number}" for number in finished), "mean of folds", "mean of cases", "SD of cases"]
+        header += ["95 % interval"] if has_intervals else []
+        blocks.append(content.TextTable(caption="Dice", header=header, rows=rows, bold=frozenset([len(rows) - 1])))
+        lines = ["Each case was predicted by the network that did not train on it, and compared on its original grid."]
+        lines += [INTERVALS] if has_intervals else []
+        blocks.append(content.Text(" ".join(lines)))
     rows = []
     for number, fold in record.folds.items():
         seconds = sum(part.seconds for part in fold.parts)
@@ -175,7 +173,7 @@ def _tabulate_folds(record: CrossedRecord) -> list[content.Block]:
                 format_duration(seconds) if seconds else "-",
             ]
         )
-    header = ("fold", "state", "training cases", "validation cases", "epochs", "time")
+    header = ["fold", "state", "training cases", "validation cases", "epochs", "time"]
     summaries = dict.fromkeys(fold.told.patients.get("summary", "") for fold in record.folds.values())
     blocks += [content.Text(f"Patients: {summary}.") for summary in summaries if summary]
     return [*blocks, content.TextTable(caption="Folds", header=header, rows=rows)] if rows else blocks
@@ -186,10 +184,10 @@ def _compare(record: CrossedRecord) -> list[content.Block]:
     if not published or not labels:
         return []
     names = [name for name in labels if name != "mean"]
-    own = [_number(labels[name].get("mean_of_folds")) for name in names]
+    own = [read_number(labels[name].get("mean_of_folds")) for name in names]
     cases = int(record.results.get("num_cases") or 0)
     evaluation = f"{record.results.get('num_folds')}-fold cross-validation"
-    overall = _number(labels["mean"].get("mean_of_folds"))
+    overall = read_number(labels["mean"].get("mean_of_folds"))
     others = sorted({int(row["num_cases"]) for row in published if "cross-validation" in row["evaluation"]} - {cases})
     told = [content.Text("Of cross-validations the mean of folds.")]
     if others:
@@ -215,9 +213,8 @@ def _draw_curves(record: CrossedRecord) -> list[content.Block]:
             if held:
                 xs, ys = zip(*held, strict=True)
                 lines.append(content.Line(name=f"fold {number}", xs=xs, ys=ys, colour=number))
-        if lines:
-            charts.append(content.Chart(title=title, lines=lines))
-    return [content.Text("Over the epochs, counted from 1."), content.Charts(charts)] if charts else []
+        charts.append(content.Chart(title=title, lines=lines))
+    return content.select_charts(charts, "Over the epochs, counted from 1.")
 
 
 def _show_cases(record: CrossedRecord) -> list[content.Block]:
@@ -246,9 +243,5 @@ def _list_commands(record: CrossedRecord) -> list[tuple[str, str]]:
     ]
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
 def _format(value: float | None) -> str:
-    return format_value(_number(value), "Dice")
+    return format_value(read_number(value), "Dice")

@@ -79,8 +79,6 @@ def draw_chart(chart: Chart) -> Markup:
     """Return lines over the epochs."""
     ys = [y for line in chart.lines for y in line.ys if math.isfinite(y)]
     xs = [x for line in chart.lines for x in line.xs]
-    if not ys:
-        return tag("p", "no finite value", class_="note")
     ticks = choose_ticks(min(ys), max(ys))
     low, high = min(*ys, *ticks), max(*ys, *ticks)
     first, last = min(xs), max(xs)
@@ -107,8 +105,6 @@ def draw_chart(chart: Chart) -> Markup:
 def draw_boxes(boxes: Boxes) -> Markup:
     """Return a row per label: quartiles as a box, whiskers to the last value within 1.5 of its length, every case."""
     values = [value for _, cases in boxes.groups for _, value in cases if math.isfinite(value)]
-    if not values:
-        return tag("p", "no finite value", class_="note")
     ticks = choose_ticks(min(values), max(values), 4)
     low, high = min(*values, *ticks), max(*values, *ticks)
     height = ROW * len(boxes.groups) + BOTTOM

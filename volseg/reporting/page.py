@@ -7,7 +7,7 @@ nothing besides (Content-Security-Policy), so that a name that got through as ma
 import base64
 import hashlib
 import io
-from functools import singledispatch
+from collections.abc import Iterable
 from importlib import resources
 
 from PIL import Image
@@ -70,29 +70,36 @@ def _write_section(name: str, section: content.Section) -> Markup:
     return tag("section", tag("h2", section.title), *blocks, id=name, class_="warns" if section.warns else None)
 
 
-@singledispatch
-def _write(block: object) -> Markup:
-    raise TypeError(f"no way to write {type(block).__name__}")
+def _write(block: content.Block) -> Markup:
+    match block:
+        case content.Text():
+            return tag("p", block.text)
+        case content.Items():
+            return tag("ul", *(tag("li", item) for item in block.items))
+        case content.NamedValues():
+            pairs = [join([tag("dt", name), tag("dd", value)]) for name, value in block.facts.items()]
+            return tag("dl", *pairs, class_="facts")
+        case content.TextTable():
+            return _write_table(block)
+        case content.Charts():
+            return tag("div", *map(_write_chart, block.charts), class_="charts")
+        case content.Shares():
+            return tag("figure", draw_shares(block), _draw_names(block.parts))
+        case content.Pictures():
+            legend = [_draw_names(block.legend)] if block.legend else []
+            pictures = tag("div", *map(_write_picture, block.pictures), class_="pictures")
+            return join([tag("h3", block.title), *legend, pictures])
+        case content.Code():
+            return tag("details", tag("summary", block.title), tag("pre", block.text, tabindex=0))
+        case content.Commands():
+            return join([join([tag("p", what), tag("pre", line, tabindex=0)]) for what, line in block.commands])
 
 
-@_write.register
-def _(block: content.Text) -> Markup:
-    return tag("p", block.text)
+def _draw_names(names: Iterable[str]) -> Markup:
+    return draw_legend([(name, number) for number, name in enumerate(names)])
 
 
-@_write.register
-def _(block: content.Items) -> Markup:
-    return tag("ul", *(tag("li", item) for item in block.items))
-
-
-@_write.register
-def _(block: content.NamedValues) -> Markup:
-    pairs = [join([tag("dt", name), tag("dd", value)]) for name, value in block.facts.items()]
-    return tag("dl", *pairs, class_="facts")
-
-
-@_write.register
-def _(block: content.TextTable) -> Markup:
+def _write_table(block: content.TextTable) -> Markup:
     words = [_is_words([row[column] for row in block.rows]) for column in range(len(block.header))]
     heads = [
         tag(
@@ -118,33 +125,6 @@ def _(block: content.TextTable) -> Markup:
     # To be scrolled by keys, a box must take the focus.
     box = tag("div", table, class_=kind, tabindex=0, role="region", aria_label=f"{block.caption}: table")
     return join([tag("p", block.caption, class_="caption"), box])
-
-
-@_write.register
-def _(block: content.Charts) -> Markup:
-    return tag("div", *map(_write_chart, block.charts), class_="charts")
-
-
-@_write.register
-def _(block: content.Shares) -> Markup:
-    legend = draw_legend([(name, number) for number, name in enumerate(block.parts)])
-    return tag("figure", draw_shares(block), legend)
-
-
-@_write.register
-def _(block: content.Pictures) -> Markup:
-    legend = [draw_legend([(name, number) for number, name in enumerate(block.legend)])] if block.legend else []
-    return join([tag("h3", block.title), *legend, tag("div", *map(_write_picture, block.pictures), class_="pictures")])
-
-
-@_write.register
-def _(block: content.Code) -> Markup:
-    return tag("details", tag("summary", block.title), tag("pre", block.text, tabindex=0))
-
-
-@_write.register
-def _(block: content.Commands) -> Markup:
-    return join([join([tag("p", what), tag("pre", command, tabindex=0)]) for what, command in block.commands])
 
 
 def _write_chart(chart: content.Chart | content.Boxes) -> Markup:

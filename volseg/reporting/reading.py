@@ -18,6 +18,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.monitoring import run_files
 
 __all__ = [
+    "FEWEST",
     "OVERLAYS",
     "TOLD",
     "ReportedCase",
@@ -26,6 +27,7 @@ __all__ = [
     "Told",
     "list_component_files",
     "read_json",
+    "read_number",
     "read_run",
     "read_scores",
 ]
@@ -63,12 +65,19 @@ class Scores:
     summary: Mapping[str, Any]
 
     def of(self, part: str, key: str, metric: str) -> float:
-        """Return what the file says of a label, such as ``mean`` or ``median``; NaN where it says nothing."""
+        """Return what the file says of a label, such as ``mean`` or ``median``; NaN where it says nothing.
+
+        A median is infinite where it is null and distances are infinite: JSON has no infinite number.
+        """
         value = self.summary.get(part, {}).get(key, {}).get(metric)
-        return math.nan if value is None else float(value)
+        if value is None and part == "median" and self.of("undefined", key, metric) > 0:
+            return math.inf
+        return read_number(value)
 
     def interval(self, key: str, metric: str) -> tuple[float, float] | None:
-        """Return the interval of a mean, where there is one."""
+        """Return the interval of a mean over `FEWEST` cases or more, where there is one."""
+        if sum(math.isfinite(case.metrics[key].get(metric, math.nan)) for case in self.cases) < FEWEST:
+            return None
         found = self.summary.get("intervals", {}).get("mean", {}).get(key, {}).get(metric)
         return None if not found or None in found else (float(found[0]), float(found[1]))
 
@@ -77,6 +86,9 @@ class Scores:
         """What was measured, counts left out."""
         return [name for name in SHOWN if any(name in of for case in self.cases for of in case.metrics.values())]
 
+
+FEWEST = 10
+"""Cases of which an interval is shown: draws of fewer repeat the same means."""
 
 SHOWN = ("Dice", "NSD", "HD95", "ASSD", "lesion_F1", "volume_diff_ml")
 DISTANCES = ("HD", "HD95", "ASSD")
@@ -158,6 +170,8 @@ def read_run(folder: str | Path) -> RunRecord:
             missing.append(
                 f"No curves: {run_files.HISTORY} is not there; no epoch has ended, or the run is of an older volseg."
             )
+        elif len(history) == 1:
+            missing.append("No curves: only one epoch has ended.")
     parts = run_files.read_times(folder / run_files.TIMES)
     if not parts:
         missing.append(f"No time budget: {_find_reason(folder / run_files.TIMES)}.")
@@ -236,7 +250,7 @@ def read_scores(file: Path, task: Mapping[str, Any] | None, missing: list[str] |
         return Scores(
             labels=labels,
             cases=[_read_case(case, number) for number, case in enumerate(content["metric_per_case"], start=1)],
-            dice=_number(content["foreground_mean"].get("Dice")),
+            dice=read_number(content["foreground_mean"].get("Dice")),
             summary=content,
         )
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as fault:
@@ -269,7 +283,7 @@ def _read_metrics(of: Mapping[str, Any]) -> dict[str, float]:
     """Return a label's metrics; a distance that is null is infinite where one of the two has the label."""
     in_one = (of.get("n_pred") == 0) != (of.get("n_ref") == 0)
     return {
-        name: math.inf if value is None and in_one and name in DISTANCES else _number(value)
+        name: math.inf if value is None and in_one and name in DISTANCES else read_number(value)
         for name, value in of.items()
     }
 
@@ -288,7 +302,8 @@ def _find_overlays(folder: Path, missing: list[str]) -> dict[str, Path]:
     return found
 
 
-def _number(value: Any) -> float:
+def read_number(value: Any) -> float:
+    """Return a number of a file; NaN for null."""
     return math.nan if value is None else float(value)
 
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from volseg.formatting import format_duration, format_moment
 from volseg.monitoring import run_files
 from volseg.reporting import content
-from volseg.reporting.formatting import format_duration, format_moment
 from volseg.reporting.reading import RunRecord
 
 __all__ = ["add_spans", "describe_kernels", "describe_memory", "describe_time", "describe_time_of_run"]

@@ -7,8 +7,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from volseg.formatting import format_duration, format_moment, format_value
 from volseg.reporting import content
-from volseg.reporting.formatting import format_duration, format_moment, format_value
 from volseg.reporting.reading import RunRecord, Scores
 from volseg.reporting.resources import describe_kernels, describe_memory, describe_time_of_run
 from volseg.reporting.scores import choose_extremes, describe_scores, name_metric, tabulate_published
@@ -46,6 +46,9 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, state), warns=True),
         compose.section(
+            "Cases to look at closely", lambda: [] if scores is None else show_cases(scores, record.overlays)
+        ),
+        compose.section(
             "Out of memory", lambda: [content.Text(record.told.replanned)] if record.told.replanned else [], brief=True
         ),
         compose.section("Kernels", lambda: describe_kernels(record), brief=True),
@@ -54,9 +57,6 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
         compose.section("Curves", lambda: _draw_curves(record)),
         *describe_scores(scores, compose),
         compose.section("Published results", lambda: _compare(record), brief=True),
-        compose.section(
-            "Cases to look at closely", lambda: [] if scores is None else show_cases(scores, record.overlays)
-        ),
         compose.section("Time", lambda: describe_time_of_run(record), brief=True),
         compose.section("GPU memory", lambda: describe_memory(record), brief=True),
         compose.section("Data", lambda: _tell_data(record)),
@@ -204,15 +204,14 @@ def _draw_curves(record: RunRecord) -> list[content.Block]:
         fitting = [tag for tag in tags if tag not in taken | named and any(fnmatchcase(tag, one) for one in wanted)]
         chosen = [*(tag for tag in wanted if tag in tags), *fitting]
         taken.update(chosen)
-        if chosen:
-            charts.append(content.Chart(title=title, unit=unit, lines=_list_lines(record, chosen, names)))
+        charts.append(content.Chart(title=title, unit=unit, lines=_list_lines(record, chosen, names)))
     further = [tag for tag in tags if tag not in taken and tag.startswith("val/")]
     for metric in dict.fromkeys(tag.split("/")[1] for tag in further):
         chosen = [tag for tag in further if tag.split("/")[1] == metric]
         charts.append(
             content.Chart(title=f"Validation: {name_metric(metric)}", lines=_list_lines(record, chosen, names))
         )
-    return [content.Text("Over the epochs, counted from 1."), content.Charts(charts)] if charts else []
+    return content.select_charts(charts, "Over the epochs, counted from 1.")
 
 
 def _list_lines(record: RunRecord, tags: Sequence[str], names: Sequence[str]) -> list[content.Line]:

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from volseg.formatting import UNITS, format_value
 from volseg.reporting import content
-from volseg.reporting.formatting import UNITS, format_value
-from volseg.reporting.reading import ReportedCase, Scores, mean
+from volseg.reporting.reading import FEWEST, ReportedCase, Scores, mean
 
 __all__ = ["choose_extremes", "describe_scores", "tabulate_published"]
 
@@ -31,7 +31,7 @@ def describe_scores(scores: Scores | None, compose: content.Composer) -> list[co
             "Validation", lambda: [_tabulate_dice(scores), *_list_lowest(scores)], brief=True, only_brief=True
         ),
         compose.section("Scores", lambda: _tabulate_labels(scores), brief=True),
-        compose.section("Spread over the cases", lambda: [_draw_boxes(scores)] if scores.cases else []),
+        compose.section("Spread over the cases", lambda: _draw_boxes(scores)),
         compose.section("Cases", lambda: _tabulate_cases(scores)),
     ]
 
@@ -74,11 +74,13 @@ def _tabulate_labels(scores: Scores) -> list[content.Block]:
     tolerances = sorted(set(((scores.summary.get("settings") or {}).get("tolerance_mm") or {}).values()))
     if tolerances:
         told.append(content.Text(f"NSD: within {', '.join(f'{each:g}' for each in tolerances)} mm."))
+    header = ("label", "metric", "mean", "95 % interval", "median", "undefined")
+    shown = [column for column in range(len(header)) if column != 3 or any(row[column] for row in rows)]
     return [
         content.TextTable(
-            caption=f"Means over {len(scores.cases)} cases; intervals by bootstrap over the cases",
-            header=("label", "metric", "mean", "95 % interval", "median", "undefined"),
-            rows=rows,
+            caption=f"Means over {len(scores.cases)} cases; intervals by bootstrap, of {FEWEST} cases or more",
+            header=[header[column] for column in shown],
+            rows=[[row[column] for column in shown] for row in rows],
         ),
         *told,
     ]
@@ -93,8 +95,8 @@ def _list_lowest(scores: Scores) -> list[content.Block]:
     )
 
 
-def _draw_boxes(scores: Scores) -> content.Charts:
-    return content.Charts(
+def _draw_boxes(scores: Scores) -> list[content.Block]:
+    return content.select_charts(
         [
             content.Boxes(
                 title=metric.replace("_", " ") if metric not in UNITS else name_metric(metric).partition(" (")[0],
@@ -105,7 +107,8 @@ def _draw_boxes(scores: Scores) -> content.Charts:
                 ],
             )
             for metric in scores.metrics
-        ]
+        ],
+        "A dot for each case.",
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from volseg.errors import ConfigError
 from volseg.files import replacing
+from volseg.formatting import format_table
 from volseg.reporting.content import Block, Commands, Items, NamedValues, ReportContent, Text, TextTable
 from volseg.reporting.cross_validation import RESULTS, describe_crossed, find_fold_folders, read_crossed
 from volseg.reporting.page import write_page
@@ -114,8 +115,4 @@ def _write_code(command: str) -> list[str]:
 
 def _write_table(rows: Sequence[Sequence[str]]) -> list[str]:
     cells = [[_escape(cell).replace("|", r"\|").replace("\n", " ") for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    first, *rest = (
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    )
-    return [first, "| " + " | ".join("-" * width for width in widths) + " |", *rest]
+    return format_table(cells).split("\n")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from volseg.checkpointing.background import BackgroundWriter
-from volseg.checkpointing.file import BEST, LATEST, PREVIOUS, save_checkpoint
+from volseg.checkpointing.file import BEST, CHECKPOINTS, LATEST, PREVIOUS, save_checkpoint
 from volseg.checkpointing.state import EpochRecord, TrainingState
 from volseg.config.registry import Registry
 from volseg.data.augmented import GrowingBatches
@@ -148,7 +148,8 @@ class Checkpoints(Hook):
     """Write ``latest.pt`` and ``best.pt`` while training, which goes on meanwhile.
 
     The state is copied between two batches and written by a thread. A fault of the thread, such as a full disk, is
-    raised after the next batch. The latest checkpoint before the last one is kept as ``previous.pt``.
+    raised after the next batch. The latest checkpoint before the last one is kept as ``previous.pt``. A training that
+    begins in a folder with checkpoints of an earlier one is refused.
 
     Parameters
     ----------
@@ -167,6 +168,26 @@ class Checkpoints(Hook):
     ------
     ConfigError
         If the folder cannot be written to: now, and not when there is a checkpoint to lose.
+
+    Examples
+    --------
+    A script that goes on where it was stopped, whenever it is run again:
+
+    >>> from tempfile import mkdtemp
+    >>> import torch
+    >>> from volseg import Training
+    >>> from volseg.workflow import load_checkpoint
+    >>> latest = Path(mkdtemp()) / "latest.pt"
+    >>> def make(epochs):
+    ...     net = torch.nn.Conv3d(1, 2, 1)
+    ...     batches = [{"image": torch.randn(1, 1, 8, 8, 8), "label": torch.zeros(1, 8, 8, 8).long()}]
+    ...     training = Training(net, torch.nn.functional.cross_entropy, torch.optim.SGD(net.parameters(), lr=0.1),
+    ...         batches, epochs=epochs, hooks=[Checkpoints(latest.parent)])
+    ...     if latest.exists():
+    ...         training.load_state_dict(load_checkpoint(latest))
+    ...     return training
+    >>> len(make(2).run()), make(3).epoch
+    (2, 2)
     """
 
     def __init__(
@@ -184,6 +205,16 @@ class Checkpoints(Hook):
         self._writer = BackgroundWriter(self._save)
         self._taken_at = time.monotonic()
         self._taken: tuple[int, int] | None = None  # the progress of the latest one
+
+    def on_training_begin(self, training: "Training") -> None:
+        """Refuse to overwrite the checkpoints of an earlier training by those of one that begins."""
+        held = [name for name in CHECKPOINTS.values() if (self.folder / name).exists()]
+        if held and training.is_main_process and (training.epoch, training.position) == (0, 0):
+            raise CheckpointError(
+                f"{self.folder} holds {', '.join(held)} of an earlier training, which one that begins would overwrite; "
+                "go on from it by training.load_state_dict(volseg.workflow.load_checkpoint("
+                f"{str(self.folder / held[0])!r})), or choose another folder"
+            )
 
     def on_batch_end(self, training: "Training", fields: Mapping[str, Any]) -> None:
         """Keep the latest state once enough time has passed."""

@@ -1,7 +1,7 @@
 """What a training does with one batch: forward, loss, backward and, when enough are gathered, the optimizer."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -57,6 +57,8 @@ class TrainingStep:
     scaler : GradScaler
         Of half precision; elsewhere it does nothing.
     recorded : RecordedStep or None
+    cases : sequence of str
+        Of the batch that comes next, for messages.
     gradient_norm : Tensor or None
         Of the last whole step, before it was clipped, on the device; None before there was one. Gradients are those of
         all shards and replicas when the optimizer gets them, so it is the norm of the whole batch's in every process.
@@ -83,6 +85,7 @@ class TrainingStep:
         self.precision = precision
         self.clip = clip
         self.look = look
+        self.cases: Sequence[str] = ()
         self.replicated = model.module if isinstance(model.module, DataParallel) else None
         self.batch_size = batch_size
         if self.replicated is not None and batch_size is None:
@@ -200,7 +203,8 @@ class TrainingStep:
                     with torch.autocast(self.precision.device_type, enabled=False):
                         require_mean_of_shares(self.objective, tensors, outputs)
                     self._is_tried = True
-                fields, overlap = self.objective.compute({**tensors, **outputs})
+                cases = self.cases if share is None else self.cases[share.rows]
+                fields, overlap = self.objective.compute({"case": cases, **tensors, **outputs})
             loss = fields["loss"] / gathered
         self.scaler.scale(loss if share is None else loss * share.weight).backward()
         if (timeline := find_timeline()) is not None:

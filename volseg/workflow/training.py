@@ -271,10 +271,17 @@ class Training:
         """Forward, loss, backward; an optimizer step when enough batches are gathered."""
         self._report_batch()
         self._emit("on_batch_begin", batch)
-        self._losses.begin_batch(batch.get("case", ()))
+        self.step.cases = batch.get("case", ())
+        self._losses.begin_batch(self.step.cases)
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         completes = (self.position + 1) % self.accumulate == 0 or self.position + 1 == self.num_batches
-        losses = self.step(tensors, gathered=self._group_size(), completes=completes)
+        try:
+            losses = self.step(tensors, gathered=self._group_size(), completes=completes)
+        except Exception as fault:
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
+            cases = ", ".join(map(str, self.step.cases)) or "unknown"
+            fault.add_note(f"in epoch {self.epoch + 1}, batch {self.position + 1}, of {shapes}; cases: {cases}")
+            raise
         self._losses.add(losses, self.step.gradient_norm if completes else None, self.step.overlap)
         self.latest_losses = self._loss_reader.exchange(losses) or self.latest_losses
         samples = self.step.batch_size if self.step.replicated is not None else None

@@ -25,6 +25,7 @@ from volseg.data.readers import list_files
 from volseg.data.splits import Split, folds
 from volseg.data.threads import Allowance, map_in_threads
 from volseg.files import replacing
+from volseg.formatting import align_columns
 from volseg.memory import available_bytes
 
 __all__ = ["TaskCheck", "Verdict", "check_task"]
@@ -85,17 +86,13 @@ class TaskCheck:
             names = sorted({remark.case for remark in same if remark.case})
             who = names[0] if len(names) == 1 else f"{len(names)} cases" if names else "data set"
             rows.append(("look", who, kind, summarise_kind(kind, same).partition(": ")[2]))
-        widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-        table = [
-            "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3]]) for row in rows
-        ]
         counts = self.count()
         usable = (
             f"all {len(self.cases)} cases of {self.task.name} can be used"
             if not counts["bad"]
             else f"{counts['bad']} of {len(self.cases)} cases of {self.task.name} cannot be used"
         )
-        return [*table, f"{usable} ({counts['ok']} ok, {counts['look']} to look at, {counts['bad']} bad)"]
+        return [*align_columns(rows), f"{usable} ({counts['ok']} ok, {counts['look']} to look at, {counts['bad']} bad)"]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON can say it; the page on data documents its shape."""

@@ -1,6 +1,7 @@
 """What facts mean: pure functions from `Facts` to findings, in the order in which they are told."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from volseg.diagnosis.checks import gpu, machine, software
 from volseg.diagnosis.facts import Facts
@@ -8,16 +9,17 @@ from volseg.diagnosis.findings import MachineFinding, error
 
 __all__ = ["CHECKS", "check"]
 
-CHECKS: Sequence[Callable[[Facts], list[MachineFinding]]] = (
-    *(software.check_failures, software.check_python, software.check_text),
-    *(gpu.check_torch, gpu.check_gpus_seen, gpu.check_driver, gpu.check_architectures, gpu.check_precision),
-    *(gpu.check_cudnn, gpu.check_compute_modes),
-    *(machine.check_links, machine.check_all_reduce, machine.check_compiler),
-    *(software.check_packages, software.check_imports),
-    *(machine.check_memory, machine.check_shared_memory, machine.check_cores, machine.check_open_files),
-    *(machine.check_folders, machine.check_clock, software.check_variables),
+CHECKS: Sequence[tuple[str | None, Callable[[Any], list[MachineFinding]]]] = (
+    *((None, software.check_failures), ("python", software.check_python), ("python", software.check_text)),
+    *(("torch", gpu.check_torch), (None, gpu.check_gpus_seen), (None, gpu.check_driver)),
+    *(("torch", gpu.check_architectures), ("torch", gpu.check_precision), ("torch", gpu.check_cudnn)),
+    *(("driver", gpu.check_compute_modes), ("links", machine.check_links), ("all_reduce", machine.check_all_reduce)),
+    *((None, machine.check_compiler), ("packages", software.check_packages), ("imports", software.check_imports)),
+    *(("system", machine.check_memory), (None, machine.check_shared_memory), (None, machine.check_cores)),
+    *(("system", machine.check_open_files), ("folders", machine.check_folders), (None, machine.check_clock)),
+    (None, software.check_variables),
 )
-"""Each says nothing of what was not gathered."""
+"""Each with the one section that it needs, or None for those that need several, and look which were gathered."""
 
 
 def check(facts: Facts) -> list[MachineFinding]:
@@ -28,9 +30,10 @@ def check(facts: Facts) -> list[MachineFinding]:
     ['torch']
     """
     found: list[MachineFinding] = []
-    for one in CHECKS:
+    for section, one in CHECKS:
+        needed = facts if section is None else getattr(facts, section)
         try:
-            found += one(facts)
+            found += [] if needed is None else one(needed)
         except Exception as fault:  # a fact that nobody thought of shall not hide what the others have to say
             failed = f"this check failed itself: {type(fault).__name__}: {fault}"
             why, remedy = (

@@ -40,11 +40,8 @@ INSTALL = "pip install --force-reinstall"
 FOR_VOLTA = f'{INSTALL} "torch>=2.10,<2.15" --index-url https://download.pytorch.org/whl/cu126'
 
 
-def check_torch(facts: Facts) -> list[MachineFinding]:
+def check_torch(build: TorchFacts) -> list[MachineFinding]:
     """Say which build it is, and whether its version is one that works."""
-    build = facts.torch
-    if build is None:
-        return []
     kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.rocm}" if build.rocm else "CPU"
     told = f"torch {build.version} ({kind}{f', NCCL {build.nccl}' if build.nccl else ''})"
     version = Version(build.version)
@@ -72,10 +69,9 @@ def _has(build: TorchFacts, capability: tuple[int, int]) -> bool:
     return any(gpu.capability == capability for gpu in build.gpus)
 
 
-def check_architectures(facts: Facts) -> list[MachineFinding]:
+def check_architectures(build: TorchFacts) -> list[MachineFinding]:
     """Say for each kind of GPU whether the build has code for it."""
-    build = facts.torch
-    if build is None or not build.architectures:
+    if not build.architectures:
         return []
     return [_check_architecture(build, gpus) for gpus in _by_kind(build.gpus)]
 
@@ -125,10 +121,9 @@ def has_code_for(capability: tuple[int, int], architectures: tuple[str, ...]) ->
     return False
 
 
-def check_precision(facts: Facts) -> list[MachineFinding]:
+def check_precision(build: TorchFacts) -> list[MachineFinding]:
     """Say where bfloat16 and the fast kernels cannot be had."""
-    build = facts.torch
-    old = [gpus for gpus in _by_kind(build.gpus) if gpus[0].capability < AMPERE] if build is not None else []
+    old = [gpus for gpus in _by_kind(build.gpus) if gpus[0].capability < AMPERE]
     return [
         note(
             "gpu.precision",
@@ -139,10 +134,9 @@ def check_precision(facts: Facts) -> list[MachineFinding]:
     ]
 
 
-def check_cudnn(facts: Facts) -> list[MachineFinding]:
+def check_cudnn(build: TorchFacts) -> list[MachineFinding]:
     """Say whether cuDNN fits the GPUs, and is one of those that compute 3D convolutions wrongly or not at all."""
-    build = facts.torch
-    if build is None or build.cuda is None:
+    if build.cuda is None:
         return []
     if build.cudnn is None:
         why = "convolutions run several times slower without it"
@@ -265,10 +259,9 @@ def _find_cause(facts: Facts) -> tuple[str, str]:
     return "driver, GPU and build do not fit each other", "nvidia-smi; dmesg | grep -i -e nvrm -e xid"
 
 
-def check_compute_modes(facts: Facts) -> list[MachineFinding]:
+def check_compute_modes(driver: DriverFacts) -> list[MachineFinding]:
     """Say where GPUs take one process only, or none."""
-    modes = facts.driver.compute_modes if facts.driver is not None else ()
-    other = sorted({mode for mode in modes if mode not in ("Default", "[N/A]")})
+    other = sorted({mode for mode in driver.compute_modes if mode not in ("Default", "[N/A]")})
     return [
         warning(
             "gpu.compute_mode",

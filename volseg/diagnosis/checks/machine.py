@@ -2,7 +2,7 @@
 
 import time
 
-from volseg.diagnosis.facts import Facts, FolderFacts, Peer, SystemFacts
+from volseg.diagnosis.facts import AllReduceFacts, Facts, FolderFacts, FoldersFacts, LinkFacts, Peer, SystemFacts
 from volseg.diagnosis.findings import Level, MachineFinding, error, gib, note, ok, warning
 
 __all__ = [
@@ -49,11 +49,8 @@ INSTALLED_LATER_S = 60.0
 """A file system may round the time of a file, and a clock is set by steps of less than that."""
 
 
-def check_memory(facts: Facts) -> list[MachineFinding]:
+def check_memory(system: SystemFacts) -> list[MachineFinding]:
     """Say how much main memory a training may take."""
-    system = facts.system
-    if system is None:
-        return []
     limit = system.memory_limit_bytes
     whole = system.memory_bytes if limit is None else limit
     told = f"{gib(whole)} of memory, {gib(min(system.available_bytes, whole))} of it free"
@@ -115,11 +112,8 @@ def check_cores(facts: Facts) -> list[MachineFinding]:
     return findings
 
 
-def check_open_files(facts: Facts) -> list[MachineFinding]:
+def check_open_files(system: SystemFacts) -> list[MachineFinding]:
     """Say how many files a process may have open, and processes a user."""
-    system = facts.system
-    if system is None:
-        return []
     told = f"{system.open_files} open files a process"
     findings = [ok("open_files", told)]
     if system.open_files < FEW_FILES:
@@ -137,10 +131,9 @@ def check_open_files(facts: Facts) -> list[MachineFinding]:
     return findings
 
 
-def check_folders(facts: Facts) -> list[MachineFinding]:
+def check_folders(folders: FoldersFacts) -> list[MachineFinding]:
     """Say of each folder that volseg writes to whether there is room, and whether it may write."""
-    folders = facts.folders.folders if facts.folders is not None else ()
-    return [_check_folder(folder) for folder in folders]
+    return [_check_folder(folder) for folder in folders.folders]
 
 
 WAYS = {
@@ -206,9 +199,9 @@ SLOW_LINK = 5.0
 """GB/s. PCIe of generation 3 copies 12, NVLink from 40 on; what is below goes over main memory or a narrow slot."""
 
 
-def check_links(facts: Facts) -> list[MachineFinding]:
+def check_links(links: LinkFacts) -> list[MachineFinding]:
     """Say what passes between GPUs; pairs of which the same is true are told of together."""
-    peers = facts.links.peers if facts.links is not None else ()
+    peers = links.peers
     if not peers:
         return []
     if wrong := [peer for peer in peers if peer.is_right is False]:
@@ -218,8 +211,8 @@ def check_links(facts: Facts) -> list[MachineFinding]:
     without = [peer for peer in peers if not peer.has_access]
     slow = [peer for peer in peers if peer.gb_per_s is not None and peer.gb_per_s < SLOW_LINK]
     speeds = sorted(peer.gb_per_s for peer in peers if peer.gb_per_s is not None)
-    links = ", ".join(sorted({peer.link for peer in peers if peer.link}))
-    told = f"{len(peers)} pairs of GPUs" + (f" over {links}" if links else "")
+    names = ", ".join(sorted({peer.link for peer in peers if peer.link}))
+    told = f"{len(peers)} pairs of GPUs" + (f" over {names}" if names else "")
     told += f", {speeds[0]:.0f} to {speeds[-1]:.0f} GB/s" if speeds else ""
     if without or slow:
         pairs = _name_pairs(without or slow)
@@ -242,11 +235,8 @@ def _name_pairs(peers: list[Peer]) -> str:
     return ", ".join(named[:6]) + (f" and {len(named) - 6} more" if len(named) > 6 else "")
 
 
-def check_all_reduce(facts: Facts) -> list[MachineFinding]:
+def check_all_reduce(tried: AllReduceFacts) -> list[MachineFinding]:
     """Say whether processes can add up."""
-    tried = facts.all_reduce
-    if tried is None:
-        return []
     rate = tried.size_bytes / 1e9 / max(tried.seconds, 1e-9)
     told = f"{tried.processes} processes add up {tried.size_bytes >> 20} MiB by {tried.backend}, {rate:.3g} GB/s"
     if tried.is_right:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from volseg.diagnosis.facts import Facts, NotGathered
+from volseg.diagnosis.facts import Facts, ImportFacts, NotGathered, PackageFacts, PythonFacts
 from volseg.diagnosis.findings import Level, MachineFinding, error, note, ok, warning
 
 __all__ = ["check_failures", "check_imports", "check_packages", "check_python", "check_text", "check_variables"]
@@ -13,11 +13,8 @@ __all__ = ["check_failures", "check_imports", "check_packages", "check_python", 
 # Python, packages and the environment's variables.
 
 
-def check_python(facts: Facts) -> list[MachineFinding]:
+def check_python(python: PythonFacts) -> list[MachineFinding]:
     """Say which Python it is, and whose packages it has."""
-    python = facts.python
-    if python is None:
-        return []
     told = f"Python {python.version}, {python.executable} (starts processes by {python.start_method})"
     if python.in_environment:
         return [ok("python", told)]
@@ -26,11 +23,8 @@ def check_python(facts: Facts) -> list[MachineFinding]:
     return [note("python", f"{told}, the system's", why, remedy)]
 
 
-def check_text(facts: Facts) -> list[MachineFinding]:
+def check_text(python: PythonFacts) -> list[MachineFinding]:
     """Say whether names of files may hold any letter."""
-    python = facts.python
-    if python is None:
-        return []
     told = f"{python.locale}, {python.encoding}"
     if python.encoding.lower().replace("-", "") == "utf8":
         return [ok("locale", told)]
@@ -38,11 +32,8 @@ def check_text(facts: Facts) -> list[MachineFinding]:
     return [note("locale", told, why, "export LC_ALL=C.UTF-8")]
 
 
-def check_packages(facts: Facts) -> list[MachineFinding]:
+def check_packages(packages: PackageFacts) -> list[MachineFinding]:
     """Say which versions are installed, and which do not fit."""
-    packages = facts.packages
-    if packages is None:
-        return []
     if not packages.is_installed:
         found, why = "imported from a checkout, not installed as a package", "whether packages fit it is not known"
         remedy = "pip install -e . in the checkout"
@@ -78,10 +69,8 @@ def _quote(sentence: str) -> str:
     )
 
 
-def check_imports(facts: Facts) -> list[MachineFinding]:
+def check_imports(imports: ImportFacts) -> list[MachineFinding]:
     """Say which libraries are installed and cannot be imported."""
-    if facts.imports is None:
-        return []
     findings = [
         error(
             "imports",
@@ -89,7 +78,7 @@ def check_imports(facts: Facts) -> list[MachineFinding]:
             "images could not be read, or networks not built",
             f"pip install --force-reinstall --no-deps {name.partition('.')[0]}",
         )
-        for name, fault in facts.imports.refused.items()
+        for name, fault in imports.refused.items()
     ]
     return findings or [ok("imports", "MONAI, nibabel, SimpleITK, isal and what they need can be imported")]
 

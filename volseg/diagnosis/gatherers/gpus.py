@@ -192,10 +192,10 @@ def _find_reason(failed: list[str]) -> str:
 
 def _sum_with_others(rank: int, count: int, meeting: str) -> None:
     """Add up with the other processes, and print seconds and whether the sums were right on all of them."""
-    has_gpus = torch.cuda.device_count() > 0
-    backend = "nccl" if has_gpus else "gloo"
-    device = torch.device("cuda", rank) if has_gpus else torch.device("cpu")
-    if has_gpus:
+    gpus = [rank] if torch.cuda.device_count() else []
+    backend = "nccl" if gpus else "gloo"
+    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    if gpus:
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=count, timeout=LIMIT)
     values = torch.empty(SIZES_BYTES[backend] // 4, device=device)
@@ -203,21 +203,15 @@ def _sum_with_others(rank: int, count: int, meeting: str) -> None:
     begun = 0.0
     for repeat in range(REPEATS + 1):
         if repeat == 1:  # the first one sets the ways up
-            begun = _wait(has_gpus)
+            begun = _wait_for(*gpus)
         values.fill_(rank + 1.0)
         dist.all_reduce(values)
         wrong += (values != count * (count + 1) / 2).any()
-    seconds = (_wait(has_gpus) - begun) / REPEATS
+    seconds = (_wait_for(*gpus) - begun) / REPEATS
     dist.all_reduce(wrong)
     is_right = not wrong.item()
     dist.destroy_process_group()
     sys.stdout.write(f"\n{ANSWER} {seconds} {is_right}\n")
-
-
-def _wait(has_gpus: bool) -> float:
-    if has_gpus:
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

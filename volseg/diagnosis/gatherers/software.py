@@ -11,7 +11,7 @@ import sysconfig
 import tempfile
 import time
 from importlib import import_module
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions, version
+from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from volseg.diagnosis.facts import CompilerFacts, ImportFacts, PackageFacts, PythonFacts
+from volseg.version import find_version
 
 __all__ = [
     "LIBRARIES",
@@ -86,7 +87,7 @@ def gather_imports(libraries: tuple[str, ...] = LIBRARIES) -> ImportFacts:
 
 def gather_packages() -> PackageFacts:
     """Return versions and conflicts; of volseg used from a checkout, which says nowhere what it requires, neither."""
-    if _find_version("volseg") is None:
+    if find_version("volseg") is None:
         return PackageFacts(versions={}, is_installed=False)
     needed = [Requirement(text) for text in distribution("volseg").requires or ()]
     wanted = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
@@ -101,7 +102,7 @@ def gather_packages() -> PackageFacts:
         if len(found) > 1 and name in reached
     ]
     return PackageFacts(
-        versions={one.name: _find_version(one.name) for one in wanted}, unmet=tuple(unmet), twice=tuple(twice)
+        versions={one.name: find_version(one.name) for one in wanted}, unmet=tuple(unmet), twice=tuple(twice)
     )
 
 
@@ -116,7 +117,7 @@ def find_unmet(root: str) -> tuple[list[str], set[str]]:
             continue
         seen.add((name, extras))
         for requirement in _list_requirements(distribution(name), extras):
-            installed = _find_version(requirement.name)
+            installed = find_version(requirement.name)
             if installed is None:
                 unmet.append(f"{name} needs {requirement.name}{requirement.specifier}, which is not installed")
             elif not requirement.specifier.contains(installed, prereleases=True):
@@ -135,13 +136,6 @@ def _list_requirements(package: Distribution, extras: frozenset[str]) -> list[Re
     ]
 
 
-def _find_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 # Whether Triton can compile: the C compiler and Python's headers that it builds its starter with, and a kernel.
 
 
@@ -155,10 +149,7 @@ def gather_compiler() -> CompilerFacts:
     """Build a module of C, as Triton does for every kernel, and run a kernel where there is a GPU."""
     compiler, headers = find_compiler(), sysconfig.get_paths()["include"]
     refused = build_module(compiler, headers) if compiler else "there is no C compiler"
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = None
+    triton = find_version("triton")
     kernel: Literal["right", "wrong", "not run"] = "not run"
     kernel_refused, seconds = None, None
     if triton is not None:
@@ -193,16 +184,8 @@ def build_module(compiler: str, headers: str) -> str | None:
     with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
         source = Path(folder) / "tried.c"
         source.write_text(SOURCE, encoding="utf-8")
-        command = [
-            compiler,
-            str(source),
-            "-O3",
-            "-shared",
-            "-fPIC",
-            f"-I{headers}",
-            "-o",
-            str(source.with_suffix(".so")),
-        ]
+        target = str(source.with_suffix(".so"))
+        command = [compiler, str(source), "-O3", "-shared", "-fPIC", f"-I{headers}", "-o", target]
         try:
             told = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)  # noqa: S603
         except OSError as fault:

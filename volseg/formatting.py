@@ -1,0 +1,66 @@
+"""Scores, durations, moments and tables as text."""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+__all__ = ["UNITS", "align_columns", "format_duration", "format_moment", "format_table", "format_value"]
+
+UNITS = {"HD95": "mm", "HD": "mm", "ASSD": "mm", "volume_diff_ml": "ml"}
+
+
+def format_value(value: float, metric: str) -> str:
+    """Return a score with as many digits as are read of it.
+
+    Examples
+    --------
+    >>> format_value(0.88913, "Dice"), format_value(math.inf, "HD95"), format_value(math.nan, "Dice")
+    ('0.8891', 'infinite', '-')
+    """
+    if not math.isfinite(value):
+        return "infinite" if math.isinf(value) else "-"
+    return f"{value:.3f}" if metric in UNITS else f"{value:.4f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in its two largest units.
+
+    Examples
+    --------
+    >>> [format_duration(seconds) for seconds in (0.4, 59, 61, 3600, 90061)]
+    ['0.4 s', '59 s', '1 min 1 s', '1 h', '1 d 1 h']
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [f"{value} {unit}" for value, unit in ((days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")) if value]
+    return " ".join(parts[:2])
+
+
+def format_moment(moment: float) -> str:
+    """Return a moment (seconds since 1970) in UTC, as a page is read elsewhere than it was written."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(moment))
+
+
+def align_columns(rows: Iterable[Sequence[str]], gap: str = "  ") -> list[str]:
+    """Return each row as a line; the cells of a column begin below each other."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [gap.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def format_table(rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table whose columns are as wide as they need to be; the first row is the header.
+
+    Examples
+    --------
+    >>> print(format_table([("label", "Dice"), ("liver", "0.9510")]))
+    | label | Dice   |
+    | ----- | ------ |
+    | liver | 0.9510 |
+    """
+    header, *others = (["", *row, ""] for row in rows)
+    rule = ["-" * max(map(len, column)) for column in zip(header, *others, strict=True)]
+    return "\n".join(line.lstrip() for line in align_columns([header, rule, *others], " | "))
