@@ -15,38 +15,38 @@ from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 __all__ = ["elu", "gelu", "leaky_relu", "prelu", "relu", "sigmoid", "silu"]
 
 
-@handles("Activations", "relu", "relu_", rehearse=False)
+@handles("Activations", "relu", "relu_", rehearse=False, merged=True)
 def relu(func: Callable, input: Any, inplace: bool = False) -> Any:
     """Rectify."""
     return _activated(func, input, Activation("leaky", 0.0), inplace, {})
 
 
-@handles("Activations", "F.leaky_relu", "F.leaky_relu_", rehearse=False)
+@handles("Activations", "F.leaky_relu", "F.leaky_relu_", rehearse=False, merged=True)
 def leaky_relu(func: Callable, input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
     """Rectify with a slope below zero."""
     chosen = Activation("leaky", float(negative_slope))
     return _activated(func, input, chosen, inplace, {"negative_slope": negative_slope})
 
 
-@handles("Activations", "F.elu", "F.elu_", rehearse=False)
+@handles("Activations", "F.elu", "F.elu_", rehearse=False, merged=True)
 def elu(func: Callable, input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
     """Rectify with an exponential below zero."""
     return _activated(func, input, Activation("elu", float(alpha)), inplace, {"alpha": alpha})
 
 
-@handles("Pointwise arithmetic", "sigmoid", "sigmoid_", rehearse=False)
+@handles("Pointwise arithmetic", "sigmoid", "sigmoid_", rehearse=False, merged=True)
 def sigmoid(func: Callable, input: Any) -> Any:
     """Map to between 0 and 1."""
     return _activated(func, input, Activation("sigmoid"), False, {})
 
 
-@handles("Activations", "silu", "silu_", rehearse=False)
+@handles("Activations", "silu", "silu_", rehearse=False, merged=True)
 def silu(func: Callable, input: Any, inplace: bool = False) -> Any:
     """Multiply by the sigmoid."""
     return _activated(func, input, Activation("silu"), inplace, {})
 
 
-@handles("Activations", "gelu", "gelu_", rehearse=False)
+@handles("Activations", "gelu", "gelu_", rehearse=False, merged=True)
 def gelu(func: Callable, input: Any, approximate: str = "none") -> Any:
     """Multiply by the normal distribution's share below."""
     if approximate != "none":
@@ -54,7 +54,7 @@ def gelu(func: Callable, input: Any, approximate: str = "none") -> Any:
     return _activated(func, input, Activation("gelu"), False, {})
 
 
-@handles("Activations", "prelu", "F.prelu", rehearse=False)
+@handles("Activations", "prelu", "F.prelu", rehearse=False, merged=True)
 def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
     """Apply a slope per channel (not a broadcast from the end)."""
     if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or {0, 1} & set(input.dims):

@@ -44,7 +44,7 @@ LAST = {"sort", "argsort", "topk", "glu", "kthvalue", "mode"}
 """Functions whose ``dim`` is the last one by default; of the others it is all, or must be given."""
 
 
-@handles("Along channels", *ALONG_ONE)
+@handles("Along channels", *ALONG_ONE, merged=True)
 def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab, where ``dim`` is not cut; a softmax also where it is."""
     named = bind(func, args, kwargs)
@@ -66,7 +66,7 @@ def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _per_slab(volume, [dim], [func(slab, *rest, **settings) for slab in volume.slabs])
 
 
-@handles("Reductions", "max", "min")
+@handles("Reductions", "max", "min", merged=True)
 def extremum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Reduce to the extremum, or over one uncut dim with indices, or take the larger of two tensors."""
     named = bind(func, args, kwargs)
@@ -107,7 +107,7 @@ def _per_slab(volume: ShardedVolume, dims: Sequence[int], results: list[Any]) ->
     return _wrap_all(volume, results, [cut - sum(dim < cut for dim in gone) for cut in volume.dims])
 
 
-@handles("Along channels", "quantile", "nanquantile")
+@handles("Along channels", "quantile", "nanquantile", merged=True)
 def quantile(
     func: Callable, input: Any, q: Any, dim: int | None = None, keepdim: bool = False, interpolation: str = "linear"
 ) -> Any:
@@ -122,7 +122,7 @@ def quantile(
     return wrap(input, results, dims)
 
 
-@handles("Along channels", "F.normalize")
+@handles("Along channels", "F.normalize", merged=True)
 def normalize(func: Callable, input: Any, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12) -> Any:
     """Divide by the norm along dims, cut ones too."""
     if not isinstance(input, ShardedVolume):
@@ -137,7 +137,7 @@ def _wrap_all(volume: ShardedVolume, results: list[Any], dims: list[int]) -> Any
     return type(results[0])([wrap(volume, list(column), dims) for column in zip(*results, strict=True)])
 
 
-@handles("Along channels", "gather", "take_along_dim")
+@handles("Along channels", "gather", "take_along_dim", merged=True)
 def gather(func: Callable, input: Any, index: Any = None, indices: Any = None, dim: int | None = None) -> Any:
     """Pick an entry for each voxel along a dim that is not cut."""
     index = indices if index is None else index

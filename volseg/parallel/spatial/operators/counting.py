@@ -13,21 +13,14 @@ __all__ = ["bucketize", "gathered", "is_in", "search_sorted"]
 
 
 @handles(
-    "Counts",
-    "argwhere",
-    "bincount",
-    "histc",
-    "nonzero",
-    "unique",
-    "unique_consecutive",
-    rehearse=False,
+    "Counts", "argwhere", "bincount", "histc", "nonzero", "unique", "unique_consecutive", rehearse=False, merged=True
 )
 def gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return positions, counts or values of voxels: an ordinary tensor, of the gathered volume."""
     return run_gathered(func, args, kwargs)
 
 
-@handles("Counts", "bucketize")
+@handles("Counts", "bucketize", merged=True)
 def bucketize(func: Callable, input: Any, boundaries: Any, out_int32: bool = False, right: bool = False) -> Any:
     """Return the number of each voxel's interval between boundaries, an ordinary tensor."""
     if isinstance(boundaries, ShardedVolume):
@@ -36,7 +29,7 @@ def bucketize(func: Callable, input: Any, boundaries: Any, out_int32: bool = Fal
     return wrap(input, [func(slab.contiguous(), own, out_int32=out_int32, right=right) for slab, own in pairs])
 
 
-@handles("Counts", "searchsorted")
+@handles("Counts", "searchsorted", merged=True)
 def search_sorted(
     func: Callable,
     sorted_sequence: Any,
@@ -53,7 +46,7 @@ def search_sorted(
     return wrap(input, [func(own, slab.contiguous(), **settings) for slab, own in pairs])
 
 
-@handles("Counts", "isin")
+@handles("Counts", "isin", merged=True)
 def is_in(
     func: Callable,
     elements: Any = None,

@@ -17,7 +17,7 @@ from volseg.parallel.spatial.volume import ShardedVolume, wrap
 __all__ = ["channel_dropout", "dropout"]
 
 
-@handles("Dropout", "F.alpha_dropout", "torch.alpha_dropout", "F.feature_alpha_dropout", rehearse=False)
+@handles("Dropout", "F.alpha_dropout", "torch.alpha_dropout", "F.feature_alpha_dropout", rehearse=False, merged=True)
 def alpha_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the volume in eval mode."""
     named = bind(func, args, kwargs)
@@ -26,7 +26,7 @@ def alpha_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return named["input"]
 
 
-@handles("Dropout", "F.dropout", rehearse=False)
+@handles("Dropout", "F.dropout", rehearse=False, merged=True)
 def dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Drop voxels independently."""
     _check_probability(p)
@@ -37,13 +37,13 @@ def dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, i
     return _apply(input, masks, factor, inplace)
 
 
-@handles("Dropout", "torch.dropout", "torch.dropout_", rehearse=False)
+@handles("Dropout", "torch.dropout", "torch.dropout_", rehearse=False, merged=True)
 def plain_dropout(func: Callable, input: Any, p: float, train: bool) -> Any:
     """Drop voxels independently."""
     return dropout(func, input, p, train, func.__name__.endswith("_"))
 
 
-@handles("Dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d", rehearse=False)
+@handles("Dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d", rehearse=False, merged=True)
 def channel_dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Drop whole channels, the same on all shards."""
     # Unbatched input (C, D, H, W): the channels come first.
@@ -51,7 +51,7 @@ def channel_dropout(func: Callable, input: Any, p: float = 0.5, training: bool =
     return _drop_channels(input, p, training, inplace, 1 if input.ndim == digit + 1 else 2)
 
 
-@handles("Dropout", "torch.feature_dropout", rehearse=False)
+@handles("Dropout", "torch.feature_dropout", rehearse=False, merged=True)
 def feature_dropout(func: Callable, input: Any, p: float, train: bool) -> Any:
     """Drop whole channels, the same on all shards."""
     return _drop_channels(input, p, train, False, 2)

@@ -187,7 +187,7 @@ def group_norm(
     return settle_in_checkpoint(normalize(input, Pooled(Grouping(groups=num_groups)), weight, bias, eps)[0])
 
 
-@handles("Normalisation", "F.rms_norm", "torch.rms_norm")
+@handles("Normalisation", "F.rms_norm", "torch.rms_norm", merged=True)
 def rms_norm(
     func: Callable, input: Any, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
@@ -195,7 +195,7 @@ def rms_norm(
     return _within_slabs(func, input, normalized_shape, [weight], {"eps": eps})
 
 
-@handles("Normalisation", "F.layer_norm", "torch.layer_norm")
+@handles("Normalisation", "F.layer_norm", "torch.layer_norm", merged=True)
 def layer_norm(
     func: Callable,
     input: Any,

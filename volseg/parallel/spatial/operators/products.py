@@ -88,7 +88,7 @@ def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters
     return copies
 
 
-@handles("Products", "einsum")
+@handles("Products", "einsum", merged=True)
 def einsum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Multiply and sum as the equation says."""
     equation, *operands = args
@@ -128,13 +128,13 @@ def _letters(term: str, width: int) -> list[str]:
     return [*before, *(str(-i) for i in range(width, 0, -1) if dots), *after]
 
 
-@handles("Products", "Tensor.__rmatmul__")
+@handles("Products", "Tensor.__rmatmul__", merged=True)
 def reversed_matmul(func: Callable, input: Any, other: Any) -> Any:
     """Multiply ``other @ input``."""
     return matmul(torch.matmul, other, input)
 
 
-@handles("Products", "matmul", "Tensor.__matmul__", "bmm", "mm", "mv", "vdot")
+@handles("Products", "matmul", "Tensor.__matmul__", "bmm", "mm", "mv", "vdot", merged=True)
 def matmul(func: Callable, input: Any, other: Any = None, mat2: Any = None, vec: Any = None, tensor: Any = None) -> Any:
     """Multiply matrices and vectors."""
     second = next(operand for operand in (other, mat2, vec) if operand is not None)
@@ -149,19 +149,19 @@ def matmul(func: Callable, input: Any, other: Any = None, mat2: Any = None, vec:
     return contract(func, [input, second], [first, other_letters], [*batch, *rows, *columns])
 
 
-@handles("Products", "dot")
+@handles("Products", "dot", merged=True)
 def dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Multiply two vectors."""
     return contract(func, [*args, *kwargs.values()], ["k", "k"], "")
 
 
-@handles("Products", "outer", "ger")
+@handles("Products", "outer", "ger", merged=True)
 def outer(func: Callable, input: Any, vec2: Any) -> Any:
     """Multiply each entry with each entry."""
     return contract(func, [input, vec2], ["m", "n"], "mn")
 
 
-@handles("Products", "inner")
+@handles("Products", "inner", merged=True)
 def inner(func: Callable, input: Any, other: Any) -> Any:
     """Sum over the last dims."""
     if not (input.ndim and other.ndim):
@@ -170,7 +170,7 @@ def inner(func: Callable, input: Any, other: Any) -> Any:
     return contract(func, [input, other], [[*first, "k"], [*second, "k"]], [*first, *second])
 
 
-@handles("Products", "torch.tensordot")
+@handles("Products", "torch.tensordot", merged=True)
 def tensordot(func: Callable, a: Any, b: Any, dims: Any = 2) -> Any:
     """Sum over pairs of dims."""
     if isinstance(dims, int):
@@ -187,7 +187,7 @@ def tensordot(func: Callable, a: Any, b: Any, dims: Any = 2) -> Any:
     return contract(lambda *local: func(*local, dims=dims), [a, b], [first, second], output)
 
 
-@handles("Products", "addmm", "baddbmm", "addmv")
+@handles("Products", "addmm", "baddbmm", "addmv", merged=True)
 def added_product(
     func: Callable,
     input: Any,
@@ -216,7 +216,7 @@ def _any_volume(*operands: Any) -> bool:
     return any(isinstance(operand, ShardedVolume) for operand in operands)
 
 
-@handles("Products", "nn.linear", "F.linear")
+@handles("Products", "nn.linear", "F.linear", merged=True)
 def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Apply a linear layer to the last dim."""
     if not isinstance(input, ShardedVolume) or isinstance(bias, ShardedVolume) or _any_volume(weight):
@@ -235,7 +235,7 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
     return wrap(input, [func(slab, w, b) for slab, w, b in rows])
 
 
-@handles("Products", "F.scaled_dot_product_attention")
+@handles("Products", "F.scaled_dot_product_attention", merged=True)
 def attention(
     func: Callable,
     query: Any,
