@@ -20,7 +20,7 @@ from volseg.device.norm import choice
 from volseg.device.norm.activation import Activation
 from volseg.parallel.spatial.recipe import Recipe, Write
 
-__all__ = ["Convert", "Copy", "Join", "Normalize", "join_recipes", "recipe_of_kept", "recipe_of_norm"]
+__all__ = ["Convert", "Copy", "Join", "Normalize", "join_recipes", "recipe_of_kept"]
 
 
 def _view_planes(slab: Tensor, start: int, out: Tensor) -> Tensor:
@@ -86,18 +86,6 @@ class Join:
         for write, number, count in zip(self.writes, self.counts, self.channels, strict=True):
             yield write, tensors[used : used + number], (first, count)
             first, used = first + count, used + number
-
-
-def recipe_of_norm(
-    slabs: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    shifts: Sequence[Tensor],
-    activation: Activation,
-    slopes: Sequence[Tensor] = (),
-) -> Recipe:
-    """Return the recipe of a norm's result, with the activation behind it, and PReLU's slopes."""
-    columns = [slabs, scales, shifts, *([slopes] if slopes else [])]
-    return Recipe(tuple(zip(*columns, strict=True)), Normalize(activation))
 
 
 def recipe_of_kept(slabs: Sequence[Tensor]) -> Recipe:

@@ -20,9 +20,7 @@ from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
-from volseg.parallel.spatial.lazy.norm import WaitingNorm, sum_to_slope
-from volseg.parallel.spatial.lazy.statistics import combine_sums
-from volseg.parallel.spatial.lazy.vanishing import note_vanishing
+from volseg.parallel.spatial.lazy.norm import NormPlan, WaitingNorm, sum_to_slope
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.recipe import Outline, Recipe, Write, outline_slab
@@ -204,29 +202,22 @@ class _AddInTiles(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         norm = waiting.norm
-        ctx.context, ctx.pooled, ctx.voxels, ctx.has_bias = (
-            norm.context,
-            norm.pooled,
-            norm.found.voxels,
-            bias is not None,
-        )
+        ctx.plan = NormPlan.of(norm)
         ctx.write, ctx.sizes = waiting.write_sum, [len(row) for row in waiting.rows]
-        ctx.slopes = [(slope.dtype, slope.shape) for slope in waiting.slopes]
         ctx.columns = [(column[0].shape[1], column[0].dtype) for column in waiting.columns]
         ctx.save_for_backward(norm.found.mean, norm.found.rstd, weight, *chain.from_iterable(waiting.rows))
-        del tensors
+        del bias, tensors
         return tuple(fill())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         mean, rstd, weight, *kept = ctx.saved_tensors
-        rows, means = _split(kept, ctx.sizes), ctx.context.spread(mean)
+        rows, means = _split(kept, ctx.sizes), ctx.plan.context.spread(mean)
         slabs = [row[0] for row in rows]
         sums = [_add_sums(ctx.write, *own) for own in zip(gradients, rows, means, strict=True)]
-        found = combine_sums(ctx.context, ctx.pooled, sums, mean, rstd, weight, ctx.voxels, slabs)
-        factors = list(zip(*map(ctx.context.spread, found[:2]), strict=True))
-        first = 4 + len(ctx.slopes) + len(slabs)
+        factors, of_weight, of_bias = ctx.plan.combine(sums, mean, rstd, weight, slabs)
+        first = 4 + len(slabs) * (1 + ctx.plan.has_slope)
         columns = [
             own if any(ctx.needs_input_grad[first + place * len(slabs) :][: len(slabs)]) else (own[0], None)
             for place, own in enumerate(ctx.columns)
@@ -234,12 +225,8 @@ class _AddInTiles(torch.autograd.Function):
         each = zip(gradients, rows, factors, strict=True)
         found_inputs = [_differentiate(ctx.write, *own, columns) for own in each]
         inputs = list(zip(*found_inputs, strict=True))
-        if ctx.pooled.ignores_channels(*mean.shape):
-            for gradient, (_, offset) in zip(inputs[0], factors, strict=True):
-                note_vanishing(gradient, offset)
-        of_weight = None if weight is None else found.weight.to(weight)
-        of_bias = found.bias.to(rstd if weight is None else weight) if ctx.has_bias else None
-        slopes = [row[3] for row in rows] if ctx.slopes else []
+        ctx.plan.note_vanishing(mean, inputs[0], factors)
+        slopes = [row[3] for row in rows] if ctx.plan.has_slope else []
         of_slopes = [sum_to_slope(own, slope) for own, slope in zip(sums, slopes, strict=False)]
         return None, None, of_weight, of_bias, *of_slopes, *chain.from_iterable(inputs)
 

@@ -11,8 +11,7 @@ from volseg.device.first_order import first_order
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.lazy import scores
-from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting
-from volseg.parallel.spatial.lazy.roomy_addition import add_with_room
+from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting, add_with_room
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
 from volseg.parallel.spatial.lazy.uncut import SUMS
 from volseg.parallel.spatial.operators.operands import aligned, rewrap, run_local
