@@ -21,10 +21,9 @@ from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
 from volseg.parallel.spatial.lazy.norm import NormPlan, WaitingNorm, sum_to_slope
-from volseg.parallel.spatial.pending import Waiting
+from volseg.parallel.spatial.lazy.recipes import WaitingRecipe
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.recipe import Outline, Recipe, Write, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.recipe import Recipe, Write, outline_slab
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["add_later"]
@@ -101,7 +100,7 @@ class _Addition:
         return Term(planes.to(self.dtype), mean, scale, shift, self.inner, slope), Term(other.to(self.dtype))
 
 
-class TiledSum(Waiting):
+class TiledSum(WaitingRecipe):
     """A norm, perhaps with its activation, plus what has a recipe, and perhaps an activation.
 
     Parameters
@@ -115,8 +114,6 @@ class TiledSum(Waiting):
     tiles
         In how many pieces a slab is written.
     """
-
-    room = 0
 
     def __init__(self, norm: WaitingNorm, second: ShardedVolume, recipe: Recipe, tiles: int) -> None:
         self.context, self.norm = norm.context, norm
@@ -132,15 +129,12 @@ class TiledSum(Waiting):
         found = [self.context.spread(value) for value in (norm.found.scale, norm.found.shift)]
         detached = [[slope.detach() for slope in self.slopes]] if has_slope else []
         own = zip(norm.stand_ins, *found, *detached, strict=True)
-        self.rows = tuple((*mine, *row) for mine, row in zip(own, recipe.rows, strict=True))
+        rows = tuple((*mine, *row) for mine, row in zip(own, recipe.rows, strict=True))
+        self.recipe = Recipe(rows, self.write_sum)
+        self.likes = [torch.empty_like(slab, dtype=dtype, device="meta") for slab in norm.stand_ins]
         self.moment = norm.moment
         self.unchanged = norm.unchanged.including(*chain.from_iterable(self.columns), *recipe.tensors)
         self.stand_ins = [outline_slab(slab.shape, dtype, slab.device) for slab in norm.stand_ins]
-
-    @property
-    def recipe(self) -> Recipe:
-        """How to write it."""
-        return Recipe(self.rows, self.write_sum)
 
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "TiledSum | None":
         """Return this with an activation behind; None where there is one already, or it has a slope or another history.
@@ -153,34 +147,20 @@ class TiledSum(Waiting):
         if self.write_sum.activation != IDENTITY or slope is not None or not self.moment.is_now():
             return None
         taken = TiledSum.__new__(TiledSum)
-        vars(taken).update(vars(self), write_sum=replace(self.write_sum, activation=activation))
+        write_sum = replace(self.write_sum, activation=activation)
+        vars(taken).update(vars(self), write_sum=write_sum, recipe=Recipe(self.recipe.rows, write_sum))
         return taken
 
     def hold(self, volume: ShardedVolume) -> Recipe | None:
         """Leave it unwritten."""
         return self.spare(volume)
 
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Add up."""
-        del halos  # there is no room for them
-
-        def fill() -> list[Tensor]:
-            outs = [torch.empty_like(slab, dtype=self.write_sum.dtype) for slab in self.norm.stand_ins]
-            for row, out in zip(self.rows, outs, strict=True):
-                self.write_sum(row, out)
-            return outs
-
-        return self._run(fill), self.recipe, None
-
-    def outline(self) -> Outline | None:
-        """Note it for the backward pass."""
-        return Outline(self.outline_in(self.write_sum.dtype), self.recipe, layout_of(self.norm.stand_ins[0]))
-
     def outline_in(self, dtype: torch.dtype) -> list[Tensor]:
         """Return its history for an operator that reads it in another type, and whose gradient has that type."""
-        return self._run(lambda: [outline_slab(slab.shape, dtype, slab.device) for slab in self.norm.stand_ins])
+        return self.outline_as(dtype)
 
-    def _run(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def record(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the slabs, with the history of both terms."""
         norm = self.norm
         with self.moment.restored():
             slabs = _AddInTiles.apply(
@@ -203,9 +183,9 @@ class _AddInTiles(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         norm = waiting.norm
         ctx.plan = NormPlan.of(norm)
-        ctx.write, ctx.sizes = waiting.write_sum, [len(row) for row in waiting.rows]
+        ctx.write, ctx.sizes = waiting.write_sum, [len(row) for row in waiting.recipe.rows]
         ctx.columns = [(column[0].shape[1], column[0].dtype) for column in waiting.columns]
-        ctx.save_for_backward(norm.found.mean, norm.found.rstd, weight, *chain.from_iterable(waiting.rows))
+        ctx.save_for_backward(norm.found.mean, norm.found.rstd, weight, *chain.from_iterable(waiting.recipe.rows))
         del bias, tensors
         return tuple(fill())
 
