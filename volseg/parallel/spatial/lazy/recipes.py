@@ -24,7 +24,7 @@ from volseg.parallel.spatial.recipe import Outline, Recipe, Write, outline_slab
 from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
 from volseg.parallel.spatial.transport.room import allocate_with_room
 
-__all__ = ["Convert", "Copy", "Join", "Normalize", "WaitingRecipe", "join_recipes", "recipe_of_kept"]
+__all__ = ["Convert", "Copy", "Join", "Normalize", "WaitingRecipe", "add_in_float32", "join_recipes", "recipe_of_kept"]
 
 
 def _view_planes(slab: Tensor, start: int, out: Tensor) -> Tensor:
@@ -113,6 +113,14 @@ def join_recipes(parts: Sequence[Recipe], channels: Sequence[int]) -> Recipe:
             widths.append(width)
     rows = tuple(tuple(chain.from_iterable(rows)) for rows in zip(*(part.rows for part in parts), strict=True))
     return Recipe(rows, Join(tuple(writes), tuple(counts), tuple(widths)))
+
+
+def add_in_float32(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Return the sum of a total, None at first, and a part, None where none is asked for; half precision widened."""
+    if part is None:
+        return total
+    wide = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
+    return wide if total is None else total + wide
 
 
 class WaitingRecipe(Waiting):

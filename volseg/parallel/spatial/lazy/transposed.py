@@ -16,8 +16,7 @@ from torch import Tensor
 from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into
-from volseg.parallel.spatial.lazy.recipes import WaitingRecipe, recipe_of_kept
-from volseg.parallel.spatial.lazy.sums import add_in_float32
+from volseg.parallel.spatial.lazy.recipes import WaitingRecipe, add_in_float32, recipe_of_kept
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.recipe import Recipe, Write

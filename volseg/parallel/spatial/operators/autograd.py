@@ -38,6 +38,7 @@ METADATA = [
 ]
 
 FLAGS = [
+    "grad_fn",
     "is_cpu",
     "is_meta",
     "is_sparse",
@@ -90,12 +91,6 @@ def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the voxels without their history."""
     volume = args[0]
     return wrap(volume, [slab.data for slab in volume.slabs])
-
-
-@handles("Metadata and autograd", "Tensor.grad_fn", rehearse=False, merged=True)
-def grad_fn(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the first slab's history."""
-    return args[0].slabs[0].grad_fn
 
 
 @handles("Metadata and autograd", "Tensor.requires_grad_", "Tensor.detach_", rehearse=False, merged=True)

@@ -138,9 +138,8 @@ def _wrap_all(volume: ShardedVolume, results: list[Any], dims: list[int]) -> Any
 
 
 @handles("Along channels", "gather", "take_along_dim", merged=True)
-def gather(func: Callable, input: Any, index: Any = None, indices: Any = None, dim: int | None = None) -> Any:
+def gather(func: Callable, input: Any, index: Any, dim: int | None = None) -> Any:
     """Pick an entry for each voxel along a dim that is not cut."""
-    index = indices if index is None else index
     like = input if isinstance(input, ShardedVolume) else index
     if not isinstance(like, ShardedVolume) or dim is None or dim % like.ndim in like.dims:
         refuse("it picks along the cut dim")

@@ -47,19 +47,10 @@ def search_sorted(
 
 
 @handles("Counts", "isin", merged=True)
-def is_in(
-    func: Callable,
-    elements: Any = None,
-    test_elements: Any = None,
-    element: Any = None,
-    test_element: Any = None,
-    assume_unique: bool = False,
-    invert: bool = False,
-) -> Any:
+def is_in(func: Callable, elements: Any, test_elements: Any, assume_unique: bool = False, invert: bool = False) -> Any:
     """Say of each voxel whether it is one of some numbers, or of each number whether a voxel has it."""
     settings = {"assume_unique": assume_unique, "invert": invert}
-    voxels = element if elements is None else elements
-    numbers = test_element if test_elements is None else test_elements
+    voxels, numbers = elements, test_elements
     if isinstance(numbers, ShardedVolume):
         return run_gathered(func, (voxels, numbers), settings)
     own = voxels.context.spread(numbers) if isinstance(numbers, Tensor) else [numbers] * len(voxels.slabs)

@@ -54,7 +54,7 @@ def normalize(
     return defer(waiting, volume.dims, volume.shape, volume.context), found, lacking
 
 
-@handles("Normalisation", "F.batch_norm", rehearse=False)
+@handles("Normalisation", "F.batch_norm", "torch.batch_norm", rehearse=False)
 def batch_norm(
     func: Callable,
     input: Any,
@@ -65,28 +65,12 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Any:
     """Normalise each channel over batch and volume."""
     running = running_mean, running_var, momentum
     replicas = input.context.replicas if isinstance(input, ShardedVolume) else None
     return _with_running(input, running, weight, bias, training, eps, Pooled(Grouping(over_batch=True), replicas))
-
-
-@handles("Normalisation", "torch.batch_norm", rehearse=False)
-def plain_batch_norm(
-    func: Callable,
-    input: Any,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Any:
-    """Normalise each channel over batch and volume."""
-    return batch_norm(func, input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 @handles("Normalisation", "F.instance_norm", rehearse=False)

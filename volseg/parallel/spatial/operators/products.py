@@ -135,18 +135,17 @@ def reversed_matmul(func: Callable, input: Any, other: Any) -> Any:
 
 
 @handles("Products", "matmul", "Tensor.__matmul__", "bmm", "mm", "mv", "vdot", merged=True)
-def matmul(func: Callable, input: Any, other: Any = None, mat2: Any = None, vec: Any = None, tensor: Any = None) -> Any:
+def matmul(func: Callable, input: Any, other: Any) -> Any:
     """Multiply matrices and vectors."""
-    second = next(operand for operand in (other, mat2, vec) if operand is not None)
-    waiting = attend(input, second)
-    waiting = score(func, input, second, turned=False) if waiting is None else waiting
+    waiting = attend(input, other)
+    waiting = score(func, input, other, turned=False) if waiting is None else waiting
     if waiting is not None:
         return waiting
-    batch = [str(-i) for i in range(max(input.ndim, second.ndim) - 2, 0, -1)]
-    rows, columns = ["m"] * (input.ndim > 1), ["n"] * (second.ndim > 1)
+    batch = [str(-i) for i in range(max(input.ndim, other.ndim) - 2, 0, -1)]
+    rows, columns = ["m"] * (input.ndim > 1), ["n"] * (other.ndim > 1)
     first = [*batch[len(batch) - max(input.ndim - 2, 0) :], *rows, "k"]
-    other_letters = [*batch[len(batch) - max(second.ndim - 2, 0) :], "k", *columns]
-    return contract(func, [input, second], [first, other_letters], [*batch, *rows, *columns])
+    second = [*batch[len(batch) - max(other.ndim - 2, 0) :], "k", *columns]
+    return contract(func, [input, other], [first, second], [*batch, *rows, *columns])
 
 
 @handles("Products", "dot", merged=True)
@@ -156,9 +155,9 @@ def dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 @handles("Products", "outer", "ger", merged=True)
-def outer(func: Callable, input: Any, vec2: Any) -> Any:
+def outer(func: Callable, input: Any, other: Any) -> Any:
     """Multiply each entry with each entry."""
-    return contract(func, [input, vec2], ["m", "n"], "mn")
+    return contract(func, [input, other], ["m", "n"], "mn")
 
 
 @handles("Products", "inner", merged=True)
@@ -188,22 +187,9 @@ def tensordot(func: Callable, a: Any, b: Any, dims: Any = 2) -> Any:
 
 
 @handles("Products", "addmm", "baddbmm", "addmv", merged=True)
-def added_product(
-    func: Callable,
-    input: Any,
-    mat1: Any = None,
-    mat2: Any = None,
-    batch1: Any = None,
-    batch2: Any = None,
-    mat: Any = None,
-    vec: Any = None,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Any:
+def added_product(func: Callable, input: Any, first: Any, other: Any, beta: float = 1, alpha: float = 1) -> Any:
     """Add a matrix product to a tensor."""
-    first = next(t for t in (mat1, batch1, mat) if t is not None)
-    second = next(t for t in (mat2, batch2, vec) if t is not None)
-    product = matmul(torch.matmul, first, second) if _any_volume(first, second) else torch.matmul(first, second)
+    product = matmul(torch.matmul, first, other) if _any_volume(first, other) else torch.matmul(first, other)
     product = product if alpha == 1 else elementwise(torch.mul, product, alpha)
     if beta == 0:  # torch ignores it then, even if it is not a number
         if not isinstance(product, ShardedVolume) and isinstance(input, ShardedVolume):

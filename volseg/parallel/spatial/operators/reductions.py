@@ -83,12 +83,15 @@ def _shifted(dim: int, removed: Sequence[int]) -> int:
     return dim - sum(other < dim for other in removed)
 
 
-@handles("Reductions", "sum", "mean", "nansum", merged=True)
+@handles("Reductions", "sum", "mean", "nansum", "prod", "any", "all", "amax", "amin", merged=True)
+@handles("Reductions", "logsumexp", "special.logsumexp", merged=True)
 def reduce(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """Reduce over dims."""
     dims = dims_of(dim, input.ndim)
-    kind, back = func.__name__, None
-    if dtype is None and kind != "mean" and not (input.is_floating_point() or input.is_complex()):
+    kind, back = func.__name__.removeprefix("special_"), None
+    if kind in ("amax", "amin"):
+        return extremes(kind, input, dims, keepdim)
+    if dtype is None and kind in ("sum", "nansum", "prod") and not (input.is_floating_point() or input.is_complex()):
         dtype = torch.int64
     if kind == "sum" and input.dtype in HALF and dtype is None:
         # Sums of sums: rounded once, at the end, as on one device.
@@ -134,38 +137,11 @@ def trapezoid(func: Callable, y: Any, x: Any = None, dx: float = 1, dim: int = -
     return wrap(like, results, [_shifted(cut, [dim % like.ndim]) for cut in like.dims])
 
 
-@handles("Reductions", "logsumexp", "special.logsumexp", merged=True)
-def logsumexp(func: Callable, input: Any, dim: Any, keepdim: bool = False) -> Any:
-    """Return the logarithm of a sum of exponentials."""
-    return over_dims("logsumexp", input, dims_of(dim, input.ndim), keepdim)
-
-
-@handles("Reductions", "any", "all", merged=True)
-def any_or_all(func: Callable, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    """Tell whether any or all voxels are true."""
-    return over_dims(func.__name__, input, dims_of(dim, input.ndim), keepdim)
-
-
-@handles("Reductions", "prod", merged=True)
-def product(func: Callable, input: Any, dim: int | None = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    """Multiply voxels."""
-    if dtype is None and not (input.is_floating_point() or input.is_complex()):
-        dtype = torch.int64
-    settings = {} if dtype is None else {"dtype": dtype}
-    return over_dims("prod", input, dims_of(dim, input.ndim), keepdim, **settings)
-
-
 @handles("Reductions", "count_nonzero", merged=True)
 def count_nonzero(func: Callable, input: Any, dim: Any = None) -> Any:
     """Count voxels that are not zero."""
     ones = wrap(input, [(slab != 0).long() for slab in input.slabs])
     return over_dims("sum", ones, dims_of(dim, input.ndim))
-
-
-@handles("Reductions", "amax", "amin", merged=True)
-def extreme(func: Callable, input: Any, dim: Any = (), keepdim: bool = False) -> Any:
-    """Return the largest or smallest voxel; equal ones share its gradient, as torch has it."""
-    return extremes(func.__name__, input, dims_of(dim, input.ndim), keepdim)
 
 
 @handles("Reductions", "aminmax", merged=True)
