@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from volseg.device import fusions
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM
 from volseg.device.norm.activation import IDENTITY, Activation
-from volseg.parallel.spatial.lazy.norm import WaitingNorm, WaitingTerms
+from volseg.parallel.spatial.lazy.norm import WaitingNorm, WaitingTerms, find_norm
 from volseg.parallel.spatial.lazy.repeated import WaitingRepeat
 from volseg.parallel.spatial.pending import PLAIN
 from volseg.parallel.spatial.recipe import outline_slab
@@ -127,16 +126,11 @@ def add_in_place(first: Any, second: Any) -> bool:
 
 def _find_sum(first: Any, second: Any) -> WaitingSum | None:
     """Return the sum of a norm that waits and another volume, if they are alike."""
-    if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or not fusions.is_on("sums"):
-        return None
-    norm = first.pending
-    if not isinstance(norm, WaitingNorm) or first is second or first.context is not second.context:
-        return None
-    alike = first.shape == second.shape and first.dims == second.dims and _adds_up(first.dtype, second.dtype)
-    if not alike or first.merged is not None or second.merged is not None or second.origin is not None:
+    norm = find_norm(first, second)
+    if norm is None or not _adds_up(first.dtype, second.dtype):
         return None
     other = second.pending if isinstance(second.pending, WaitingNorm) else None
-    if not all(waiting.moment.is_now() for waiting in (norm, other) if waiting is not None):
+    if other is not None and not other.moment.is_now():
         return None
     return WaitingSum(norm, _read_slabs(second) if other is None else other)
 

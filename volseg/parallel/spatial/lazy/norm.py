@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.device import fusions
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
 from volseg.device.norm import addition
@@ -33,7 +34,7 @@ from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["NormPlan", "WaitingNorm", "WaitingTerms", "settle_in_checkpoint", "sum_to_slope"]
+__all__ = ["NormPlan", "WaitingNorm", "WaitingTerms", "find_norm", "settle_in_checkpoint", "sum_to_slope"]
 
 Terms = tuple[Term, Term | None]
 """Of a slab: a norm, and what is added to it, if anything is."""
@@ -201,6 +202,17 @@ class WaitingNorm(WaitingTerms):
             for slab, (term, _) in zip(self.stand_ins, rows, strict=True)
         ]
         return Recipe(tuple(kept), Normalize(self.activation))  # type: ignore[arg-type]
+
+
+def find_norm(first: Any, second: Any) -> WaitingNorm | None:
+    """Return the norm that waits in the first of two volumes, if now it may take along the second, cut as it is."""
+    if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or not fusions.is_on("sums"):
+        return None
+    norm, alike = first.pending, first.context is second.context and first is not second
+    if not isinstance(norm, WaitingNorm) or not alike or first.shape != second.shape or first.dims != second.dims:
+        return None
+    plain = first.merged is None and second.merged is None and second.origin is None
+    return norm if plain and norm.moment.is_now() else None
 
 
 @dataclass(frozen=True, slots=True)

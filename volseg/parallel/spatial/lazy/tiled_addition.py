@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device import fusions
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
-from volseg.parallel.spatial.lazy.norm import NormPlan, WaitingNorm, sum_to_slope
+from volseg.parallel.spatial.lazy.norm import NormPlan, WaitingNorm, find_norm, sum_to_slope
 from volseg.parallel.spatial.lazy.recipes import WaitingRecipe
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.recipe import Recipe, Write, outline_slab
@@ -44,14 +43,8 @@ def add_later(first: Any, second: Any, tiles: int) -> ShardedVolume | None:
 
 
 def _find(first: Any, second: Any, tiles: int) -> "TiledSum | None":
-    if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or not fusions.is_on("sums"):
-        return None
-    norm = first.pending
-    if not isinstance(norm, WaitingNorm) or isinstance(second.pending, WaitingNorm) or not norm.moment.is_now():
-        return None
-    alike = first.context is second.context and first.shape == second.shape and first.dims == second.dims
-    plain = first.merged is None and second.merged is None and second.origin is None
-    if not alike or not plain or not has_fewer_digits(first.dtype, second.dtype):
+    norm = find_norm(first, second)
+    if norm is None or isinstance(second.pending, WaitingNorm) or not has_fewer_digits(first.dtype, second.dtype):
         return None
     recipe = second.pending.spare(second)
     if recipe is None:

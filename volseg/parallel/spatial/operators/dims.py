@@ -18,18 +18,7 @@ from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = [
-    "expand",
-    "insert_dim",
-    "permute",
-    "repeat",
-    "reshape",
-    "reshaped",
-    "say_gathered",
-    "squeeze",
-    "transposed",
-    "unsqueeze",
-]
+__all__ = ["insert_dim", "say_gathered"]
 
 
 @handles("Dims", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", rehearse=False, merged=True)
