@@ -8,9 +8,10 @@ from torch.autograd.graph import increment_version
 
 from volseg.device import fusions
 from volseg.device.norm.activation import Activation
+from volseg.parallel.spatial.operators.operands import each_slab
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["activate", "prelu"]
 
@@ -67,5 +68,4 @@ def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
     if waiting is not None:
         input.is_bypassed = True
         return defer(waiting, input.dims, input.shape, input.context)
-    slopes = input.context.spread(weight)
-    return wrap(input, [func(slab, slope) for slab, slope in zip(input.slabs, slopes, strict=True)])
+    return each_slab(func, input, weight)

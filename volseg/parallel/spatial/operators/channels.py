@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.spatial.lazy.scores import soften, waits
-from volseg.parallel.spatial.operators.operands import elementwise, rewrap, run_local
+from volseg.parallel.spatial.operators.operands import each_slab, elementwise, rewrap, run_local
 from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.operators.reductions import HALF, extremes, norm, over_dims
 from volseg.parallel.spatial.signatures import bind
@@ -115,11 +115,8 @@ def quantile(
     if not isinstance(input, ShardedVolume) or dim is None or dim % input.ndim in input.dims:
         refuse(f"it needs whole lines along dim={dim}")
     several = isinstance(q, Tensor) and q.ndim == 1
-    qs = input.context.spread(q) if isinstance(q, Tensor) else [q] * len(input.slabs)
-    pairs = zip(input.slabs, qs, strict=True)
-    results = [func(slab, own, dim, keepdim, interpolation=interpolation) for slab, own in pairs]
     dims = [cut - (not keepdim and dim % input.ndim < cut) + several for cut in input.dims]
-    return wrap(input, results, dims)
+    return each_slab(func, input, q, dim, keepdim, dims=dims, interpolation=interpolation)
 
 
 @handles("Along channels", "F.normalize", merged=True)

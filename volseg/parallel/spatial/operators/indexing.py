@@ -15,7 +15,7 @@ from volseg.parallel.spatial.dispatch import Copied
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.operators.dims import say_gathered
 from volseg.parallel.spatial.operators.joins import cat
-from volseg.parallel.spatial.operators.operands import aligned, elementwise, rewrap, run_local
+from volseg.parallel.spatial.operators.operands import aligned, each_slab, elementwise, rewrap, run_local
 from volseg.parallel.spatial.operators.slices import assign, expanded, is_basic, sliced, take_planes
 from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.table import handles, refuse
@@ -137,9 +137,7 @@ def _whole(index: Tensor) -> Tensor:
 def _looked_up(table: Tensor, index: tuple) -> ShardedVolume | Tensor:
     """Index an ordinary tensor: each voxel's entry of a table, or the voxels of a mask."""
     if len(index) == 1 and isinstance(index[0], ShardedVolume) and index[0].dtype in INTEGERS:
-        (numbers,) = index
-        rows = zip(numbers.context.spread(table), numbers.slabs, strict=True)
-        return wrap(numbers, [own[slab] for own, slab in rows])
+        return each_slab(lambda slab, own: own[slab], index[0], table)
     home = table.device
     return table[tuple(_whole(i).to(home) if isinstance(i, ShardedVolume) else i for i in index)]
 
@@ -289,5 +287,4 @@ def embedding(func: Callable, input: Any, weight: Tensor, padding_idx: int | Non
     """Look up each voxel's row of a table."""
     if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume):
         refuse("the numbers must be a volume, and the table an ordinary tensor")
-    rows = zip(input.slabs, input.context.spread(weight), strict=True)
-    return wrap(input, [func(slab, own, padding_idx) for slab, own in rows])
+    return each_slab(func, input, weight, padding_idx)

@@ -20,10 +20,10 @@ from volseg.parallel.spatial.lazy.bias import take_without_bias
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
 from volseg.parallel.spatial.lazy.statistics import NormStatistics, Pooled, compute_statistics, take_statistics
 from volseg.parallel.spatial.operators.arguments import spatial_only
-from volseg.parallel.spatial.operators.operands import elementwise
+from volseg.parallel.spatial.operators.operands import each_slab, elementwise
 from volseg.parallel.spatial.operators.reductions import moments
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize"]
 
@@ -142,11 +142,7 @@ def _with_given(
     """Normalise with statistics that were found before."""
     fits = volume.dtype.is_floating_point and 0 not in volume.shape and fusions.is_on("given statistics")
     if mean is None or var is None or not fits:
-        columns = [
-            [None] * len(volume.slabs) if t is None else volume.context.spread(t) for t in (mean, var, weight, bias)
-        ]
-        rows = zip(volume.slabs, *columns, strict=True)  # torch says what is missing
-        return wrap(volume, [F.batch_norm(x, m, v, w, b, False, 0.0, eps) for x, m, v, w, b in rows])
+        return each_slab(F.batch_norm, volume, mean, var, weight, bias, False, 0.0, eps)  # torch says what is missing
     slabs, lacking = take_without_bias(volume)
     if lacking is not None:
         mean = mean.to(lacking.device) - lacking  # of the slabs as they lie
@@ -260,10 +256,7 @@ def _within_slabs(
 ) -> ShardedVolume:
     if not isinstance(volume, ShardedVolume) or any(volume.ndim - len(shape) <= dim for dim in volume.dims):
         refuse("the cut dim is normalised over")
-    spread = volume.context.spread
-    columns = [[None] * len(volume.slabs) if t is None else spread(t) for t in parameters]
-    rows = zip(volume.slabs, *columns, strict=True)
-    return wrap(volume, [func(slab, shape, *own, **settings) for slab, *own in rows])
+    return each_slab(func, volume, shape, *parameters, **settings)
 
 
 @handles("Normalisation", "F.local_response_norm")
@@ -273,4 +266,4 @@ def local_response_norm(
     """Normalise across neighbouring channels of each voxel."""
     if not isinstance(input, ShardedVolume) or 1 in input.dims:
         refuse("the channels must not be cut")
-    return wrap(input, [func(slab, size, alpha, beta, k) for slab in input.slabs])
+    return each_slab(func, input, size, alpha, beta, k)

@@ -148,16 +148,15 @@ def matmul(func: Callable, input: Any, other: Any) -> Any:
     return contract(func, [input, other], [first, second], [*batch, *rows, *columns])
 
 
-@handles("Products", "dot", merged=True)
-def dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Multiply two vectors."""
-    return contract(func, [*args, *kwargs.values()], ["k", "k"], "")
+OF_VECTORS = {"dot": ("k", "k", ""), "outer": ("m", "n", "mn"), "ger": ("m", "n", "mn")}
+"""Letters of both vectors, and of their product."""
 
 
-@handles("Products", "outer", "ger", merged=True)
-def outer(func: Callable, input: Any, other: Any) -> Any:
-    """Multiply each entry with each entry."""
-    return contract(func, [input, other], ["m", "n"], "mn")
+@handles("Products", *OF_VECTORS, merged=True)
+def product_of_vectors(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Multiply each entry with its own, or with each entry."""
+    *letters, output = OF_VECTORS[func.__name__]
+    return contract(func, [*args, *kwargs.values()], letters, output)
 
 
 @handles("Products", "inner", merged=True)

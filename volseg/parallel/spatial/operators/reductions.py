@@ -10,7 +10,7 @@ from torch import Tensor
 from volseg.device.first_order import first_order
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.operators.arguments import dims_of
-from volseg.parallel.spatial.operators.operands import aligned, elementwise, run_local
+from volseg.parallel.spatial.operators.operands import aligned, each_slab, elementwise, run_local
 from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
@@ -126,15 +126,9 @@ def trapezoid(func: Callable, y: Any, x: Any = None, dx: float = 1, dim: int = -
         refuse("it integrates along the cut: write it as a sum over slices")
     if isinstance(x, Tensor) and x.ndim != 1:
         like, results = run_local(func, (y, x), {"dim": dim})
-    else:
-        given = [None] * len(y.slabs) if x is None else y.context.spread(x)
-        settings = {"dx": dx} if x is None else {}
-        like = y
-        results = [
-            func(slab, **settings, dim=dim) if own is None else func(slab, own, dim=dim)
-            for slab, own in zip(y.slabs, given, strict=True)
-        ]
-    return wrap(like, results, [_shifted(cut, [dim % like.ndim]) for cut in like.dims])
+        return wrap(like, results, [_shifted(cut, [dim % like.ndim]) for cut in like.dims])
+    dims = [_shifted(cut, [dim % y.ndim]) for cut in y.dims]
+    return each_slab(func, y, dims=dims, dim=dim, dx=dx) if x is None else each_slab(func, y, x, dims=dims, dim=dim)
 
 
 @handles("Reductions", "count_nonzero", merged=True)

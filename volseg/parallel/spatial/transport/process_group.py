@@ -135,9 +135,7 @@ class ProcessGroupShards(Communicator):
         def give_back(gradient: Tensor) -> Tensor:
             return self.give_back(view_inside(gradient, widths), *plan)
 
-        fetched: Tensor = LinearMap.apply(
-            slab, lambda own: self.exchange(own, *plan, widths=widths, fill=fill), give_back
-        )
+        fetched: Tensor = LinearMap.apply(slab, lambda own: self.exchange(own, *plan, widths, fill), give_back)
         return fetched
 
     def exchange(
