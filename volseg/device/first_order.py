@@ -5,12 +5,13 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from volseg.device.torch_internals import is_changed_in_place, is_forward_mode
 from volseg.errors import UnsupportedOperatorError
 
-__all__ = ["first_order", "refuse_forward_mode"]
+__all__ = ["LinearMap", "first_order", "refuse_forward_mode"]
 
 
 def refuse_forward_mode(name: str) -> None:
@@ -61,3 +62,21 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return once
+
+
+class LinearMap(torch.autograd.Function):
+    """A linear map of one tensor, computed outside autograd; its transpose computes the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, compute: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return what ``compute`` returns."""
+        ctx.transpose = transpose
+        return compute(tensor)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Return what ``transpose`` returns."""
+        return ctx.transpose(gradient), None, None

@@ -16,7 +16,7 @@ from volseg.parallel.spatial.table import (
     composes,
     handles,
     handles_samples,
-    honour_merged,
+    read_rounded,
     sharded_form,
 )
 
@@ -38,7 +38,7 @@ AGAIN: dict[str, tuple[Callable[[], Any], str]] = {
         "F.group_norm has a form for cut samples",
     ),
     "one name twice": (lambda: handles("Dims", "vander", "vander")(handler), "vander stands in one registration twice"),
-    "merged, unregistered": (lambda: honour_merged(handler), "handler handles no function"),
+    "rounded, unregistered": (lambda: read_rounded(handler), "handler handles no function"),
 }
 
 

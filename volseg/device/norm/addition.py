@@ -18,7 +18,13 @@ from volseg.device.triton_tiles import takes
 __all__ = ["add", "add_gradients", "add_sums"]
 
 
-def add(first: Term, second: Term, activation: Activation = IDENTITY, out: Tensor | None = None) -> Tensor:
+def add(
+    first: Term,
+    second: Term | None,
+    activation: Activation = IDENTITY,
+    out: Tensor | None = None,
+    ends: tuple[int, int] | None = None,
+) -> Tensor:
     """Return ``activation(first + second)``, rounded once; in ``out`` where it is given.
 
     Parameters
@@ -27,12 +33,19 @@ def add(first: Term, second: Term, activation: Activation = IDENTITY, out: Tenso
         A norm.
     second
         Another, or a slab as it is; of the first one's shape. The sum has the type that torch gives a sum of both: a
-        norm in half precision plus a slab in float32 is float32.
+        norm in half precision plus a slab in float32 is float32. None: nothing is added, and ``activation`` is none.
     activation
         Of the sum; no PReLU.
     out
         Of the sum's shape and type.
+    ends
+        Of a norm to which nothing is added: see ``reference.affine``.
     """
+    if second is None:
+        slab, _, scale, shift, kind, slope = first
+        assert scale is not None
+        assert shift is not None
+        return choice.affine(slab, scale, shift, kind, out, ends, slope)
     if takes(first.slab):
         return addition_passes.add(first, second, activation, out)
     dtype = torch.promote_types(first.slab.dtype, second.slab.dtype)
@@ -60,7 +73,7 @@ def _differentiate(gradient: Tensor, first: Term, second: Term, activation: Acti
     return wide if activation.kind == "none" else wide * activation.derivative(_compute(first) + _compute(second))
 
 
-def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation) -> list[Tensor]:
+def add_sums(gradient: Tensor, first: Term, second: Term | None, activation: Activation) -> list[Tensor]:
     """Return ``reference.gradient_sums`` of each term that is a norm, of each part, ``(parts, 2 or 3, B, C)``.
 
     Parameters
@@ -70,7 +83,7 @@ def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation
     first, second, activation
         See ``add``.
     """
-    if _passes_on(second, activation):
+    if second is None or _passes_on(second, activation):
         slab, mean, scale, shift, kind, slope = first
         assert mean is not None
         assert scale is not None
@@ -86,7 +99,7 @@ def add_sums(gradient: Tensor, first: Term, second: Term, activation: Activation
 def add_gradients(
     gradient: Tensor,
     first: Term,
-    second: Term,
+    second: Term | None,
     found: list[tuple[Tensor, Tensor]],
     activation: Activation,
     outs: Sequence[Tensor | None] = (None, None),
@@ -108,7 +121,7 @@ def add_gradients(
     both
         Whether the second one's is wanted, which is no norm otherwise; else it is None.
     """
-    if _passes_on(second, activation):
+    if second is None or _passes_on(second, activation):
         slab, _, scale, shift, kind, slope = first
         assert scale is not None
         assert shift is not None

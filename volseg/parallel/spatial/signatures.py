@@ -30,6 +30,10 @@ NUMPY: dict[str, tuple[str, ...]] = {"axis": ("dim",), "keepdims": ("keepdim",),
 NUMPY |= dict.fromkeys(("x", "a", "x1"), ("self", "input"))
 
 CANONICAL = {"self": "input", "tensor": "input", "split_size_or_sections": "split_size", "split_sizes": "split_size"}
+CANONICAL |= {"train": "training", "indices": "index", "element": "elements", "test_element": "test_elements"}
+CANONICAL |= dict.fromkeys(("mat", "mat1", "batch1"), "first") | dict.fromkeys(
+    ("mat2", "batch2", "vec", "vec2"), "other"
+)
 """One name for what torch's functions and methods call differently."""
 
 OPERATOR_OF = {

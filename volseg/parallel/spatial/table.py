@@ -34,7 +34,6 @@ __all__ = [
     "documented",
     "handles",
     "handles_samples",
-    "honour_merged",
     "read_rounded",
     "refuse",
     "sharded_form",
@@ -91,11 +90,11 @@ class Entry:
     name: str
     family: str | None
     handler: Handler
-    treated: frozenset[str] | None
-    rehearsed: bool
-    broadcasts: bool
-    views: bool
-    perhaps: bool
+    treated: frozenset[str] | None = None
+    rehearsed: bool = False
+    broadcasts: bool = False
+    views: bool = False
+    perhaps: bool = False
     merged: bool = False
     rounded: bool = False
 
@@ -127,10 +126,14 @@ class Composite:
 COMPOSITES: dict[Any, Composite] = {}
 
 
-def handles(family: str, *names: str, rehearse: bool = True, broadcasts: bool = False) -> Callable[[Handler], Handler]:
+def handles(
+    family: str, *names: str, rehearse: bool = True, broadcasts: bool = False, merged: bool = False
+) -> Callable[[Handler], Handler]:
     """Register a handler for every function of these names, in any namespace of torch that has it.
 
-    A name is bare (``"relu"``: ``torch.relu``, ``Tensor.relu`` and ``F.relu``) or qualified (``"F.relu"``).
+    A name is bare (``"relu"``: ``torch.relu``, ``Tensor.relu`` and ``F.relu``) or qualified (``"F.relu"``). A handler
+    is ``merged`` if it touches the cut only by zipping slabs, by ``aligned`` or by ``wrap``, or asks the volume for
+    what it owns.
     """
 
     def register(handler: Handler) -> Handler:
@@ -140,7 +143,7 @@ def handles(family: str, *names: str, rehearse: bool = True, broadcasts: bool = 
             bare = label.rpartition(".")[2]
             perhaps = bare in PERHAPS_VIEWS
             views = perhaps or bare in VIEWS or returns_view(function)
-            TABLE[function] = Entry(label, family, handler, treated, rehearse, broadcasts, views, perhaps)
+            TABLE[function] = Entry(label, family, handler, treated, rehearse, broadcasts, views, perhaps, merged)
         return handler
 
     return register
@@ -160,16 +163,7 @@ def sharded_form(function: Callable) -> Callable[[Handler], Handler]:
 
     def register(handler: Handler) -> Handler:
         _check_unknown(function, function.__qualname__)
-        TABLE[function] = Entry(
-            function.__qualname__,
-            family=None,
-            handler=handler,
-            treated=None,
-            rehearsed=False,
-            broadcasts=False,
-            views=False,
-            perhaps=False,
-        )
+        TABLE[function] = Entry(function.__qualname__, None, handler)
         return handler
 
     return register
@@ -201,23 +195,14 @@ def composes(family: str, *names: str) -> Callable[[Handler], Handler]:
     return register
 
 
-def honour_merged(*handlers: Handler) -> None:
-    """Declare that these handlers honour a cut dim that was merged with its neighbours."""
-    _declare(handlers, merged=True)
-
-
 def read_rounded(*handlers: Handler) -> None:
     """Declare that these handlers, or single functions, read upsampled volumes in the type that their slabs have."""
-    _declare(handlers, rounded=True)
-
-
-def _declare(handlers: Sequence[Handler], **told: Any) -> None:
     idle = set(handlers) - TABLE.keys() - {entry.handler for entry in TABLE.values()}
     if idle:
         raise ValueError(f"{', '.join(sorted(each.__name__ for each in idle))} handles no function: register it first")
     for function, entry in TABLE.items():
         if function in handlers or entry.handler in handlers:
-            TABLE[function] = replace(entry, **told)
+            TABLE[function] = replace(entry, rounded=True)
 
 
 def _check_unknown(function: Callable, label: str) -> None:

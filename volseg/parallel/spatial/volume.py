@@ -42,7 +42,7 @@ class ShardedVolume(Tensor):
         Whether the slabs are still to be written, or can be written again (see ``pending``).
     merged
         What the cut dim was merged with, if it was, on grids of one axis. Only operators that declare it (see
-        ``operators.merged``) get such a volume.
+        ``table.handles``) get such a volume.
     origin
         Set if torch would return a view and these slabs are copies (see ``copied_view``). Such a volume may not be
         written to.

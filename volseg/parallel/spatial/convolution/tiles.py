@@ -28,8 +28,7 @@ from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
-from volseg.parallel.spatial.lazy.recipes import Copy
-from volseg.parallel.spatial.lazy.sums import add_in_float32
+from volseg.parallel.spatial.lazy.recipes import Copy, add_in_float32
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.recipe import Recipe, Write
 from volseg.parallel.spatial.transport.halo import Halo, start_filling

@@ -4,53 +4,42 @@
 What is added to a norm that waits need not be written in between, nor its gradient.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from volseg.device import fusions
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM
-from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
-from volseg.device.norm.term import Term
-from volseg.parallel.spatial.context import Context
-from volseg.parallel.spatial.lazy.norm import WaitingNorm, sum_to_slope
+from volseg.parallel.spatial.lazy.norm import WaitingNorm, WaitingTerms, find_norm
 from volseg.parallel.spatial.lazy.repeated import WaitingRepeat
-from volseg.parallel.spatial.lazy.statistics import Pooled, combine_sums
-from volseg.parallel.spatial.lazy.vanishing import note_vanishing
-from volseg.parallel.spatial.pending import PLAIN, Waiting
-from volseg.parallel.spatial.recipe import Recipe, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
+from volseg.parallel.spatial.pending import PLAIN
+from volseg.parallel.spatial.recipe import outline_slab
 from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
-from volseg.parallel.spatial.volume import ShardedVolume, defer
+from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
-__all__ = ["add_in_place", "add_waiting"]
+__all__ = ["WaitingSum", "add_in_place", "add_waiting", "add_with_room"]
 
 
-class WaitingSum(Waiting):
+class WaitingSum(WaitingTerms):
     """A norm, perhaps with its activation, plus another one or slabs as they are, and perhaps an activation.
 
     Parameters
     ----------
-    context
-        Of the network.
     norm
         The first.
     other
         The second.
     """
 
-    def __init__(self, context: Context, norm: WaitingNorm, other: WaitingNorm | list[Tensor]) -> None:
-        self.context, self.norm, self.other = context, norm, other
-        self.activation = IDENTITY
-        second = other.stand_ins if isinstance(other, WaitingNorm) else other
-        dtypes = norm.stand_ins[0].dtype, second[0].dtype
+    def __init__(self, norm: WaitingNorm, other: WaitingNorm | list[Tensor]) -> None:
+        self.context, self.other = norm.context, other
+        self.norms = [norm, other] if isinstance(other, WaitingNorm) else [norm]
+        self.columns = [norm.stand_ins, other.stand_ins if isinstance(other, WaitingNorm) else other]
+        dtypes = [column[0].dtype for column in self.columns]
         is_mixed = dtypes[0] != dtypes[1]
         self.stand_ins = list(norm.stand_ins)
         if is_mixed:
@@ -72,10 +61,10 @@ class WaitingSum(Waiting):
         activation, slope
             See ``Pending.activate``.
         """
-        if self.activation != IDENTITY or slope is not None or not self.moment.is_now():
+        if self.outer != IDENTITY or slope is not None or not self.moment.is_now():
             return None
         taken = WaitingSum.__new__(WaitingSum)
-        vars(taken).update(vars(self), activation=activation)
+        vars(taken).update(vars(self), outer=activation)
         return taken
 
     def end_block(self, volume: ShardedVolume) -> None:
@@ -84,47 +73,15 @@ class WaitingSum(Waiting):
 
     def settle_apart(self, volume: ShardedVolume) -> None:
         """Write norm, sum and activation one after another: behind an activation ``write`` keeps what is added."""
-        if self.activation == IDENTITY or isinstance(self.other, WaitingNorm):
+        if self.outer == IDENTITY or isinstance(self.other, WaitingNorm):
             self.settle(volume)
             return
         self.check()
-        normed, _, _ = self.norm.write(())
+        normed, _, _ = self.norms[0].write(())
         with self.moment.restored():
             rows = zip(normed, self.other, strict=True)
-            volume._slabs = [self.activation.apply(first + second) for first, second in rows]
+            volume._slabs = [self.outer.apply(first + second) for first, second in rows]
         volume.pending = PLAIN
-
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Add up."""
-        norms = [norm for norm in (self.norm, self.other) if isinstance(norm, WaitingNorm)]
-        wait: Wait | None = None
-
-        def fill(rows: Sequence[tuple[Term, Term]]) -> list[Tensor]:
-            nonlocal wait
-            outs, wait = self._fill(rows, halos)
-            return outs
-
-        spread = self.context.spread
-        second = self.other.stand_ins if isinstance(self.other, WaitingNorm) else self.other
-        parameters = chain.from_iterable((norm.weight, norm.bias) for norm in norms)
-        with self.moment.restored():
-            slopes = [[] if norm.slope is None else spread(norm.slope) for norm in norms]
-            slopes_of_all = chain.from_iterable(slopes)
-            slabs = _Add.apply(self, fill, norms, *parameters, *slopes_of_all, *self.norm.stand_ins, *second)
-        return list(slabs), None, wait
-
-    def _fill(self, rows: Sequence[tuple[Term, Term]], halos: Sequence[Halo]) -> tuple[list[Tensor], Wait | None]:
-        """Return the slabs, with room where convolutions take a halo, and the wait for the halos."""
-        room = find_needed_room(self.room, halos)
-        if not room:
-            return [addition.add(*row, self.activation) for row in rows], None
-        outs = [allocate_with_room(first.slab, room) for first, _ in rows]
-
-        def planes(number: int, start: int, count: int) -> None:
-            first, second = (term._replace(slab=term.slab.narrow(DIM, start, count)) for term in rows[number])
-            addition.add(first, second, self.activation, outs[number].narrow(DIM, start, count))
-
-        return outs, write_outer_first(outs, room, halos, planes)
 
 
 def add_waiting(first: Any, second: Any) -> ShardedVolume | None:
@@ -169,18 +126,13 @@ def add_in_place(first: Any, second: Any) -> bool:
 
 def _find_sum(first: Any, second: Any) -> WaitingSum | None:
     """Return the sum of a norm that waits and another volume, if they are alike."""
-    if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or not fusions.is_on("sums"):
-        return None
-    norm = first.pending
-    if not isinstance(norm, WaitingNorm) or first is second or first.context is not second.context:
-        return None
-    alike = first.shape == second.shape and first.dims == second.dims and _adds_up(first.dtype, second.dtype)
-    if not alike or first.merged is not None or second.merged is not None or second.origin is not None:
+    norm = find_norm(first, second)
+    if norm is None or not _adds_up(first.dtype, second.dtype):
         return None
     other = second.pending if isinstance(second.pending, WaitingNorm) else None
-    if not all(waiting.moment.is_now() for waiting in (norm, other) if waiting is not None):
+    if other is not None and not other.moment.is_now():
         return None
-    return WaitingSum(first.context, norm, _read_slabs(second) if other is None else other)
+    return WaitingSum(norm, _read_slabs(second) if other is None else other)
 
 
 def _read_slabs(volume: ShardedVolume) -> list[Tensor]:
@@ -194,98 +146,40 @@ def _adds_up(first: torch.dtype, second: torch.dtype) -> bool:
     return first == second or {first, second} <= {torch.float16, torch.bfloat16, torch.float32}
 
 
-class _Add(torch.autograd.Function):
-    """Gets weight and bias of each norm, then a slope for each slab of each that has one, then the slabs of both."""
+def add_with_room(first: Any, second: Any) -> ShardedVolume | None:
+    """Return the sum of volumes as they are, with room; None where they are not alike, or nobody will want it.
 
+    A convolution behind receives its halo there, and copies nothing: in residual blocks with no norm before their sum.
+
+    Parameters
+    ----------
+    first, second
+        What is added.
+    """
+    if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume):
+        return None
+    context = first.context
+    # Outside of the network second derivatives may be asked for.
+    wanted = context.room > 0 and context.in_network and context.communicator.is_direct
+    if not wanted or context.communicator.num_shards == 1 or first.dims != (DIM,) or first.ndim != 5:
+        return None
+    alike = first.shape == second.shape and first.dims == second.dims and first.dtype == second.dtype
+    plain = first.merged is second.merged is None and first.dtype.is_floating_point
+    # Several samples with room around each lie apart, which whoever reads no halo would copy.
+    if not alike or not plain or second.context is not context or first.shape[0] != 1 or first.numel() == 0:
+        return None
+    pairs = zip(first.slabs, second.slabs, strict=True)
+    return wrap(first, [_AddWithRoom.apply(*pair, context.room) for pair in pairs])
+
+
+class _AddWithRoom(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        waiting: WaitingSum,
-        fill: Callable[[Sequence[tuple[Term, Term]]], list[Tensor]],
-        norms: Sequence[WaitingNorm],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.context, ctx.activation, ctx.room = waiting.context, waiting.activation, waiting.room
-        ctx.plans = [_Plan(norm) for norm in norms]
-        ctx.count = len(waiting.stand_ins)
-        ctx.is_pair = len(norms) == 2
-        known = [value for norm in norms for value in (norm.found.mean, norm.found.rstd)]
-        affine = [value for norm in norms for value in (norm.found.scale, norm.found.shift)]
-        rows = _list_terms(ctx, known, affine, tensors)
-        ctx.wants_both = ctx.is_pair or any(ctx.needs_input_grad[-ctx.count :])
-        # What is added as it is, with nothing behind the sum, has the sum's gradient: torch does not keep it either.
-        ctx.keeps_both = ctx.is_pair or waiting.activation != IDENTITY
-        ctx.save_for_backward(*known, *affine, *(tensors if ctx.keeps_both else tensors[: -ctx.count]))
-        return tuple(fill(rows))
+    def forward(ctx: Any, first: Tensor, second: Tensor, room: int) -> Tensor:
+        del ctx
+        return torch.add(first, second, out=allocate_with_room(first, room))
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved, count = ctx.saved_tensors, 2 * len(ctx.plans)
-        known, affine, tensors = saved[:count], saved[count : 2 * count], saved[2 * count :]
-        if not ctx.keeps_both:
-            tensors = *tensors, *gradients  # in the place of what nobody reads
-        rows = _list_terms(ctx, known, affine, tensors)
-        sums = [addition.add_sums(g, *row, ctx.activation) for g, row in zip(gradients, rows, strict=True)]
-        slabs = tensors[-2 * ctx.count : -ctx.count]
-        factors, of_parameters, of_slopes = [], [], []
-        for number, plan in enumerate(ctx.plans):
-            own = [of_slab[number] for of_slab in sums]
-            weight, bias = tensors[2 * number : 2 * number + 2]
-            mean, rstd = known[2 * number : 2 * number + 2]
-            found = combine_sums(ctx.context, plan.pooled, own, mean, rstd, weight, plan.voxels, slabs)
-            factors.append(list(zip(*map(ctx.context.spread, found[:2]), strict=True)))
-            of_parameters.append(None if weight is None else found.weight.to(weight))
-            of_parameters.append(None if bias is None else found.bias.to(bias))
-            slopes = [row[number].slope for row in rows]
-            of_slopes += [sum_to_slope(each, s) for each, s in zip(own, slopes, strict=True) if s is not None]
-        inputs = []
-        for gradient, (first, second), *pairs in zip(gradients, rows, *factors, strict=True):
-            room, both = _give_room(ctx, first, second), ctx.wants_both
-            of_slabs = addition.add_gradients(gradient, first, second, pairs, ctx.activation, room, both=both)
-            inputs.append(of_slabs)
-        columns = list(zip(*inputs, strict=True))
-        for column, plan, pairs in zip(columns, ctx.plans, factors, strict=False):
-            if plan.pooled.ignores_channels(*known[0].shape):
-                for gradient, (_, offset) in zip(column, pairs, strict=True):
-                    note_vanishing(gradient, offset)
-        return None, None, None, *of_parameters, *of_slopes, *chain.from_iterable(columns)
-
-
-def _give_room(ctx: Any, *terms: Term) -> list[Tensor | None]:
-    """Return memory for the gradients of norms: the convolution in front wants neighbours' planes around it."""
-    return [allocate_with_room(term.slab, ctx.room) if ctx.room and term.is_norm else None for term in terms]
-
-
-class _Plan:
-    """What a norm's backward pass needs besides tensors."""
-
-    def __init__(self, norm: WaitingNorm) -> None:
-        self.pooled: Pooled = norm.pooled
-        self.voxels, self.activation, self.has_slope = norm.found.voxels, norm.activation, norm.slope is not None
-
-
-def _list_terms(
-    ctx: Any, known: Sequence[Tensor], affine: Sequence[Tensor], tensors: Sequence[Tensor]
-) -> list[tuple[Term, Term]]:
-    """Return both terms of each slab."""
-    spread, count = ctx.context.spread, ctx.count
-    slabs, others = tensors[-2 * count : -count], tensors[-count:]
-    columns, place = [], 2 * len(ctx.plans)
-    for number, plan in enumerate(ctx.plans):
-        slopes: list[Tensor | None] = [None] * count
-        if plan.has_slope:
-            slopes, place = list(tensors[place : place + count]), place + count
-        of_norm = zip(
-            slabs if number == 0 else others,
-            spread(known[2 * number]),
-            *map(spread, affine[2 * number : 2 * number + 2]),
-            slopes,
-            strict=True,
-        )
-        columns.append(
-            [Term(x, mean, scale, shift, plan.activation, slope) for x, mean, scale, shift, slope in of_norm]
-        )
-    if not ctx.is_pair:
-        columns.append([Term(slab) for slab in others])
-    return list(zip(*columns, strict=True))
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        del ctx
+        return gradient, gradient, None

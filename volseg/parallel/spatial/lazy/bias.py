@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions
-from volseg.device.first_order import first_order
+from volseg.device.first_order import LinearMap, first_order
 from volseg.device.gpus import on_gpu
 from volseg.parallel.spatial.lazy.vanishing import sum_vanishing, vanishes
 from volseg.parallel.spatial.moment import Moment
@@ -60,7 +60,7 @@ class WaitingBias(Waiting):
         pairs = list(zip(self.stand_ins, self.biases, strict=True))
         with self.moment.restored():
             if self.is_kept:
-                return [_AddBias.apply(*pair) for pair in pairs], None, None
+                return [_add_bias(*pair) for pair in pairs], None, None
             with torch.no_grad():  # the convolution knows of it
                 for slab, bias in pairs:
                     slab.add_(_over_voxels(bias, slab))
@@ -125,19 +125,10 @@ def _over_voxels(bias: Tensor, slab: Tensor) -> Tensor:
     return bias.view(-1, *[1] * (slab.ndim - 2))
 
 
-class _AddBias(torch.autograd.Function):
-    """A bias whose gradient the convolution computes."""
-
-    @staticmethod
-    def forward(ctx: Any, slab: Tensor, bias: Tensor) -> Tensor:
-        del ctx
-        return slab + _over_voxels(bias, slab)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        del ctx
-        return gradient, None
+def _add_bias(slab: Tensor, bias: Tensor) -> Tensor:
+    """Add a bias whose gradient the convolution computes."""
+    added: Tensor = LinearMap.apply(slab, lambda own: own + _over_voxels(bias, own), lambda gradient: gradient)
+    return added
 
 
 class _WithGradient(torch.autograd.Function):

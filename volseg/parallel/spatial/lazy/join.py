@@ -10,13 +10,11 @@ from torch import Tensor
 
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
-from volseg.parallel.spatial.lazy.recipes import Convert, join_recipes, recipe_of_kept
+from volseg.parallel.spatial.lazy.recipes import Convert, WaitingRecipe, join_recipes, recipe_of_kept
 from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
 from volseg.parallel.spatial.moment import Moment
-from volseg.parallel.spatial.pending import Waiting, find_likes
-from volseg.parallel.spatial.recipe import Outline, Recipe, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
-from volseg.parallel.spatial.transport.room import allocate_with_room
+from volseg.parallel.spatial.pending import find_likes
+from volseg.parallel.spatial.recipe import Recipe
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
@@ -56,15 +54,18 @@ def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> Sharde
     cut_along_depth = like.context.communicator.num_shards > 1 and like.dims == (DIM,)
     # A stand-in has the slab's shape, and not its layout.
     firsts = like.pending.likes if isinstance(like.pending, RecomputedInput) else find_likes(like)
-    firsts = [own.to(dtype) for own in firsts]
-    waiting = WaitingJoin(columns, recipe, firsts, like.context.room if cut_along_depth else 0)
+    likes = [
+        torch.empty([len(own), shape[1], *own.shape[2:]], dtype=dtype, device="meta", memory_format=layout_of(own))
+        for own in firsts
+    ]
+    waiting = WaitingJoin(columns, recipe, likes, like.context.room if cut_along_depth else 0)
     joined = defer(waiting, like.dims, shape, like.context)
     if mixed:
         waiting.spare(joined)  # what stands for it has the type of one part
     return joined
 
 
-class WaitingJoin(Waiting):
+class WaitingJoin(WaitingRecipe):
     """A join that waits for the next operator, whose halo it can send early.
 
     Parameters
@@ -74,7 +75,7 @@ class WaitingJoin(Waiting):
     recipe
         How to write the join.
     likes
-        Shape, element type and layout of the first volume's slabs.
+        See ``WaitingRecipe``: the layout is that of the first volume.
     room
         Planes of room to leave around the join.
     """
@@ -87,40 +88,8 @@ class WaitingJoin(Waiting):
         # For an operator that hands each its own gradient; a join without history passes none on.
         self.parts = columns if self.moment.grad_enabled else None
 
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Join the slabs."""
-        wait: Wait | None = None
-
-        def fill() -> list[Tensor]:
-            nonlocal wait
-            room = find_needed_room(self.room, halos)
-            outs = self._allocate(room)
-
-            def planes(number: int, start: int, count: int) -> None:
-                self.recipe.write(self.recipe.rows[number], outs[number].narrow(DIM, start, count), start)
-
-            wait = write_outer_first(outs, room, halos, planes)
-            return outs
-
-        return self._run(fill), self.recipe, wait
-
-    def outline(self) -> Outline | None:
-        """Note it for the backward pass."""
-        channels = sum(column[0].shape[1] for column in self.columns)
-
-        def fill() -> list[Tensor]:
-            places = zip(self.likes, self.stand_ins, strict=True)
-            shapes = [([like.shape[0], channels, *like.shape[2:]], slab.device) for like, slab in places]
-            return [outline_slab(shape, self.likes[0].dtype, device) for shape, device in shapes]
-
-        return Outline(self._run(fill), self.recipe, layout_of(self.likes[0]))
-
-    def _allocate(self, room: int) -> list[Tensor]:
-        channels = sum(column[0].shape[1] for column in self.columns)
-        places = zip(self.likes, self.stand_ins, strict=True)
-        return [allocate_with_room(like, room, channels, slab.device) for like, slab in places]
-
-    def _run(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def record(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the slabs, whose gradient the joined ones get."""
         with self.moment.restored():
             channels = [column[0].shape[1] for column in self.columns]
             return list(_Join.apply(fill, channels, *chain.from_iterable(self.columns)))

@@ -2,23 +2,28 @@
 
 Instance, batch and group norm share one form: statistics of (sample, channel) pairs, averaged over groups of pairs,
 then one scale and one shift per pair. One autograd function does all three with the activation, and needs two small
-collectives (statistics forward, two sums backward). It keeps the norm's input and nothing else of that size.
+collectives (statistics forward, two sums backward). It keeps the norm's input and nothing else of that size. A sum may
+take along one norm, or two (see ``addition``): ``activation(norm + second)`` is the same function of one term more.
 
 The statistics are computed where the norm is called, with scale and shift left to wait (see ``pending``).
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from volseg.device import fusions
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
-from volseg.device.norm import choice
+from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
-from volseg.parallel.spatial.lazy.recipes import recipe_of_norm
+from volseg.device.norm.term import Term
+from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.lazy.recipes import Normalize
 from volseg.parallel.spatial.lazy.statistics import NormStatistics, Pooled, combine_sums
 from volseg.parallel.spatial.lazy.vanishing import note_vanishing
 from volseg.parallel.spatial.moment import Moment
@@ -29,7 +34,10 @@ from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["WaitingNorm", "settle_in_checkpoint", "sum_to_slope"]
+__all__ = ["NormPlan", "WaitingNorm", "WaitingTerms", "find_norm", "settle_in_checkpoint", "sum_to_slope"]
+
+Terms = tuple[Term, Term | None]
+"""Of a slab: a norm, and what is added to it, if anything is."""
 
 
 def settle_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
@@ -44,7 +52,76 @@ def settle_in_checkpoint(volume: ShardedVolume) -> ShardedVolume:
     return volume
 
 
-class WaitingNorm(Waiting):
+class WaitingTerms(Waiting):
+    """One norm, or a norm and what is added to it, and perhaps an activation of the sum.
+
+    Attributes
+    ----------
+    context
+        Of the network.
+    norms
+        One or two.
+    columns
+        The slabs of each term.
+    outer
+        Activation of the sum.
+    moment
+        In which it is written.
+    """
+
+    context: Context
+    norms: "Sequence[WaitingNorm]"
+    columns: Sequence[Sequence[Tensor]]
+    outer: Activation = IDENTITY
+    moment: Moment
+
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Apply norms and activations, and add up."""
+        wait: Wait | None = None
+        written: Sequence[Terms] = ()
+
+        def fill(rows: Sequence[Terms]) -> list[Tensor]:
+            nonlocal wait, written
+            written, (outs, wait) = rows, self._fill(rows, halos)
+            return outs
+
+        slabs = self.run(fill)
+        return slabs, self.describe(written), wait
+
+    def describe(self, rows: Sequence[Terms]) -> Recipe | None:
+        """Return how to write it again; None of a sum, which keeps what is added."""
+        del rows
+        return None
+
+    def run(self, fill: Callable[[Sequence[Terms]], list[Tensor]]) -> list[Tensor]:
+        """Return the slabs that ``fill`` makes of the terms, with their history."""
+        with self.moment.restored():
+            slopes = [[] if norm.slope is None else self.context.spread(norm.slope) for norm in self.norms]
+            parameters = chain.from_iterable((norm.weight, norm.bias) for norm in self.norms)
+            return list(_Add.apply(self, fill, *parameters, *chain.from_iterable((*slopes, *self.columns))))
+
+    def _fill(self, rows: Sequence[Terms], halos: Sequence[Halo]) -> tuple[list[Tensor], Wait | None]:
+        """Return the slabs, with room where convolutions take a halo, and the wait for the halos."""
+        room = find_needed_room(self.room, halos)
+        if not room:
+            return [addition.add(*row, self.outer) for row in rows], None
+        outs = [allocate_with_room(first.slab, room) for first, _ in rows]
+
+        def planes(number: int, start: int, count: int) -> None:
+            first, second = (
+                None if term is None else term._replace(slab=term.slab.narrow(DIM, start, count))
+                for term in rows[number]
+            )
+            assert first is not None
+            addition.add(first, second, self.outer, outs[number].narrow(DIM, start, count))
+
+        def ends(number: int, front: int, back: int) -> None:
+            addition.add(*rows[number], self.outer, outs[number], (front, back))
+
+        return outs, write_outer_first(outs, room, halos, planes, ends if len(self.columns) == 1 else None)
+
+
+class WaitingNorm(WaitingTerms):
     """A norm, and perhaps an activation, that waits for the next operator.
 
     Parameters
@@ -70,6 +147,7 @@ class WaitingNorm(Waiting):
     ) -> None:
         self.context, self.pooled, self.found, self.weight, self.bias = volume.context, pooled, found, weight, bias
         self.stand_ins = slabs = list(slabs)
+        self.columns = [slabs]
         self.activation = IDENTITY
         self.slope: Tensor | None = None
         self.moment = Moment([tensor for tensor in (weight, bias) if tensor is not None])
@@ -79,6 +157,11 @@ class WaitingNorm(Waiting):
         communicator = self.context.communicator
         cut_along_depth = volume.dims == (DIM,) and volume.ndim == 5 and communicator.num_shards > 1
         self.room = self.context.room if cut_along_depth and communicator.is_direct else 0
+
+    @property
+    def norms(self) -> "Sequence[WaitingNorm]":  # type: ignore[override]
+        """Itself."""
+        return [self]
 
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "WaitingNorm | None":
         """Return this with an activation behind; None where there is one already, or now has another history.
@@ -96,108 +179,156 @@ class WaitingNorm(Waiting):
             taken.moment, taken.unchanged = self.moment.including(slope), self.unchanged.including(slope)
         return taken
 
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Apply it."""
-        work = _Writing(self, halos)
-        slabs = self._run(work)
-        return slabs, self._describe(work) if self.context.communicator.is_direct else None, work.wait
-
     def outline(self) -> Outline | None:
         """Note it for the backward pass."""
         if not self.context.communicator.is_direct:
             return None
-        work = _Writing(self, (), outline=True)
-        return Outline(self._run(work), self._describe(work), layout_of(self.stand_ins[0]))
+        terms: Sequence[Terms] = ()
 
-    def _run(self, work: "_Writing") -> list[Tensor]:
-        with self.moment.restored():
-            return list(_Normalize.apply(work, self.weight, self.bias, *work.slopes, *self.stand_ins))
+        def fill(rows: Sequence[Terms]) -> list[Tensor]:
+            nonlocal terms
+            terms = rows
+            return [outline_slab(slab.shape, slab.dtype, slab.device) for slab in self.stand_ins]
 
-    def _describe(self, work: "_Writing") -> Recipe:
-        slopes = [slope.detach() for slope in work.slopes]
-        return recipe_of_norm(self.stand_ins, work.scales, work.shifts, self.activation, slopes)
+        slabs, recipe = self.run(fill), self.describe(terms)
+        return None if recipe is None else Outline(slabs, recipe, layout_of(self.stand_ins[0]))
 
-
-class _Writing:
-    """A norm while its slabs are written, and what comes out besides them."""
-
-    def __init__(self, norm: WaitingNorm, halos: Sequence[Halo], outline: bool = False) -> None:
-        self.norm, self.halos, self.outline = norm, halos, outline
-        self.scales, self.shifts = norm.context.spread(norm.found.scale), norm.context.spread(norm.found.shift)
-        with norm.moment.restored():  # whose gradient is summed, even if it was frozen since
-            self.slopes: list[Tensor] = [] if norm.slope is None else norm.context.spread(norm.slope)
-        self.wait: Wait | None = None
-
-    def write(self, slabs: Sequence[Tensor]) -> list[Tensor]:
-        """Apply scale, shift and activation; with halos to send, to the outermost planes first."""
-        room = find_needed_room(self.norm.room, self.halos)
-        if self.outline:
-            return [outline_slab(slab.shape, slab.dtype, slab.device) for slab in slabs]
-        slopes: Sequence[Tensor | None] = self.slopes or [None] * len(slabs)
-        rows = zip(self.scales, self.shifts, slopes, strict=True)
-        applied = [
-            partial(choice.affine, scale=scale, shift=shift, activation=self.norm.activation, slope=slope)
-            for scale, shift, slope in rows
+    def describe(self, rows: Sequence[Terms]) -> Recipe | None:
+        """Return how to write it again from the norm's input."""
+        if not self.context.communicator.is_direct:
+            return None
+        kept = [
+            (slab, term.scale, term.shift, *(() if term.slope is None else (term.slope.detach(),)))
+            for slab, (term, _) in zip(self.stand_ins, rows, strict=True)
         ]
-        if not room:
-            return [apply(slab) for apply, slab in zip(applied, slabs, strict=True)]
-        outs = [allocate_with_room(slab, room) for slab in slabs]
-
-        def planes(number: int, start: int, count: int) -> None:
-            slab, out = (given[number].narrow(DIM, start, count) for given in (slabs, outs))
-            applied[number](slab, out=out)
-
-        def ends(number: int, front: int, back: int) -> None:
-            applied[number](slabs[number], out=outs[number], ends=(front, back))
-
-        self.wait = write_outer_first(outs, room, self.halos, planes, ends)
-        return outs
+        return Recipe(tuple(kept), Normalize(self.activation))  # type: ignore[arg-type]
 
 
-class _Normalize(torch.autograd.Function):
-    """Gets weight and bias, then a slope for each slab where the activation has one, then the slabs."""
+def find_norm(first: Any, second: Any) -> WaitingNorm | None:
+    """Return the norm that waits in the first of two volumes, if now it may take along the second, cut as it is."""
+    if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or not fusions.is_on("sums"):
+        return None
+    norm, alike = first.pending, first.context is second.context and first is not second
+    if not isinstance(norm, WaitingNorm) or not alike or first.shape != second.shape or first.dims != second.dims:
+        return None
+    plain = first.merged is None and second.merged is None and second.origin is None
+    return norm if plain and norm.moment.is_now() else None
+
+
+@dataclass(frozen=True, slots=True)
+class NormPlan:
+    """What a norm's backward pass needs besides tensors."""
+
+    context: Context
+    pooled: Pooled
+    voxels: int | Tensor
+    activation: Activation
+    has_slope: bool
+    has_bias: bool
+
+    @classmethod
+    def of(cls, norm: WaitingNorm) -> "NormPlan":
+        """Return that of a norm."""
+        has = norm.slope is not None, norm.bias is not None
+        return cls(norm.context, norm.pooled, norm.found.voxels, norm.activation, *has)
+
+    def combine(
+        self, sums: Sequence[Tensor], mean: Tensor, rstd: Tensor, weight: Tensor | None, slabs: Sequence[Tensor]
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None, Tensor | None]:
+        """Return factor and offset for each slab, and the gradients of weight and bias; see ``combine_sums``."""
+        found = combine_sums(self.context, self.pooled, sums, mean, rstd, weight, self.voxels, slabs)
+        of_weight = None if weight is None else found.weight.to(weight)
+        of_bias = found.bias.to(rstd if weight is None else weight) if self.has_bias else None
+        return list(zip(*map(self.context.spread, found[:2]), strict=True)), of_weight, of_bias
+
+    def note_vanishing(
+        self, mean: Tensor, gradients: Sequence[Tensor], factors: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Say of the gradients of the norm's input that they sum to zero, where they do."""
+        if self.pooled.ignores_channels(*mean.shape):
+            for gradient, (_, offset) in zip(gradients, factors, strict=True):
+                note_vanishing(gradient, offset)
+
+
+class _Add(torch.autograd.Function):
+    """Gets weight and bias of each norm, then a slope for each slab of each that has one, then the slabs of all."""
 
     @staticmethod
     def forward(
-        ctx: Any, work: _Writing, weight: Tensor | None, bias: Tensor | None, *tensors: Tensor
+        ctx: Any,
+        waiting: WaitingTerms,
+        fill: Callable[[Sequence[Terms]], list[Tensor]],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        norm, found = work.norm, work.norm.found
-        slopes, slabs = tensors[: len(work.slopes)], tensors[len(work.slopes) :]
-        results = tuple(work.write(slabs))
-        ctx.plan = norm.context, norm.pooled, found.voxels, bias is not None, norm.activation, norm.room
-        ctx.num_slopes = len(slopes)
-        ctx.save_for_backward(found.mean, found.rstd, weight, found.scale, found.shift, *slopes, *slabs)
-        return results
+        norms = waiting.norms
+        ctx.context, ctx.activation, ctx.room = waiting.context, waiting.outer, waiting.room
+        ctx.plans = [NormPlan.of(norm) for norm in norms]
+        ctx.count, ctx.num_columns = len(waiting.columns[0]), len(waiting.columns)
+        ctx.wants_both = len(norms) == 2 or (ctx.num_columns == 2 and any(ctx.needs_input_grad[-ctx.count :]))
+        # What is added as it is, with nothing behind the sum, has the sum's gradient: torch does not keep it either.
+        ctx.keeps_all = ctx.num_columns == len(norms) or waiting.outer != IDENTITY
+        known = [(norm.found.mean, norm.found.rstd, norm.found.scale, norm.found.shift) for norm in norms]
+        rest = tensors[2 * len(norms) :]
+        weights, kept = tensors[: 2 * len(norms) : 2], rest if ctx.keeps_all else rest[: -ctx.count]
+        ctx.save_for_backward(*chain.from_iterable(known), *weights, *kept)
+        return tuple(fill(_list_terms(ctx, known, rest)))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        context, pooled, voxels, has_bias, activation, room = ctx.plan
-        mean, rstd, weight, scale, shift, *tensors = ctx.saved_tensors
-        spread, number = context.spread, ctx.num_slopes
-        slabs = tensors[number:]
-        slopes = tensors[:number] or [None] * len(slabs)
-        scales, shifts = spread(scale), spread(shift)
-        rows = zip(gradients, slabs, spread(mean), scales, shifts, strict=True)
-        sums = [choice.gradient_sums_of_parts(*row, activation, slope) for row, slope in zip(rows, slopes, strict=True)]
-        found = combine_sums(context, pooled, sums, mean, rstd, weight, voxels, slabs)
-        offsets = spread(found.offset)
-        rows = zip(gradients, slabs, scales, shifts, spread(found.factor), offsets, strict=True)
-        # The convolution in front of the norm wants neighbours' planes around its gradient.
-        roomy = room if mean.shape[0] == 1 else 0
-        inputs = [
-            choice.gradient_input(
-                *row, activation, out=allocate_with_room(row[1], roomy) if roomy else None, slope=slope
-            )
-            for row, slope in zip(rows, slopes, strict=True)
-        ]
-        if pooled.ignores_channels(*mean.shape):
-            for gradient, own in zip(inputs, offsets, strict=True):
-                note_vanishing(gradient, own)
-        weight_gradient = found.weight.to(weight) if weight is not None else None
-        bias_gradient = found.bias.to(rstd if weight is None else weight) if has_bias else None
-        of_slopes = [sum_to_slope(own, slope) for own, slope in zip(sums, tensors[:number], strict=False)]
-        return None, weight_gradient, bias_gradient, *of_slopes, *inputs
+        saved, number = iter(ctx.saved_tensors), len(ctx.plans)
+        known = [tuple(islice(saved, 4)) for _ in ctx.plans]
+        weights, rest = list(islice(saved, number)), [*saved]
+        if not ctx.keeps_all:
+            rest += gradients  # in the place of what nobody reads
+        rows = _list_terms(ctx, known, rest)
+        pairs_of_terms = zip(gradients, rows, strict=True)
+        sums = [addition.add_sums(own, first, second, ctx.activation) for own, (first, second) in pairs_of_terms]
+        slabs = [first.slab for first, _ in rows]
+        factors, of_parameters, of_slopes = [], [], []
+        for place, (plan, weight, (mean, rstd, _, _)) in enumerate(zip(ctx.plans, weights, known, strict=True)):
+            own = [of_slab[place] for of_slab in sums]
+            pairs, *found = plan.combine(own, mean, rstd, weight, slabs)
+            factors.append(pairs)
+            of_parameters += found
+            if plan.has_slope:
+                of_slopes += [sum_to_slope(each, row[place].slope) for each, row in zip(own, rows, strict=True)]
+        inputs = []
+        for gradient, (first, second), *pairs in zip(gradients, rows, *factors, strict=True):
+            room, both = _give_room(ctx, first, second), ctx.wants_both
+            of_slabs = addition.add_gradients(gradient, first, second, pairs, ctx.activation, room, both=both)
+            inputs.append(of_slabs[: ctx.num_columns])
+        columns = list(zip(*inputs, strict=True))
+        for column, plan, (mean, *_), pairs in zip(columns, ctx.plans, known, factors, strict=False):
+            plan.note_vanishing(mean, column, pairs)
+        return None, None, *of_parameters, *of_slopes, *chain.from_iterable(columns)
+
+
+def _give_room(ctx: Any, *terms: Term | None) -> list[Tensor | None]:
+    """Return memory for the gradients of norms: the convolution in front wants neighbours' planes around it.
+
+    Several samples with room around each lie apart, which that convolution would copy.
+    """
+    return [
+        allocate_with_room(term.slab, ctx.room)
+        if ctx.room and term is not None and term.is_norm and len(term.slab) == 1
+        else None
+        for term in terms
+    ]
+
+
+def _list_terms(ctx: Any, known: Sequence[tuple[Tensor, ...]], tensors: Sequence[Tensor]) -> list[Any]:
+    """Return the terms of each slab (see ``Terms``), from the slopes and the slabs."""
+    spread, rest = ctx.context.spread, iter(tensors)
+    nothing = [None] * ctx.count
+    slopes = [list(islice(rest, ctx.count)) if plan.has_slope else nothing for plan in ctx.plans]
+    columns: list[Any] = []
+    for plan, (mean, _, scale, shift), own in zip(ctx.plans, known, slopes, strict=True):
+        of_norm = zip(islice(rest, ctx.count), spread(mean), spread(scale), spread(shift), own, strict=True)
+        columns.append([Term(x, m, a, s, plan.activation, slope) for x, m, a, s, slope in of_norm])
+    if len(columns) == 1:
+        columns.append([Term(slab) for slab in rest] or nothing)
+    return list(zip(*columns, strict=True))
 
 
 def sum_to_slope(sums: Tensor, slope: Tensor) -> Tensor:

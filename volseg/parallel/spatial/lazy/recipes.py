@@ -8,19 +8,23 @@ What is written is apart from the tensors it is written from: autograd keeps the
 (recomputation forgets them, offloading moves them), and the operator keeps ``write`` alone.
 """
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from volseg.device.layout import DIM, copy_into
+from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import choice
 from volseg.device.norm.activation import Activation
-from volseg.parallel.spatial.recipe import Recipe, Write
+from volseg.parallel.spatial.pending import Waiting
+from volseg.parallel.spatial.recipe import Outline, Recipe, Write, outline_slab
+from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
+from volseg.parallel.spatial.transport.room import allocate_with_room
 
-__all__ = ["Convert", "Copy", "Join", "Normalize", "join_recipes", "recipe_of_kept", "recipe_of_norm"]
+__all__ = ["Convert", "Copy", "Join", "Normalize", "WaitingRecipe", "add_in_float32", "join_recipes", "recipe_of_kept"]
 
 
 def _view_planes(slab: Tensor, start: int, out: Tensor) -> Tensor:
@@ -88,18 +92,6 @@ class Join:
             first, used = first + count, used + number
 
 
-def recipe_of_norm(
-    slabs: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    shifts: Sequence[Tensor],
-    activation: Activation,
-    slopes: Sequence[Tensor] = (),
-) -> Recipe:
-    """Return the recipe of a norm's result, with the activation behind it, and PReLU's slopes."""
-    columns = [slabs, scales, shifts, *([slopes] if slopes else [])]
-    return Recipe(tuple(zip(*columns, strict=True)), Normalize(activation))
-
-
 def recipe_of_kept(slabs: Sequence[Tensor]) -> Recipe:
     """Return the recipe of slabs that somebody keeps."""
     return Recipe(tuple((slab,) for slab in slabs), Copy())
@@ -121,3 +113,62 @@ def join_recipes(parts: Sequence[Recipe], channels: Sequence[int]) -> Recipe:
             widths.append(width)
     rows = tuple(tuple(chain.from_iterable(rows)) for rows in zip(*(part.rows for part in parts), strict=True))
     return Recipe(rows, Join(tuple(writes), tuple(counts), tuple(widths)))
+
+
+def add_in_float32(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Return the sum of a total, None at first, and a part, None where none is asked for; half precision widened."""
+    if part is None:
+        return total
+    wide = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
+    return wide if total is None else total + wide
+
+
+class WaitingRecipe(Waiting):
+    """Slabs that wait, and whose recipe is known before they are written.
+
+    Attributes
+    ----------
+    recipe
+        How to write them.
+    likes
+        Shape, element type and layout of each, on the meta device.
+    """
+
+    recipe: Recipe
+    likes: Sequence[Tensor]
+    room = 0
+
+    @abstractmethod
+    def record(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the slabs that ``fill`` makes, with their history."""
+
+    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
+        """Write the slabs."""
+        rows, wait = self.recipe.rows, None
+
+        def fill() -> list[Tensor]:
+            nonlocal wait
+            room = find_needed_room(self.room, halos)
+            outs = [
+                allocate_with_room(like, room, device=row[0].device)
+                if room
+                else torch.empty_like(like, device=row[0].device)
+                for like, row in zip(self.likes, rows, strict=True)
+            ]
+
+            def planes(number: int, start: int, count: int) -> None:
+                self.recipe.write(rows[number], outs[number].narrow(DIM, start, count), start)
+
+            wait = write_outer_first(outs, room, halos, planes)
+            return outs
+
+        return self.record(fill), self.recipe, wait
+
+    def outline(self) -> Outline | None:
+        """Note it for whoever reads it a few planes at a time, and for the backward pass."""
+        return Outline(self.outline_as(self.likes[0].dtype), self.recipe, layout_of(self.likes[0]))
+
+    def outline_as(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return the slabs without memory, of this element type, with their history."""
+        pairs = list(zip(self.likes, self.recipe.rows, strict=True))
+        return self.record(lambda: [outline_slab(like.shape, dtype, row[0].device) for like, row in pairs])

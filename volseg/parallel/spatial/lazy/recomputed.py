@@ -1,22 +1,19 @@
 """A recomputed block's input that is written only when an operator reads it, and never where a join reads it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from volseg.device.layout import DIM
-from volseg.parallel.spatial.pending import Waiting
+from volseg.parallel.spatial.lazy.recipes import WaitingRecipe
 from volseg.parallel.spatial.recipe import Recipe
-from volseg.parallel.spatial.transport.halo import Halo, Wait, find_needed_room, write_outer_first
-from volseg.parallel.spatial.transport.room import allocate_with_room
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["RecomputedInput"]
 
 
-class RecomputedInput(Waiting):
+class RecomputedInput(WaitingRecipe):
     """Slabs to be written from their recipe, without history.
 
     Parameters
@@ -58,19 +55,8 @@ class RecomputedInput(Waiting):
 
     spare = find_recipe
 
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Write the slabs."""
-        rows, room = self.recipe.rows, find_needed_room(self.room, halos)
+    def record(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the slabs without history, as the block's input was."""
         with torch.no_grad():
-            slabs = [
-                allocate_with_room(like, room, device=row[0].device)
-                if room
-                else torch.empty_like(like, device=row[0].device)
-                for like, row in zip(self.likes, rows, strict=True)
-            ]
-
-            def planes(number: int, start: int, count: int) -> None:
-                self.recipe.write(rows[number], slabs[number].narrow(DIM, start, count), start)
-
-            wait = write_outer_first(slabs, room, halos, planes)
-        return [slab.requires_grad_(self.requires_grad) for slab in slabs], self.recipe, wait
+            slabs = fill()
+        return [slab.requires_grad_(self.requires_grad) for slab in slabs]

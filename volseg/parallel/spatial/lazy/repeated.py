@@ -4,17 +4,17 @@ V-Net adds its image to each of sixteen channels. What waits has a copy of such 
 sum reads that without writing the channels (see ``addition``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from volseg.device.layout import DIM, layout_of
+from volseg.parallel.spatial.lazy.recipes import WaitingRecipe
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
-from volseg.parallel.spatial.recipe import Outline, Recipe, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.recipe import Recipe, outline_slab
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
@@ -34,7 +34,7 @@ class Repeat:
         out.unflatten(1, (self.count, slab.shape[1])).copy_(planes.unsqueeze(1))
 
 
-class WaitingRepeat(Waiting):
+class WaitingRepeat(WaitingRecipe):
     """Slabs whose channels are to be repeated.
 
     Parameters
@@ -45,18 +45,15 @@ class WaitingRepeat(Waiting):
         How many times.
     """
 
-    room = 0
-
     def __init__(self, slabs: Sequence[Tensor], count: int) -> None:
         self.repeated, self.count, self.unchanged, self.moment = list(slabs), count, Unchanged(slabs), Moment()
-        self.stand_ins = self._outline_slabs()
-
-    def _outline_slabs(self) -> list[Tensor]:
-        shapes = [(slab.shape[0], self.count * slab.shape[1], *slab.shape[2:]) for slab in self.repeated]
-        return [outline_slab(shape, slab.dtype, slab.device) for shape, slab in zip(shapes, self.repeated, strict=True)]
-
-    def _make_recipe(self) -> Recipe:
-        return Recipe(tuple((slab,) for slab in self.repeated), Repeat(self.count))
+        shapes = [(slab.shape[0], count * slab.shape[1], *slab.shape[2:]) for slab in slabs]
+        pairs = list(zip(shapes, slabs, strict=True))
+        self.likes = [
+            torch.empty(shape, dtype=slab.dtype, device="meta", memory_format=layout_of(slab)) for shape, slab in pairs
+        ]
+        self.stand_ins = [outline_slab(shape, slab.dtype, slab.device) for shape, slab in pairs]
+        self.recipe = Recipe(tuple((slab,) for slab in slabs), Repeat(count))
 
     def expand(self) -> list[Tensor] | None:
         """Return views of the slabs that repeat them without memory; None where they have more than one channel."""
@@ -65,16 +62,10 @@ class WaitingRepeat(Waiting):
         self.check()
         return [slab.expand(-1, self.count, -1, -1, -1) for slab in self.repeated]
 
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Copy the channels."""
-        del halos  # there is no room for them
+    def record(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the slabs; there is no history."""
         with self.moment.restored():
-            slabs = [slab.repeat(1, self.count, 1, 1, 1) for slab in self.repeated]
-        return slabs, self._make_recipe(), None
-
-    def outline(self) -> Outline | None:
-        """Note it for whoever reads it a few planes at a time."""
-        return Outline(self._outline_slabs(), self._make_recipe(), layout_of(self.repeated[0]))
+            return fill()
 
     def hold(self, volume: ShardedVolume) -> Recipe | None:
         """Leave it unwritten: it is larger than what it is written from."""

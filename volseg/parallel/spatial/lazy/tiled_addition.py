@@ -14,19 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device import fusions
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
-from volseg.parallel.spatial.lazy.norm import WaitingNorm, sum_to_slope
-from volseg.parallel.spatial.lazy.statistics import combine_sums
-from volseg.parallel.spatial.lazy.vanishing import note_vanishing
-from volseg.parallel.spatial.pending import Waiting
+from volseg.parallel.spatial.lazy.norm import NormPlan, WaitingNorm, find_norm, sum_to_slope
+from volseg.parallel.spatial.lazy.recipes import WaitingRecipe
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.recipe import Outline, Recipe, Write, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.recipe import Recipe, Write, outline_slab
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["add_later"]
@@ -47,14 +43,8 @@ def add_later(first: Any, second: Any, tiles: int) -> ShardedVolume | None:
 
 
 def _find(first: Any, second: Any, tiles: int) -> "TiledSum | None":
-    if not isinstance(first, ShardedVolume) or not isinstance(second, ShardedVolume) or not fusions.is_on("sums"):
-        return None
-    norm = first.pending
-    if not isinstance(norm, WaitingNorm) or isinstance(second.pending, WaitingNorm) or not norm.moment.is_now():
-        return None
-    alike = first.context is second.context and first.shape == second.shape and first.dims == second.dims
-    plain = first.merged is None and second.merged is None and second.origin is None
-    if not alike or not plain or not has_fewer_digits(first.dtype, second.dtype):
+    norm = find_norm(first, second)
+    if norm is None or isinstance(second.pending, WaitingNorm) or not has_fewer_digits(first.dtype, second.dtype):
         return None
     recipe = second.pending.spare(second)
     if recipe is None:
@@ -103,7 +93,7 @@ class _Addition:
         return Term(planes.to(self.dtype), mean, scale, shift, self.inner, slope), Term(other.to(self.dtype))
 
 
-class TiledSum(Waiting):
+class TiledSum(WaitingRecipe):
     """A norm, perhaps with its activation, plus what has a recipe, and perhaps an activation.
 
     Parameters
@@ -117,8 +107,6 @@ class TiledSum(Waiting):
     tiles
         In how many pieces a slab is written.
     """
-
-    room = 0
 
     def __init__(self, norm: WaitingNorm, second: ShardedVolume, recipe: Recipe, tiles: int) -> None:
         self.context, self.norm = norm.context, norm
@@ -134,15 +122,12 @@ class TiledSum(Waiting):
         found = [self.context.spread(value) for value in (norm.found.scale, norm.found.shift)]
         detached = [[slope.detach() for slope in self.slopes]] if has_slope else []
         own = zip(norm.stand_ins, *found, *detached, strict=True)
-        self.rows = tuple((*mine, *row) for mine, row in zip(own, recipe.rows, strict=True))
+        rows = tuple((*mine, *row) for mine, row in zip(own, recipe.rows, strict=True))
+        self.recipe = Recipe(rows, self.write_sum)
+        self.likes = [torch.empty_like(slab, dtype=dtype, device="meta") for slab in norm.stand_ins]
         self.moment = norm.moment
         self.unchanged = norm.unchanged.including(*chain.from_iterable(self.columns), *recipe.tensors)
         self.stand_ins = [outline_slab(slab.shape, dtype, slab.device) for slab in norm.stand_ins]
-
-    @property
-    def recipe(self) -> Recipe:
-        """How to write it."""
-        return Recipe(self.rows, self.write_sum)
 
     def activate(self, activation: Activation, slope: Tensor | None = None) -> "TiledSum | None":
         """Return this with an activation behind; None where there is one already, or it has a slope or another history.
@@ -155,34 +140,20 @@ class TiledSum(Waiting):
         if self.write_sum.activation != IDENTITY or slope is not None or not self.moment.is_now():
             return None
         taken = TiledSum.__new__(TiledSum)
-        vars(taken).update(vars(self), write_sum=replace(self.write_sum, activation=activation))
+        write_sum = replace(self.write_sum, activation=activation)
+        vars(taken).update(vars(self), write_sum=write_sum, recipe=Recipe(self.recipe.rows, write_sum))
         return taken
 
     def hold(self, volume: ShardedVolume) -> Recipe | None:
         """Leave it unwritten."""
         return self.spare(volume)
 
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Add up."""
-        del halos  # there is no room for them
-
-        def fill() -> list[Tensor]:
-            outs = [torch.empty_like(slab, dtype=self.write_sum.dtype) for slab in self.norm.stand_ins]
-            for row, out in zip(self.rows, outs, strict=True):
-                self.write_sum(row, out)
-            return outs
-
-        return self._run(fill), self.recipe, None
-
-    def outline(self) -> Outline | None:
-        """Note it for the backward pass."""
-        return Outline(self.outline_in(self.write_sum.dtype), self.recipe, layout_of(self.norm.stand_ins[0]))
-
     def outline_in(self, dtype: torch.dtype) -> list[Tensor]:
         """Return its history for an operator that reads it in another type, and whose gradient has that type."""
-        return self._run(lambda: [outline_slab(slab.shape, dtype, slab.device) for slab in self.norm.stand_ins])
+        return self.outline_as(dtype)
 
-    def _run(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def record(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the slabs, with the history of both terms."""
         norm = self.norm
         with self.moment.restored():
             slabs = _AddInTiles.apply(
@@ -204,29 +175,22 @@ class _AddInTiles(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         norm = waiting.norm
-        ctx.context, ctx.pooled, ctx.voxels, ctx.has_bias = (
-            norm.context,
-            norm.pooled,
-            norm.found.voxels,
-            bias is not None,
-        )
-        ctx.write, ctx.sizes = waiting.write_sum, [len(row) for row in waiting.rows]
-        ctx.slopes = [(slope.dtype, slope.shape) for slope in waiting.slopes]
+        ctx.plan = NormPlan.of(norm)
+        ctx.write, ctx.sizes = waiting.write_sum, [len(row) for row in waiting.recipe.rows]
         ctx.columns = [(column[0].shape[1], column[0].dtype) for column in waiting.columns]
-        ctx.save_for_backward(norm.found.mean, norm.found.rstd, weight, *chain.from_iterable(waiting.rows))
-        del tensors
+        ctx.save_for_backward(norm.found.mean, norm.found.rstd, weight, *chain.from_iterable(waiting.recipe.rows))
+        del bias, tensors
         return tuple(fill())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         mean, rstd, weight, *kept = ctx.saved_tensors
-        rows, means = _split(kept, ctx.sizes), ctx.context.spread(mean)
+        rows, means = _split(kept, ctx.sizes), ctx.plan.context.spread(mean)
         slabs = [row[0] for row in rows]
         sums = [_add_sums(ctx.write, *own) for own in zip(gradients, rows, means, strict=True)]
-        found = combine_sums(ctx.context, ctx.pooled, sums, mean, rstd, weight, ctx.voxels, slabs)
-        factors = list(zip(*map(ctx.context.spread, found[:2]), strict=True))
-        first = 4 + len(ctx.slopes) + len(slabs)
+        factors, of_weight, of_bias = ctx.plan.combine(sums, mean, rstd, weight, slabs)
+        first = 4 + len(slabs) * (1 + ctx.plan.has_slope)
         columns = [
             own if any(ctx.needs_input_grad[first + place * len(slabs) :][: len(slabs)]) else (own[0], None)
             for place, own in enumerate(ctx.columns)
@@ -234,12 +198,8 @@ class _AddInTiles(torch.autograd.Function):
         each = zip(gradients, rows, factors, strict=True)
         found_inputs = [_differentiate(ctx.write, *own, columns) for own in each]
         inputs = list(zip(*found_inputs, strict=True))
-        if ctx.pooled.ignores_channels(*mean.shape):
-            for gradient, (_, offset) in zip(inputs[0], factors, strict=True):
-                note_vanishing(gradient, offset)
-        of_weight = None if weight is None else found.weight.to(weight)
-        of_bias = found.bias.to(rstd if weight is None else weight) if ctx.has_bias else None
-        slopes = [row[3] for row in rows] if ctx.slopes else []
+        ctx.plan.note_vanishing(mean, inputs[0], factors)
+        slopes = [row[3] for row in rows] if ctx.plan.has_slope else []
         of_slopes = [sum_to_slope(own, slope) for own, slope in zip(sums, slopes, strict=False)]
         return None, None, of_weight, of_bias, *of_slopes, *chain.from_iterable(inputs)
 

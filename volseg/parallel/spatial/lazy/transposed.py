@@ -16,13 +16,10 @@ from torch import Tensor
 from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into
-from volseg.parallel.spatial.lazy.recipes import recipe_of_kept
-from volseg.parallel.spatial.lazy.sums import add_in_float32
+from volseg.parallel.spatial.lazy.recipes import WaitingRecipe, add_in_float32, recipe_of_kept
 from volseg.parallel.spatial.moment import Moment
-from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.recipe import Outline, Recipe, Write, outline_slab
-from volseg.parallel.spatial.transport.halo import Halo, Wait
+from volseg.parallel.spatial.recipe import Recipe, Write
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
@@ -113,7 +110,7 @@ def write_planes(
     return given
 
 
-class WaitingTransposed(Waiting):
+class WaitingTransposed(WaitingRecipe):
     """A transposed convolution that waits for the next operator.
 
     Parameters
@@ -125,8 +122,6 @@ class WaitingTransposed(Waiting):
     weights, biases, how
         See ``convolve_later``.
     """
-
-    room = 0
 
     def __init__(
         self,
@@ -142,37 +137,14 @@ class WaitingTransposed(Waiting):
         parameters = [[*own] for own in zip(weights, biases, strict=True)] if biases else [[own] for own in weights]
         rows = tuple((*own, *row) for own, row in zip(parameters, recipe.rows, strict=True))
         self.recipe = Recipe(rows, Transpose(recipe.write, bool(biases), how))
+        self.likes = [
+            torch.empty(how.find_shape(slab.shape), dtype=weight.dtype, device="meta", memory_format=how.layout)
+            for slab, weight in zip(self.stand_ins, weights, strict=True)
+        ]
         self.unchanged = Unchanged([*self.stand_ins, *self.recipe.tensors])
 
-    def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
-        """Compute it."""
-        del halos  # there is no room for them
-
-        def fill() -> list[Tensor]:
-            outs = self._allocate()
-            for row, out in zip(self.recipe.rows, outs, strict=True):
-                self.recipe.write(row, out, 0)
-            return outs
-
-        return self._run(fill), self.recipe, None
-
-    def outline(self) -> Outline | None:
-        """Note it for the backward pass."""
-
-        def fill() -> list[Tensor]:
-            places = zip(self.stand_ins, self.weights, strict=True)
-            return [outline_slab(self.how.find_shape(slab.shape), w.dtype, w.device) for slab, w in places]
-
-        return Outline(self._run(fill), self.recipe, self.how.layout)
-
-    def _allocate(self) -> list[Tensor]:
-        layout = self.how.layout
-        return [
-            torch.empty(self.how.find_shape(slab.shape), dtype=weight.dtype, device=weight.device, memory_format=layout)
-            for slab, weight in zip(self.stand_ins, self.weights, strict=True)
-        ]
-
-    def _run(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def record(self, fill: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the slabs, with the history of the convolution."""
         work = _Transposition(fill, self.source, self.how, len(self.biases))
         with self.moment.restored():
             return list(_Transposed.apply(work, *self.weights, *self.biases, *self.stand_ins))

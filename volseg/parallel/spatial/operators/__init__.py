@@ -1,61 +1,7 @@
-"""The sharded operators, one family per module; importing this package fills the table."""
+"""The sharded operators, one family per module; importing this package imports them all, which fills the table."""
 
-from volseg.parallel.spatial.operators import (
-    activations,
-    autograd,
-    channels,
-    composites,
-    conversions,
-    convolution,
-    counting,
-    dims,
-    distances,
-    dropout,
-    indexing,
-    joins,
-    losses,
-    merged,
-    normalize,
-    padding,
-    planes,
-    pointwise,
-    pooling,
-    products,
-    random,
-    reductions,
-    resize,
-    rounded,
-    samples,
-    sampling,
-    slices,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "activations",
-    "autograd",
-    "channels",
-    "composites",
-    "conversions",
-    "convolution",
-    "counting",
-    "dims",
-    "distances",
-    "dropout",
-    "indexing",
-    "joins",
-    "losses",
-    "merged",
-    "normalize",
-    "padding",
-    "planes",
-    "pointwise",
-    "pooling",
-    "products",
-    "random",
-    "reductions",
-    "resize",
-    "rounded",
-    "samples",
-    "sampling",
-    "slices",
-]
+for family in sorted(module.name for module in iter_modules(__path__)):
+    import_module(f"{__name__}.{family}")

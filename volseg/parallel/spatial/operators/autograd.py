@@ -38,6 +38,7 @@ METADATA = [
 ]
 
 FLAGS = [
+    "grad_fn",
     "is_cpu",
     "is_meta",
     "is_sparse",
@@ -60,7 +61,7 @@ FLAGS = [
 ]
 
 
-@handles("Metadata and autograd", *METADATA, rehearse=False)
+@handles("Metadata and autograd", *METADATA, rehearse=False, merged=True)
 def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Answer from the shape of the whole volume, or from a slab where all slabs agree."""
     volume, *rest = args
@@ -79,26 +80,20 @@ def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(volume.slabs[0], *rest, **kwargs)
 
 
-@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS), rehearse=False)
+@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS), rehearse=False, merged=True)
 def flag(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Read a property of the slabs."""
     return func(args[0].slabs[0], *args[1:])
 
 
-@handles("Metadata and autograd", "Tensor.data", rehearse=False)
+@handles("Metadata and autograd", "Tensor.data", rehearse=False, merged=True)
 def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the voxels without their history."""
     volume = args[0]
     return wrap(volume, [slab.data for slab in volume.slabs])
 
 
-@handles("Metadata and autograd", "Tensor.grad_fn", rehearse=False)
-def grad_fn(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the first slab's history."""
-    return args[0].slabs[0].grad_fn
-
-
-@handles("Metadata and autograd", "Tensor.requires_grad_", "Tensor.detach_", rehearse=False)
+@handles("Metadata and autograd", "Tensor.requires_grad_", "Tensor.detach_", rehearse=False, merged=True)
 def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Do it to each slab, and return the volume."""
     volume = args[0]
@@ -111,7 +106,7 @@ def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return volume
 
 
-@handles("Metadata and autograd", "Tensor.retain_grad", "Tensor.record_stream", rehearse=False)
+@handles("Metadata and autograd", "Tensor.retain_grad", "Tensor.record_stream", rehearse=False, merged=True)
 def told(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Tell it to each slab."""
     if func is Tensor.retain_grad:
@@ -120,7 +115,7 @@ def told(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         func(slab, *args[1:], **kwargs)
 
 
-@handles("Metadata and autograd", "Tensor.backward", rehearse=False)
+@handles("Metadata and autograd", "Tensor.backward", rehearse=False, merged=True)
 def backward(
     func: Callable, input: Any, gradient: Any = None, retain_graph: bool | None = None, inputs: Any = None
 ) -> None:
@@ -128,7 +123,7 @@ def backward(
     backward_of_several(func, input, gradient, retain_graph, inputs=inputs)
 
 
-@handles("Metadata and autograd", "autograd.backward", rehearse=False)
+@handles("Metadata and autograd", "autograd.backward", rehearse=False, merged=True)
 def backward_of_several(
     func: Callable, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, inputs: Any = None
 ) -> None:
@@ -140,7 +135,7 @@ def backward_of_several(
         torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=leaves)
 
 
-@handles("Metadata and autograd", "autograd.grad", rehearse=False)
+@handles("Metadata and autograd", "autograd.grad", rehearse=False, merged=True)
 def differentiate(
     func: Callable,
     outputs: Any,
@@ -234,7 +229,7 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
     return found
 
 
-@handles("Metadata and autograd", "Tensor.register_hook", rehearse=False)
+@handles("Metadata and autograd", "Tensor.register_hook", rehearse=False, merged=True)
 def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any:
     """Call ``hook`` with the gradient of the whole volume, which what it returns takes the place of."""
     if not input.requires_grad:
@@ -304,6 +299,7 @@ class _Hooked(torch.autograd.Function):
     "Tensor.new_full",
     "Tensor.new_tensor",
     rehearse=False,
+    merged=True,
 )
 def new_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Make an ordinary tensor with the volume's dtype and home device."""
@@ -312,7 +308,7 @@ def new_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     return func(like, *rest, **kwargs)
 
 
-@handles("Metadata and autograd", "Tensor.__format__", rehearse=False)
+@handles("Metadata and autograd", "Tensor.__format__", rehearse=False, merged=True)
 def formatted(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
     """Print the volume's description."""
     return repr(args[0])
@@ -344,6 +340,7 @@ def formatted(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
     "Tensor.storage_offset",
     "Tensor.__deepcopy__",
     rehearse=False,
+    merged=True,
 )
 def values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Refuse to read or save values of which each shard has some."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from volseg.parallel.spatial.lazy.scores import soften, waits
-from volseg.parallel.spatial.operators.operands import elementwise, rewrap, run_local
+from volseg.parallel.spatial.operators.operands import each_slab, elementwise, rewrap, run_local
 from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.operators.reductions import HALF, extremes, norm, over_dims
 from volseg.parallel.spatial.signatures import bind
@@ -44,7 +44,7 @@ LAST = {"sort", "argsort", "topk", "glu", "kthvalue", "mode"}
 """Functions whose ``dim`` is the last one by default; of the others it is all, or must be given."""
 
 
-@handles("Along channels", *ALONG_ONE)
+@handles("Along channels", *ALONG_ONE, merged=True)
 def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab, where ``dim`` is not cut; a softmax also where it is."""
     named = bind(func, args, kwargs)
@@ -66,7 +66,7 @@ def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _per_slab(volume, [dim], [func(slab, *rest, **settings) for slab in volume.slabs])
 
 
-@handles("Reductions", "max", "min")
+@handles("Reductions", "max", "min", merged=True)
 def extremum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Reduce to the extremum, or over one uncut dim with indices, or take the larger of two tensors."""
     named = bind(func, args, kwargs)
@@ -107,7 +107,7 @@ def _per_slab(volume: ShardedVolume, dims: Sequence[int], results: list[Any]) ->
     return _wrap_all(volume, results, [cut - sum(dim < cut for dim in gone) for cut in volume.dims])
 
 
-@handles("Along channels", "quantile", "nanquantile")
+@handles("Along channels", "quantile", "nanquantile", merged=True)
 def quantile(
     func: Callable, input: Any, q: Any, dim: int | None = None, keepdim: bool = False, interpolation: str = "linear"
 ) -> Any:
@@ -115,14 +115,11 @@ def quantile(
     if not isinstance(input, ShardedVolume) or dim is None or dim % input.ndim in input.dims:
         refuse(f"it needs whole lines along dim={dim}")
     several = isinstance(q, Tensor) and q.ndim == 1
-    qs = input.context.spread(q) if isinstance(q, Tensor) else [q] * len(input.slabs)
-    pairs = zip(input.slabs, qs, strict=True)
-    results = [func(slab, own, dim, keepdim, interpolation=interpolation) for slab, own in pairs]
     dims = [cut - (not keepdim and dim % input.ndim < cut) + several for cut in input.dims]
-    return wrap(input, results, dims)
+    return each_slab(func, input, q, dim, keepdim, dims=dims, interpolation=interpolation)
 
 
-@handles("Along channels", "F.normalize")
+@handles("Along channels", "F.normalize", merged=True)
 def normalize(func: Callable, input: Any, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12) -> Any:
     """Divide by the norm along dims, cut ones too."""
     if not isinstance(input, ShardedVolume):
@@ -137,10 +134,9 @@ def _wrap_all(volume: ShardedVolume, results: list[Any], dims: list[int]) -> Any
     return type(results[0])([wrap(volume, list(column), dims) for column in zip(*results, strict=True)])
 
 
-@handles("Along channels", "gather", "take_along_dim")
-def gather(func: Callable, input: Any, index: Any = None, indices: Any = None, dim: int | None = None) -> Any:
+@handles("Along channels", "gather", "take_along_dim", merged=True)
+def gather(func: Callable, input: Any, index: Any, dim: int | None = None) -> Any:
     """Pick an entry for each voxel along a dim that is not cut."""
-    index = indices if index is None else index
     like = input if isinstance(input, ShardedVolume) else index
     if not isinstance(like, ShardedVolume) or dim is None or dim % like.ndim in like.dims:
         refuse("it picks along the cut dim")

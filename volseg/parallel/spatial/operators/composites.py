@@ -125,8 +125,9 @@ def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
     "F.multilabel_soft_margin_loss",
     "F.triplet_margin_with_distance_loss",
     rehearse=False,
+    merged=True,
 )
-@handles("Pooling", "F.lp_pool1d", "F.lp_pool2d", "F.lp_pool3d", rehearse=False)
+@handles("Pooling", "F.lp_pool1d", "F.lp_pool2d", "F.lp_pool3d", rehearse=False, merged=True)
 def as_written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run torch's own Python on volumes."""
     with with_overrides():

@@ -36,7 +36,7 @@ def contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return result
 
 
-@handles("Copies and conversions", "empty_like", "full_like", "ones_like", "zeros_like", rehearse=False)
+@handles("Copies and conversions", "empty_like", "full_like", "ones_like", "zeros_like", rehearse=False, merged=True)
 def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Make a volume of the same grid; its slabs lie where the volume's are."""
     volume, *rest = args if args else (next(v for v in kwargs.values() if isinstance(v, ShardedVolume)),)
@@ -45,7 +45,7 @@ def filled_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return wrap(volume, [func(slab, *rest, **named) for slab in volume.slabs])
 
 
-@handles("Copies and conversions", *(f"Tensor.{name}" for name in DTYPES), rehearse=False)
+@handles("Copies and conversions", *(f"Tensor.{name}" for name in DTYPES), rehearse=False, merged=True)
 def convert_dtype(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Change the dtype; a volume that has it already is returned itself, as torch does."""
     if waits(args[0]) and len(args) == 1 and not kwargs:
@@ -55,7 +55,7 @@ def convert_dtype(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _converted(args[0], [func(slab, *args[1:], **kwargs) for slab in args[0].slabs])
 
 
-@handles("Copies and conversions", "Tensor.to", "Tensor.type", rehearse=False)
+@handles("Copies and conversions", "Tensor.to", "Tensor.type", rehearse=False, merged=True)
 def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Change the dtype or the layout; the device is the slab's own and stays."""
     volume, *rest = args
@@ -91,7 +91,7 @@ def _cast_later(volume: ShardedVolume, told: list[Any], named: dict[str, Any]) -
     return cast(volume, dtypes[0])
 
 
-@handles("Copies and conversions", "Tensor.cpu", "Tensor.cuda", rehearse=False)
+@handles("Copies and conversions", "Tensor.cpu", "Tensor.cuda", rehearse=False, merged=True)
 def moved(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the volume where its slabs are on such devices already."""
     volume = args[0]
@@ -118,7 +118,7 @@ def _without_device(value: Any, volume: ShardedVolume) -> Any:
     return value
 
 
-@handles("Copies and conversions", "scatter", "Tensor.scatter_")
+@handles("Copies and conversions", "scatter", "Tensor.scatter_", merged=True)
 def scatter(
     func: Callable, input: Any, dim: int, index: Any, src: Any = None, value: Any = None, reduce: Any = None
 ) -> Any:

@@ -18,21 +18,10 @@ from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = [
-    "expand",
-    "insert_dim",
-    "permute",
-    "repeat",
-    "reshape",
-    "reshaped",
-    "say_gathered",
-    "squeeze",
-    "transposed",
-    "unsqueeze",
-]
+__all__ = ["insert_dim", "say_gathered"]
 
 
-@handles("Dims", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", rehearse=False)
+@handles("Dims", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", rehearse=False, merged=True)
 def permute(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Move dims; the cut moves along."""
     volume, *rest = args if args else (kwargs["input"],)
@@ -44,7 +33,7 @@ def permute(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return wrap(volume, slabs, [order.index(dim) for dim in volume.dims])
 
 
-@handles("Dims", "unsqueeze")
+@handles("Dims", "unsqueeze", merged=True)
 def unsqueeze(func: Callable, input: Any, dim: int) -> Any:
     """Insert a dim of extent one."""
     return insert_dim(input, dim)
@@ -57,7 +46,7 @@ def insert_dim(volume: ShardedVolume, dim: int) -> ShardedVolume:
     return wrap(volume, slabs, [cut + (dim <= cut) for cut in volume.dims])
 
 
-@handles("Dims", "squeeze")
+@handles("Dims", "squeeze", merged=True)
 def squeeze(func: Callable, input: Any, dim: int | Sequence[int] | None = None) -> Any:
     """Remove dims of extent one; a cut dim never is one, though a slab may be one plane thick."""
     dims = range(input.ndim) if dim is None else ([dim] if isinstance(dim, int) else dim)
@@ -70,7 +59,7 @@ def squeeze(func: Callable, input: Any, dim: int | Sequence[int] | None = None) 
     return wrap(input, slabs, [cut - sum(d < cut for d in gone) for cut in input.dims])
 
 
-@handles("Dims", "Tensor.expand", "Tensor.expand_as", "broadcast_to")
+@handles("Dims", "Tensor.expand", "Tensor.expand_as", "broadcast_to", merged=True)
 def expand(func: Callable, input: Any, size: Sequence[int] = (), other: Any = None, implicit: bool = False) -> Any:
     """Broadcast dims that are not cut."""
     shape = list(size if other is None else other.shape)
@@ -87,7 +76,7 @@ def expand(func: Callable, input: Any, size: Sequence[int] = (), other: Any = No
     return wrap(input, [slab.expand(shape) for slab in input.slabs], dims)
 
 
-@handles("Dims", "Tensor.repeat", "tile")
+@handles("Dims", "Tensor.repeat", "tile", merged=True)
 def repeat(func: Callable, input: Any, repeats: Sequence[int] = (), dims: Sequence[int] = ()) -> Any:
     """Repeat along dims that are not cut."""
     counts = [repeats] if isinstance(repeats, int) else list(repeats or dims)
@@ -103,7 +92,7 @@ def repeat(func: Callable, input: Any, repeats: Sequence[int] = (), dims: Sequen
     return wrap(input, [slab.repeat(counts) for slab in input.slabs], cut)
 
 
-@handles("Dims", "repeat_interleave", rehearse=False)  # counts in a tensor have no outline
+@handles("Dims", "repeat_interleave", rehearse=False, merged=True)  # counts in a tensor have no outline
 def repeat_interleave(
     func: Callable, input: Any, repeats: Any, dim: int | None = None, output_size: int | None = None
 ) -> Any:
@@ -115,7 +104,17 @@ def repeat_interleave(
     return wrap(input, [func(slab, repeats, dim) for slab in input.slabs])
 
 
-@handles("Dims", "reshape", "Tensor.view", "flatten", "unflatten", "Tensor.reshape_as", "Tensor.view_as", "ravel")
+@handles(
+    "Dims",
+    "reshape",
+    "Tensor.view",
+    "flatten",
+    "unflatten",
+    "Tensor.reshape_as",
+    "Tensor.view_as",
+    "ravel",
+    merged=True,
+)
 def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Reshape; the cut dim may be merged with its neighbours, and split again."""
     named = bind(func, args, kwargs)
@@ -261,13 +260,13 @@ def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
     return None
 
 
-@handles("Dims", "t")
+@handles("Dims", "t", merged=True)
 def matrix_transposed(func: Callable, input: Any) -> Any:
     """Transpose a matrix."""
     return permute(torch.transpose, (input, 0, -1), {})
 
 
-@handles("Dims", "atleast_1d", "atleast_2d", "atleast_3d")
+@handles("Dims", "atleast_1d", "atleast_2d", "atleast_3d", merged=True)
 def at_least(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the volume, where it has so many dims."""
     (volume,) = (*args, *kwargs.values())
@@ -276,7 +275,7 @@ def at_least(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return volume
 
 
-@handles("Dims", "Tensor.unfold")
+@handles("Dims", "Tensor.unfold", merged=True)
 def unfold(func: Callable, input: Any, dimension: int, size: int, step: int) -> Any:
     """Take windows along a dim; along the cut such as do not overlap."""
     dim = dimension % input.ndim
@@ -290,7 +289,7 @@ def unfold(func: Callable, input: Any, dimension: int, size: int, step: int) -> 
     return permute(torch.movedim, (parts, dim + 1, -1), {})
 
 
-@handles("Dims", "Tensor.T", "Tensor.mT", rehearse=False)
+@handles("Dims", "Tensor.T", "Tensor.mT", rehearse=False, merged=True)
 def transposed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Transpose the last two dims; ``T`` is for matrices."""
     volume = args[0]

@@ -15,7 +15,7 @@ from volseg.parallel.spatial.volume import ShardedVolume
 __all__ = ["cosine_similarity", "distance", "pairwise_distance", "triplet_margin_loss"]
 
 
-@handles("Losses", "F.cosine_similarity")
+@handles("Losses", "F.cosine_similarity", merged=True)
 def cosine_similarity(func: Callable, x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """Sum the products of two normalised volumes along a dim; in the order of torch's own steps."""
     if x1.ndim != x2.ndim or x1.shape[dim] != x2.shape[dim]:
@@ -31,7 +31,7 @@ def _normalised(operand: Any, dim: int, eps: float) -> Any:
     return elementwise(torch.div, operand, elementwise(torch.add, length, below))
 
 
-@handles("Losses", "F.pairwise_distance")
+@handles("Losses", "F.pairwise_distance", merged=True)
 def pairwise_distance(
     func: Callable, x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Any:
@@ -40,14 +40,14 @@ def pairwise_distance(
     return _length(difference, p, -1, keepdim)
 
 
-@handles("Reductions", "dist")
+@handles("Reductions", "dist", merged=True)
 def distance(func: Callable, input: Any, other: Any, p: float = 2.0) -> Any:
     """Return the length of the difference."""
     difference = elementwise(torch.sub, input, other)
     return _length(difference, p, list(range(difference.ndim)), keepdim=False)
 
 
-@handles("Losses", "F.triplet_margin_loss")
+@handles("Losses", "F.triplet_margin_loss", merged=True)
 def triplet_margin_loss(
     func: Callable,
     anchor: Any,

@@ -17,16 +17,16 @@ from volseg.parallel.spatial.volume import ShardedVolume, wrap
 __all__ = ["channel_dropout", "dropout"]
 
 
-@handles("Dropout", "F.alpha_dropout", "torch.alpha_dropout", "F.feature_alpha_dropout", rehearse=False)
+@handles("Dropout", "F.alpha_dropout", "torch.alpha_dropout", "F.feature_alpha_dropout", rehearse=False, merged=True)
 def alpha_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the volume in eval mode."""
     named = bind(func, args, kwargs)
-    if named.get("training", named.get("train", False)) and named.get("p", 0.5) != 0:
+    if named.get("training", False) and named.get("p", 0.5) != 0:
         refuse("alpha dropout has no sharded form")
     return named["input"]
 
 
-@handles("Dropout", "F.dropout", rehearse=False)
+@handles("Dropout", "F.dropout", "torch.dropout", "torch.dropout_", rehearse=False, merged=True)
 def dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Drop voxels independently."""
     _check_probability(p)
@@ -34,44 +34,29 @@ def dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, i
         return input
     masks = voxel_masks(input, 1 - p)
     factor = 1 / (1 - p) if p < 1 else 0.0
-    return _apply(input, masks, factor, inplace)
+    return _apply(input, masks, factor, inplace or func.__name__.endswith("_"))
 
 
-@handles("Dropout", "torch.dropout", "torch.dropout_", rehearse=False)
-def plain_dropout(func: Callable, input: Any, p: float, train: bool) -> Any:
-    """Drop voxels independently."""
-    return dropout(func, input, p, train, func.__name__.endswith("_"))
-
-
-@handles("Dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d", rehearse=False)
+@handles("Dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d", "torch.feature_dropout", rehearse=False, merged=True)
 def channel_dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Drop whole channels, the same on all shards."""
+    _check_probability(p)
+    if not isinstance(input, ShardedVolume) or not training or p == 0:
+        return input
     # Unbatched input (C, D, H, W): the channels come first.
-    (digit,) = (int(letter) for letter in func.__name__ if letter.isdigit())
-    return _drop_channels(input, p, training, inplace, 1 if input.ndim == digit + 1 else 2)
-
-
-@handles("Dropout", "torch.feature_dropout", rehearse=False)
-def feature_dropout(func: Callable, input: Any, p: float, train: bool) -> Any:
-    """Drop whole channels, the same on all shards."""
-    return _drop_channels(input, p, train, False, 2)
+    spatial = [int(letter) for letter in func.__name__ if letter.isdigit()]
+    leading = 1 if spatial == [input.ndim - 1] else 2
+    if any(dim < leading for dim in input.dims):
+        refuse("batch and channels must not be cut")
+    shape = [*input.shape[:leading], *([1] * (input.ndim - leading))]
+    mask = channel_mask(input, shape, 1 - p)
+    factor = 1 / (1 - p) if p < 1 else 0.0
+    return _apply(input, input.context.spread(mask), factor, inplace)
 
 
 def _check_probability(p: float) -> None:
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-
-
-def _drop_channels(volume: Any, p: float, training: bool, inplace: bool, leading: int) -> Any:
-    _check_probability(p)
-    if not isinstance(volume, ShardedVolume) or not training or p == 0:
-        return volume
-    if any(dim < leading for dim in volume.dims):
-        refuse("batch and channels must not be cut")
-    shape = [*volume.shape[:leading], *([1] * (volume.ndim - leading))]
-    mask = channel_mask(volume, shape, 1 - p)
-    factor = 1 / (1 - p) if p < 1 else 0.0
-    return _apply(volume, volume.context.spread(mask), factor, inplace)
 
 
 def voxel_masks(volume: ShardedVolume, keep: float) -> list[Tensor]:

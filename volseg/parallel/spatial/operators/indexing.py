@@ -15,7 +15,7 @@ from volseg.parallel.spatial.dispatch import Copied
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.operators.dims import say_gathered
 from volseg.parallel.spatial.operators.joins import cat
-from volseg.parallel.spatial.operators.operands import aligned, elementwise, rewrap, run_local
+from volseg.parallel.spatial.operators.operands import aligned, each_slab, elementwise, rewrap, run_local
 from volseg.parallel.spatial.operators.slices import assign, expanded, is_basic, sliced, take_planes
 from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.table import handles, refuse
@@ -39,7 +39,7 @@ class Picks:
         return range(self.dim, self.dim + (self.index.ndim if self.index.dtype == torch.bool else 1))
 
 
-@handles("Slices and joins", "Tensor.__getitem__")
+@handles("Slices and joins", "Tensor.__getitem__", merged=True)
 def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Index with integers, slices, None, an ellipsis, lists, tensors and masks; a cut dim too."""
     volume, index = args
@@ -137,14 +137,12 @@ def _whole(index: Tensor) -> Tensor:
 def _looked_up(table: Tensor, index: tuple) -> ShardedVolume | Tensor:
     """Index an ordinary tensor: each voxel's entry of a table, or the voxels of a mask."""
     if len(index) == 1 and isinstance(index[0], ShardedVolume) and index[0].dtype in INTEGERS:
-        (numbers,) = index
-        rows = zip(numbers.context.spread(table), numbers.slabs, strict=True)
-        return wrap(numbers, [own[slab] for own, slab in rows])
+        return each_slab(lambda slab, own: own[slab], index[0], table)
     home = table.device
     return table[tuple(_whole(i).to(home) if isinstance(i, ShardedVolume) else i for i in index)]
 
 
-@handles("Slices and joins", "Tensor.__setitem__")
+@handles("Slices and joins", "Tensor.__setitem__", merged=True)
 def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Assign to integers, slices, lists, tensors and masks; each shard takes what falls on its planes."""
     volume, index, value = args
@@ -224,7 +222,7 @@ def _assign_picked(volume: ShardedVolume, entries: Sequence[Any], value: Any) ->
         slab[tuple(local)] = own
 
 
-@handles("Slices and joins", "index_select")
+@handles("Slices and joins", "index_select", merged=True)
 def index_select(func: Callable, input: Any, dim: int, index: Tensor) -> Any:
     """Pick entries along a dim; along the cut, from the gathered volume."""
     if not isinstance(input, ShardedVolume) or isinstance(index, ShardedVolume):
@@ -232,8 +230,10 @@ def index_select(func: Callable, input: Any, dim: int, index: Tensor) -> Any:
     return _picked(input, [Picks(dim % input.ndim, index.reshape(-1))])
 
 
-@handles("Slices and joins", "index_fill", "index_copy", "index_add", "Tensor.index_fill_", "Tensor.index_copy_")
-@handles("Slices and joins", "Tensor.index_add_")
+@handles(
+    "Slices and joins", "index_fill", "index_copy", "index_add", "Tensor.index_fill_", "Tensor.index_copy_", merged=True
+)
+@handles("Slices and joins", "Tensor.index_add_", merged=True)
 def index_changed(
     func: Callable,
     input: Any,
@@ -265,7 +265,7 @@ def _alike(source: Tensor, like: ShardedVolume) -> ShardedVolume:
     return from_whole(source, like.dims, like.context, like.merged)
 
 
-@handles("Slices and joins", "diff")
+@handles("Slices and joins", "diff", merged=True)
 def diff(func: Callable, input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     """Subtract neighbouring planes, along the cut too."""
     parts = [part for part in (prepend, input, append) if part is not None]
@@ -282,10 +282,9 @@ def diff(func: Callable, input: Any, n: int = 1, dim: int = -1, prepend: Any = N
     return wrap(volume, [slab.clone() for slab in volume.slabs]) if volume is input else volume
 
 
-@handles("Slices and joins", "F.embedding")
+@handles("Slices and joins", "F.embedding", merged=True)
 def embedding(func: Callable, input: Any, weight: Tensor, padding_idx: int | None = None) -> Any:
     """Look up each voxel's row of a table."""
     if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume):
         refuse("the numbers must be a volume, and the table an ordinary tensor")
-    rows = zip(input.slabs, input.context.spread(weight), strict=True)
-    return wrap(input, [func(slab, own, padding_idx) for slab, own in rows])
+    return each_slab(func, input, weight, padding_idx)

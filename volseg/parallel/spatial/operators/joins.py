@@ -19,7 +19,7 @@ from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap
 __all__ = ["cat", "stack"]
 
 
-@handles("Slices and joins", "cat", "concat", "concatenate")
+@handles("Slices and joins", "cat", "concat", "concatenate", merged=True)
 def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Join along channels slab by slab, or along the cut with the slabs balanced anew."""
     # torch lets an empty tensor of one dim pass, whatever the others' are.
@@ -84,7 +84,7 @@ def _spans_of_whole(
     return slabs
 
 
-@handles("Slices and joins", "stack")
+@handles("Slices and joins", "stack", merged=True)
 def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Stack volumes along a new dim."""
     like = volumes(tensors)[0]

@@ -62,14 +62,14 @@ def _settings(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[dict
     return named, legacy_reduction(*old, named.pop("reduction", "mean"))
 
 
-@handles("Losses", *(f"F.{name}" for name in VOXELWISE))
+@handles("Losses", *(f"F.{name}" for name in VOXELWISE), merged=True)
 def voxel_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Compute the loss of each voxel, then reduce."""
     named, reduction = _settings(func, args, kwargs)
     return reduced(elementwise(func, **named, reduction="none"), reduction)
 
 
-@handles("Losses", *(f"F.{name}" for name in WEIGHTED))
+@handles("Losses", *(f"F.{name}" for name in WEIGHTED), merged=True)
 def weighted_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Compute the loss of each voxel, then reduce; the mean is one over the weights, except for Huber's."""
     named, reduction = _settings(func, args, kwargs)
@@ -101,7 +101,7 @@ def _weight_that_torch_drops() -> Tensor | None:
     return None
 
 
-@handles("Losses", "F.cross_entropy", "F.nll_loss")
+@handles("Losses", "F.cross_entropy", "F.nll_loss", merged=True)
 def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Compute the loss of each voxel; with class weights the mean is weighted, as torch does."""
     named, reduction = _settings(func, args, kwargs)
@@ -132,7 +132,7 @@ def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return reduced(losses, "sum") / reduced(wrap(losses, counted, losses.dims), "sum")
 
 
-@handles("Losses", "F.one_hot", rehearse=False)
+@handles("Losses", "F.one_hot", rehearse=False, merged=True)
 def one_hot(func: Callable, input: Any, num_classes: int = -1) -> Any:
     """Encode classes in a new last dim; where their number is not given, it is that of the whole volume."""
     # A slab alone may lack the highest class, or the wrong one. On a GPU torch does not look, and does not wait.

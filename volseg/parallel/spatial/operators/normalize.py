@@ -20,10 +20,10 @@ from volseg.parallel.spatial.lazy.bias import take_without_bias
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
 from volseg.parallel.spatial.lazy.statistics import NormStatistics, Pooled, compute_statistics, take_statistics
 from volseg.parallel.spatial.operators.arguments import spatial_only
-from volseg.parallel.spatial.operators.operands import elementwise
+from volseg.parallel.spatial.operators.operands import each_slab, elementwise
 from volseg.parallel.spatial.operators.reductions import moments
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize"]
 
@@ -54,7 +54,7 @@ def normalize(
     return defer(waiting, volume.dims, volume.shape, volume.context), found, lacking
 
 
-@handles("Normalisation", "F.batch_norm", rehearse=False)
+@handles("Normalisation", "F.batch_norm", "torch.batch_norm", rehearse=False)
 def batch_norm(
     func: Callable,
     input: Any,
@@ -65,28 +65,12 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Any:
     """Normalise each channel over batch and volume."""
     running = running_mean, running_var, momentum
     replicas = input.context.replicas if isinstance(input, ShardedVolume) else None
     return _with_running(input, running, weight, bias, training, eps, Pooled(Grouping(over_batch=True), replicas))
-
-
-@handles("Normalisation", "torch.batch_norm", rehearse=False)
-def plain_batch_norm(
-    func: Callable,
-    input: Any,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Any:
-    """Normalise each channel over batch and volume."""
-    return batch_norm(func, input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 @handles("Normalisation", "F.instance_norm", rehearse=False)
@@ -158,11 +142,7 @@ def _with_given(
     """Normalise with statistics that were found before."""
     fits = volume.dtype.is_floating_point and 0 not in volume.shape and fusions.is_on("given statistics")
     if mean is None or var is None or not fits:
-        columns = [
-            [None] * len(volume.slabs) if t is None else volume.context.spread(t) for t in (mean, var, weight, bias)
-        ]
-        rows = zip(volume.slabs, *columns, strict=True)  # torch says what is missing
-        return wrap(volume, [F.batch_norm(x, m, v, w, b, False, 0.0, eps) for x, m, v, w, b in rows])
+        return each_slab(F.batch_norm, volume, mean, var, weight, bias, False, 0.0, eps)  # torch says what is missing
     slabs, lacking = take_without_bias(volume)
     if lacking is not None:
         mean = mean.to(lacking.device) - lacking  # of the slabs as they lie
@@ -187,7 +167,7 @@ def group_norm(
     return settle_in_checkpoint(normalize(input, Pooled(Grouping(groups=num_groups)), weight, bias, eps)[0])
 
 
-@handles("Normalisation", "F.rms_norm", "torch.rms_norm")
+@handles("Normalisation", "F.rms_norm", "torch.rms_norm", merged=True)
 def rms_norm(
     func: Callable, input: Any, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
@@ -195,7 +175,7 @@ def rms_norm(
     return _within_slabs(func, input, normalized_shape, [weight], {"eps": eps})
 
 
-@handles("Normalisation", "F.layer_norm", "torch.layer_norm")
+@handles("Normalisation", "F.layer_norm", "torch.layer_norm", merged=True)
 def layer_norm(
     func: Callable,
     input: Any,
@@ -276,10 +256,7 @@ def _within_slabs(
 ) -> ShardedVolume:
     if not isinstance(volume, ShardedVolume) or any(volume.ndim - len(shape) <= dim for dim in volume.dims):
         refuse("the cut dim is normalised over")
-    spread = volume.context.spread
-    columns = [[None] * len(volume.slabs) if t is None else spread(t) for t in parameters]
-    rows = zip(volume.slabs, *columns, strict=True)
-    return wrap(volume, [func(slab, shape, *own, **settings) for slab, *own in rows])
+    return each_slab(func, volume, shape, *parameters, **settings)
 
 
 @handles("Normalisation", "F.local_response_norm")
@@ -289,4 +266,4 @@ def local_response_norm(
     """Normalise across neighbouring channels of each voxel."""
     if not isinstance(input, ShardedVolume) or 1 in input.dims:
         refuse("the channels must not be cut")
-    return wrap(input, [func(slab, size, alpha, beta, k) for slab in input.slabs])
+    return each_slab(func, input, size, alpha, beta, k)

@@ -13,7 +13,7 @@ from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.table import refuse
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
 
-__all__ = ["aligned", "cut_like", "elementwise", "rewrap", "run_local"]
+__all__ = ["aligned", "cut_like", "each_slab", "elementwise", "rewrap", "run_local"]
 
 
 def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
@@ -103,6 +103,15 @@ def elementwise(function: Callable, *operands: Any, **settings: Any) -> Any:
         return function(*operands, **settings)
     like, results = run_local(function, operands, settings)
     return rewrap(like, results)
+
+
+def each_slab(
+    func: Callable, volume: ShardedVolume, *operands: Any, dims: Sequence[int] | None = None, **settings: Any
+) -> ShardedVolume:
+    """Call a function with each slab and a copy of each ordinary tensor; wrap what it returns, cut along ``dims``."""
+    spread = volume.context.spread
+    columns = [spread(own) if isinstance(own, Tensor) else [own] * len(volume.slabs) for own in operands]
+    return wrap(volume, [func(*row, **settings) for row in zip(volume.slabs, *columns, strict=True)], dims)
 
 
 def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:

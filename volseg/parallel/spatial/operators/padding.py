@@ -37,7 +37,7 @@ class _GatheredPlanes(Window):
         return min(chosen), max(chosen) + 1
 
 
-@handles("Padding and mirroring", "F.pad", "nn.pad")
+@handles("Padding and mirroring", "F.pad", "nn.pad", merged=True)
 def pad(
     func: Callable, input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> ShardedVolume:
@@ -140,13 +140,13 @@ def _keeps_bits(context: Context) -> bool:
     return KEEPS_BITS_ON_CPU and context.communicator.home.type == "cpu"
 
 
-@handles("Padding and mirroring", "fliplr", "flipud")
+@handles("Padding and mirroring", "fliplr", "flipud", merged=True)
 def flip_matrix(func: Callable, input: Any) -> Any:
     """Mirror along the second or the first dim."""
     return flip(torch.flip, input, [1 if func.__name__ == "fliplr" else 0])
 
 
-@handles("Padding and mirroring", "flip")
+@handles("Padding and mirroring", "flip", merged=True)
 def flip(func: Callable, input: Any, dims: int | Sequence[int]) -> Any:
     """Mirror; along the cut the planes change shards."""
     volume = input
@@ -160,7 +160,7 @@ def flip(func: Callable, input: Any, dims: int | Sequence[int]) -> Any:
     return sharded_windows(volume, plans, lambda slab, *_: slab.flip(dims), lambda tensor: tensor.flip(dims))
 
 
-@handles("Padding and mirroring", "roll")
+@handles("Padding and mirroring", "roll", merged=True)
 def roll(func: Callable, input: Any, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None) -> Any:
     """Roll along named dims; along the cut each shard fetches what comes from either end."""
     source = volume = input

@@ -21,7 +21,6 @@ __all__ = [
     "LocalWindow",
     "constant",
     "convolution_plans",
-    "fetch_windows",
     "find_unit",
     "outside_cut",
     "select_planes",
@@ -83,7 +82,7 @@ def outside_cut(volume: ShardedVolume, padding: Sequence[int]) -> list[int]:
     return [0 if first + i in volume.dims else planes for i, planes in enumerate(padding)]
 
 
-def fetch_windows(
+def _fetch_windows(
     volume: ShardedVolume, plans: Sequence[AxisPlan], reads_only: bool = False
 ) -> tuple[list[Tensor], list[list[LocalWindow]]]:
     """Give each slab the planes its outputs need, padding included.
@@ -201,7 +200,7 @@ def sharded_windows(
     apart = reads_only and not torch.is_grad_enabled()
     # Elsewhere second derivatives may be asked for.
     reads_only = reads_only and context.communicator.is_direct and context.in_network
-    slabs, windows = fetch_windows(volume, plans, reads_only)
+    slabs, windows = _fetch_windows(volume, plans, reads_only)
     results = []
     for position, (slab, own) in enumerate(zip(slabs, windows, strict=True)):
         result = local(slab, own, position)

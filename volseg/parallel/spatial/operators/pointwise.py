@@ -11,8 +11,7 @@ from volseg.device.first_order import first_order
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.lazy import scores
-from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting
-from volseg.parallel.spatial.lazy.roomy_addition import add_with_room
+from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting, add_with_room
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
 from volseg.parallel.spatial.lazy.uncut import SUMS
 from volseg.parallel.spatial.operators.operands import aligned, rewrap, run_local
@@ -211,10 +210,10 @@ SUMS_IN_PLACE: frozenset[Any] = frozenset({Tensor.add_, Tensor.__iadd__})
 CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 
 
-@handles("Pointwise arithmetic", *UNARY, "Tensor.__invert__", rehearse=False)
-@handles("Copies and conversions", *CONVERSIONS, rehearse=False)
-@handles("Pointwise arithmetic", *BINARY, broadcasts=True)
-@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True)
+@handles("Pointwise arithmetic", *UNARY, "Tensor.__invert__", rehearse=False, merged=True)
+@handles("Copies and conversions", *CONVERSIONS, rehearse=False, merged=True)
+@handles("Pointwise arithmetic", *BINARY, broadcasts=True, merged=True)
+@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True, merged=True)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab; a sum waits with the norms in front of it, a product with one channel has a kernel."""
     if len(args) == 2 and not kwargs and any(map(scores.waits, args)):
@@ -283,18 +282,18 @@ def _add_later(first: Any, second: Any) -> ShardedVolume | None:
     return None if tiles == 1 else add_later(first, second, tiles)
 
 
-@handles("Activations", *ACTIVATIONS, rehearse=False)
+@handles("Activations", *ACTIVATIONS, rehearse=False, merged=True)
 def activation(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab, in place where ``inplace`` says so."""
     named = bind(func, args, kwargs)
     return (in_place if named.get("inplace") else pointwise)(func, args, kwargs)
 
 
-@handles("Pointwise arithmetic", *(f"{name}_" for name in UNARY if "." not in name), rehearse=False)
-@handles("Activations", *(f"{name}_" for name in ACTIVATIONS), rehearse=False)
-@handles("Pointwise arithmetic", *(f"{name}_" for name in BINARY if "." not in name), broadcasts=True)
-@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE), broadcasts=True)
-@handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_")
+@handles("Pointwise arithmetic", *(f"{name}_" for name in UNARY if "." not in name), rehearse=False, merged=True)
+@handles("Activations", *(f"{name}_" for name in ACTIVATIONS), rehearse=False, merged=True)
+@handles("Pointwise arithmetic", *(f"{name}_" for name in BINARY if "." not in name), broadcasts=True, merged=True)
+@handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE), broadcasts=True, merged=True)
+@handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_", merged=True)
 def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Change the slabs in place and return the same volume; an ordinary tensor takes in the gathered volume."""
     target = args[0] if args else kwargs["input"]
@@ -310,7 +309,7 @@ def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return target
 
 
-@handles("Pointwise arithmetic", "where")
+@handles("Pointwise arithmetic", "where", merged=True)
 def where(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Choose voxel by voxel; with the condition alone, return the numbers of voxels: it is gathered for it."""
     if len(args) + len(kwargs) < 3:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from volseg.device import fusions, upsample2x
-from volseg.device.first_order import first_order
+from volseg.device.first_order import LinearMap
 from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
@@ -90,7 +90,7 @@ def average_pool(
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         if halves and _fits_halves(slab):
-            return _Halve.apply(slab)
+            return _halve(slab)
         pooled = func(slab, kernel, stride, inside, *rest)
         if regular or divisor is not None:
             return pooled
@@ -103,7 +103,7 @@ def average_pool(
         return pooled
 
     def whole(tensor: Tensor) -> Tensor:
-        return _Halve.apply(tensor) if halves and _fits_halves(tensor) else func(tensor, kernel, stride, padding, *rest)
+        return _halve(tensor) if halves and _fits_halves(tensor) else func(tensor, kernel, stride, padding, *rest)
 
     return sharded_windows(volume, plans, local, whole)
 
@@ -114,17 +114,9 @@ def _fits_halves(slab: Tensor) -> bool:
     return even and slab.numel() > 0 and fusions.is_on("doubling") and upsample2x.takes(slab)
 
 
-class _Halve(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, slab: Tensor) -> Tensor:
-        del ctx
-        return upsample2x.halve(slab)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        del ctx
-        return upsample2x.spread_gradient(gradient)
+def _halve(slab: Tensor) -> Tensor:
+    halved: Tensor = LinearMap.apply(slab, upsample2x.halve, upsample2x.spread_gradient)
+    return halved
 
 
 def _counted(kernel: int, stride: int, padding: int, size: int, window: LocalWindow, include: bool) -> list[int]:

@@ -88,7 +88,7 @@ def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters
     return copies
 
 
-@handles("Products", "einsum")
+@handles("Products", "einsum", merged=True)
 def einsum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Multiply and sum as the equation says."""
     equation, *operands = args
@@ -128,40 +128,38 @@ def _letters(term: str, width: int) -> list[str]:
     return [*before, *(str(-i) for i in range(width, 0, -1) if dots), *after]
 
 
-@handles("Products", "Tensor.__rmatmul__")
+@handles("Products", "Tensor.__rmatmul__", merged=True)
 def reversed_matmul(func: Callable, input: Any, other: Any) -> Any:
     """Multiply ``other @ input``."""
     return matmul(torch.matmul, other, input)
 
 
-@handles("Products", "matmul", "Tensor.__matmul__", "bmm", "mm", "mv", "vdot")
-def matmul(func: Callable, input: Any, other: Any = None, mat2: Any = None, vec: Any = None, tensor: Any = None) -> Any:
+@handles("Products", "matmul", "Tensor.__matmul__", "bmm", "mm", "mv", "vdot", merged=True)
+def matmul(func: Callable, input: Any, other: Any) -> Any:
     """Multiply matrices and vectors."""
-    second = next(operand for operand in (other, mat2, vec) if operand is not None)
-    waiting = attend(input, second)
-    waiting = score(func, input, second, turned=False) if waiting is None else waiting
+    waiting = attend(input, other)
+    waiting = score(func, input, other, turned=False) if waiting is None else waiting
     if waiting is not None:
         return waiting
-    batch = [str(-i) for i in range(max(input.ndim, second.ndim) - 2, 0, -1)]
-    rows, columns = ["m"] * (input.ndim > 1), ["n"] * (second.ndim > 1)
+    batch = [str(-i) for i in range(max(input.ndim, other.ndim) - 2, 0, -1)]
+    rows, columns = ["m"] * (input.ndim > 1), ["n"] * (other.ndim > 1)
     first = [*batch[len(batch) - max(input.ndim - 2, 0) :], *rows, "k"]
-    other_letters = [*batch[len(batch) - max(second.ndim - 2, 0) :], "k", *columns]
-    return contract(func, [input, second], [first, other_letters], [*batch, *rows, *columns])
+    second = [*batch[len(batch) - max(other.ndim - 2, 0) :], "k", *columns]
+    return contract(func, [input, other], [first, second], [*batch, *rows, *columns])
 
 
-@handles("Products", "dot")
-def dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Multiply two vectors."""
-    return contract(func, [*args, *kwargs.values()], ["k", "k"], "")
+OF_VECTORS = {"dot": ("k", "k", ""), "outer": ("m", "n", "mn"), "ger": ("m", "n", "mn")}
+"""Letters of both vectors, and of their product."""
 
 
-@handles("Products", "outer", "ger")
-def outer(func: Callable, input: Any, vec2: Any) -> Any:
-    """Multiply each entry with each entry."""
-    return contract(func, [input, vec2], ["m", "n"], "mn")
+@handles("Products", *OF_VECTORS, merged=True)
+def product_of_vectors(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Multiply each entry with its own, or with each entry."""
+    *letters, output = OF_VECTORS[func.__name__]
+    return contract(func, [*args, *kwargs.values()], letters, output)
 
 
-@handles("Products", "inner")
+@handles("Products", "inner", merged=True)
 def inner(func: Callable, input: Any, other: Any) -> Any:
     """Sum over the last dims."""
     if not (input.ndim and other.ndim):
@@ -170,7 +168,7 @@ def inner(func: Callable, input: Any, other: Any) -> Any:
     return contract(func, [input, other], [[*first, "k"], [*second, "k"]], [*first, *second])
 
 
-@handles("Products", "torch.tensordot")
+@handles("Products", "torch.tensordot", merged=True)
 def tensordot(func: Callable, a: Any, b: Any, dims: Any = 2) -> Any:
     """Sum over pairs of dims."""
     if isinstance(dims, int):
@@ -187,23 +185,10 @@ def tensordot(func: Callable, a: Any, b: Any, dims: Any = 2) -> Any:
     return contract(lambda *local: func(*local, dims=dims), [a, b], [first, second], output)
 
 
-@handles("Products", "addmm", "baddbmm", "addmv")
-def added_product(
-    func: Callable,
-    input: Any,
-    mat1: Any = None,
-    mat2: Any = None,
-    batch1: Any = None,
-    batch2: Any = None,
-    mat: Any = None,
-    vec: Any = None,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Any:
+@handles("Products", "addmm", "baddbmm", "addmv", merged=True)
+def added_product(func: Callable, input: Any, first: Any, other: Any, beta: float = 1, alpha: float = 1) -> Any:
     """Add a matrix product to a tensor."""
-    first = next(t for t in (mat1, batch1, mat) if t is not None)
-    second = next(t for t in (mat2, batch2, vec) if t is not None)
-    product = matmul(torch.matmul, first, second) if _any_volume(first, second) else torch.matmul(first, second)
+    product = matmul(torch.matmul, first, other) if _any_volume(first, other) else torch.matmul(first, other)
     product = product if alpha == 1 else elementwise(torch.mul, product, alpha)
     if beta == 0:  # torch ignores it then, even if it is not a number
         if not isinstance(product, ShardedVolume) and isinstance(input, ShardedVolume):
@@ -216,7 +201,7 @@ def _any_volume(*operands: Any) -> bool:
     return any(isinstance(operand, ShardedVolume) for operand in operands)
 
 
-@handles("Products", "nn.linear", "F.linear")
+@handles("Products", "nn.linear", "F.linear", merged=True)
 def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Apply a linear layer to the last dim."""
     if not isinstance(input, ShardedVolume) or isinstance(bias, ShardedVolume) or _any_volume(weight):
@@ -235,7 +220,7 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
     return wrap(input, [func(slab, w, b) for slab, w, b in rows])
 
 
-@handles("Products", "F.scaled_dot_product_attention")
+@handles("Products", "F.scaled_dot_product_attention", merged=True)
 def attention(
     func: Callable,
     query: Any,

@@ -61,7 +61,7 @@ def _is_recording(volume: ShardedVolume) -> bool:
 FILLS = ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"]
 
 
-@handles("Random numbers", *(f"Tensor.{name}" for name in FILLS), rehearse=False)
+@handles("Random numbers", *(f"Tensor.{name}" for name in FILLS), rehearse=False, merged=True)
 def fill_randomly(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Fill a volume in place."""
     volume, *settings = args
@@ -77,7 +77,7 @@ def fill_randomly(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return volume
 
 
-@handles("Random numbers", "bernoulli")
+@handles("Random numbers", "bernoulli", merged=True)
 def bernoulli(func: Callable, input: Any, p: float | None = None, generator: torch.Generator | None = None) -> Any:
     """Draw zeros and ones, each voxel with its own probability, or all with ``p``."""
     _refuse_generator(generator)
@@ -88,14 +88,14 @@ def bernoulli(func: Callable, input: Any, p: float | None = None, generator: tor
     return wrap(input, [torch.bernoulli(slab, *chance, generator=own) for slab, own in pairs])
 
 
-@handles("Random numbers", "torch.rand_like", "torch.randn_like", rehearse=False)
+@handles("Random numbers", "torch.rand_like", "torch.randn_like", rehearse=False, merged=True)
 def random_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Draw a volume of random numbers, cut as the given one."""
     fill = Tensor.uniform_ if func.__name__ == "rand_like" else Tensor.normal_
     return _drawn(*_like(args, kwargs), lambda empty, generator: fill(empty, generator=generator))
 
 
-@handles("Random numbers", "torch.randint_like", rehearse=False)
+@handles("Random numbers", "torch.randint_like", rehearse=False, merged=True)
 def random_integers_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Draw a volume of random integers, cut as the given one."""
     named = dict(kwargs)
@@ -126,7 +126,7 @@ def _drawn(
     return wrap(volume, [slab.requires_grad_(wanted) for slab in slabs])
 
 
-@handles("Activations", "F.rrelu", "torch.rrelu", "torch.rrelu_")
+@handles("Activations", "F.rrelu", "torch.rrelu", "torch.rrelu_", merged=True)
 def rrelu(
     func: Callable,
     input: Any,

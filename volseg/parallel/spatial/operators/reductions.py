@@ -10,7 +10,7 @@ from torch import Tensor
 from volseg.device.first_order import first_order
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.operators.arguments import dims_of
-from volseg.parallel.spatial.operators.operands import aligned, elementwise, run_local
+from volseg.parallel.spatial.operators.operands import aligned, each_slab, elementwise, run_local
 from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
@@ -83,12 +83,15 @@ def _shifted(dim: int, removed: Sequence[int]) -> int:
     return dim - sum(other < dim for other in removed)
 
 
-@handles("Reductions", "sum", "mean", "nansum")
+@handles("Reductions", "sum", "mean", "nansum", "prod", "any", "all", "amax", "amin", merged=True)
+@handles("Reductions", "logsumexp", "special.logsumexp", merged=True)
 def reduce(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """Reduce over dims."""
     dims = dims_of(dim, input.ndim)
-    kind, back = func.__name__, None
-    if dtype is None and kind != "mean" and not (input.is_floating_point() or input.is_complex()):
+    kind, back = func.__name__.removeprefix("special_"), None
+    if kind in ("amax", "amin"):
+        return extremes(kind, input, dims, keepdim)
+    if dtype is None and kind in ("sum", "nansum", "prod") and not (input.is_floating_point() or input.is_complex()):
         dtype = torch.int64
     if kind == "sum" and input.dtype in HALF and dtype is None:
         # Sums of sums: rounded once, at the end, as on one device.
@@ -106,7 +109,7 @@ def _to(result: Any, dtype: torch.dtype) -> Any:
     return result.to(dtype)
 
 
-@handles("Reductions", "nanmean")
+@handles("Reductions", "nanmean", merged=True)
 def nanmean(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """Return the mean of the voxels that are numbers."""
     dims = dims_of(dim, input.ndim)
@@ -115,7 +118,7 @@ def nanmean(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, 
     return elementwise(torch.div, total, count)
 
 
-@handles("Reductions", "trapezoid", "trapz")
+@handles("Reductions", "trapezoid", "trapz", merged=True)
 def trapezoid(func: Callable, y: Any, x: Any = None, dx: float = 1, dim: int = -1) -> Any:
     """Integrate along a dim that is not cut."""
     volume = y if isinstance(y, ShardedVolume) else x
@@ -123,52 +126,19 @@ def trapezoid(func: Callable, y: Any, x: Any = None, dx: float = 1, dim: int = -
         refuse("it integrates along the cut: write it as a sum over slices")
     if isinstance(x, Tensor) and x.ndim != 1:
         like, results = run_local(func, (y, x), {"dim": dim})
-    else:
-        given = [None] * len(y.slabs) if x is None else y.context.spread(x)
-        settings = {"dx": dx} if x is None else {}
-        like = y
-        results = [
-            func(slab, **settings, dim=dim) if own is None else func(slab, own, dim=dim)
-            for slab, own in zip(y.slabs, given, strict=True)
-        ]
-    return wrap(like, results, [_shifted(cut, [dim % like.ndim]) for cut in like.dims])
+        return wrap(like, results, [_shifted(cut, [dim % like.ndim]) for cut in like.dims])
+    dims = [_shifted(cut, [dim % y.ndim]) for cut in y.dims]
+    return each_slab(func, y, dims=dims, dim=dim, dx=dx) if x is None else each_slab(func, y, x, dims=dims, dim=dim)
 
 
-@handles("Reductions", "logsumexp", "special.logsumexp")
-def logsumexp(func: Callable, input: Any, dim: Any, keepdim: bool = False) -> Any:
-    """Return the logarithm of a sum of exponentials."""
-    return over_dims("logsumexp", input, dims_of(dim, input.ndim), keepdim)
-
-
-@handles("Reductions", "any", "all")
-def any_or_all(func: Callable, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    """Tell whether any or all voxels are true."""
-    return over_dims(func.__name__, input, dims_of(dim, input.ndim), keepdim)
-
-
-@handles("Reductions", "prod")
-def product(func: Callable, input: Any, dim: int | None = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    """Multiply voxels."""
-    if dtype is None and not (input.is_floating_point() or input.is_complex()):
-        dtype = torch.int64
-    settings = {} if dtype is None else {"dtype": dtype}
-    return over_dims("prod", input, dims_of(dim, input.ndim), keepdim, **settings)
-
-
-@handles("Reductions", "count_nonzero")
+@handles("Reductions", "count_nonzero", merged=True)
 def count_nonzero(func: Callable, input: Any, dim: Any = None) -> Any:
     """Count voxels that are not zero."""
     ones = wrap(input, [(slab != 0).long() for slab in input.slabs])
     return over_dims("sum", ones, dims_of(dim, input.ndim))
 
 
-@handles("Reductions", "amax", "amin")
-def extreme(func: Callable, input: Any, dim: Any = (), keepdim: bool = False) -> Any:
-    """Return the largest or smallest voxel; equal ones share its gradient, as torch has it."""
-    return extremes(func.__name__, input, dims_of(dim, input.ndim), keepdim)
-
-
-@handles("Reductions", "aminmax")
+@handles("Reductions", "aminmax", merged=True)
 def aminmax(func: Callable, input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     """Return the smallest and the largest voxel."""
     dims = dims_of(dim, input.ndim)
@@ -215,7 +185,7 @@ class _Value(torch.autograd.Function):
         return gradient / count, None, None
 
 
-@handles("Reductions", "var", "std", "var_mean", "std_mean")
+@handles("Reductions", "var", "std", "var_mean", "std_mean", merged=True)
 def variance(
     func: Callable,
     input: Any,
@@ -283,7 +253,7 @@ def slab_counts(volume: ShardedVolume, dims: Sequence[int]) -> Tensor:
     return counts * prod(volume.shape[dim] for dim in dims if dim not in volume.dims)
 
 
-@handles("Reductions", "torch.norm", "Tensor.norm", "linalg.vector_norm")
+@handles("Reductions", "torch.norm", "Tensor.norm", "linalg.vector_norm", merged=True)
 def norm(
     func: Callable,
     input: Any,
@@ -318,7 +288,7 @@ def _counted(volume: ShardedVolume, dims: Sequence[int], keepdim: bool) -> Shard
     return counts if keepdim else _squeeze(counts, dims)
 
 
-@handles("Reductions", "linalg.norm")
+@handles("Reductions", "linalg.norm", merged=True)
 def matrix_or_vector_norm(func: Callable, input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False) -> Any:
     """Return a vector norm, or a matrix norm within each slab."""
     if ord is None or (isinstance(dim, int) or (dim is not None and len(dim) == 1)):
@@ -330,7 +300,7 @@ def matrix_or_vector_norm(func: Callable, input: Any, ord: Any = None, dim: Any 
     return wrap(input, slabs, input.dims if keepdim else [_shifted(cut, dims) for cut in input.dims])
 
 
-@handles("Reductions", "equal", rehearse=False)
+@handles("Reductions", "equal", rehearse=False, merged=True)
 def equal(func: Callable, input: Any, other: Any) -> bool:
     """Say whether all voxels are equal; the answer is the same on every shard."""
     if input.shape != other.shape:
@@ -339,7 +309,7 @@ def equal(func: Callable, input: Any, other: Any) -> bool:
     return bool(over_dims("all", same, list(range(same.ndim))))
 
 
-@handles("Reductions", "allclose", rehearse=False)
+@handles("Reductions", "allclose", rehearse=False, merged=True)
 def allclose(
     func: Callable, input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> bool:
@@ -349,7 +319,7 @@ def allclose(
     return bool(over_dims("all", same, list(range(same.ndim))))
 
 
-@handles("Reductions", "masked_select", rehearse=False)
+@handles("Reductions", "masked_select", rehearse=False, merged=True)
 def masked_select(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Return the chosen voxels as an ordinary tensor, in the volume's order: the operands are gathered for it."""
     return run_gathered(func, args, kwargs)

@@ -11,8 +11,8 @@ from volseg.parallel.spatial.table import read_rounded
 
 read_rounded(
     *(convolution.convolution, convolution.transposed_convolution),
-    *(normalize.batch_norm, normalize.plain_batch_norm, normalize.instance_norm, normalize.group_norm),
+    *(normalize.batch_norm, normalize.instance_norm, normalize.group_norm),
     *(joins.cat, *SUMS, *pointwise.SUMS_IN_PLACE),
-    *(autograd.metadata, autograd.flag, autograd.grad_fn, autograd.per_slab, autograd.told, autograd.register_hook),
+    *(autograd.metadata, autograd.flag, autograd.per_slab, autograd.told, autograd.register_hook),
     *(autograd.backward, autograd.backward_of_several, autograd.differentiate),
 )

@@ -69,7 +69,6 @@ def batch_norm(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
 
     shape = (outer, channels, input.shape[0] // (outer * unit), unit, rest)
     planes = ShardedVolume([as_planes(slab) for slab in input.slabs], (2,), shape, input.context)
-    sharded = normalize.batch_norm if func.__module__ == "torch.nn.functional" else normalize.plain_batch_norm
-    result = sharded(func, planes, **settings)
+    result = normalize.batch_norm(func, planes, **settings)
     slabs: Sequence[Tensor] = result.slabs
     return wrap(input, [as_samples(slab, own) for slab, own in zip(slabs, input.slabs, strict=True)])

@@ -113,7 +113,7 @@ def _select(volume: ShardedVolume, dim: int, index: int) -> ShardedVolume | Tens
     return wrap(volume, [slab.select(dim, index) for slab in volume.slabs], cut)
 
 
-@handles("Slices and joins", "narrow")
+@handles("Slices and joins", "narrow", merged=True)
 def narrow(func: Callable, input: Any, dim: int, start: Any, length: int) -> Any:
     """Take a range of planes."""
     dim %= input.ndim
@@ -121,13 +121,13 @@ def narrow(func: Callable, input: Any, dim: int, start: Any, length: int) -> Any
     return take_planes(input, dim, first + input.shape[dim] if first < 0 else first, length)
 
 
-@handles("Slices and joins", "select")
+@handles("Slices and joins", "select", merged=True)
 def select(func: Callable, input: Any, dim: int, index: int) -> Any:
     """Take one plane."""
     return _select(input, dim % input.ndim, index)
 
 
-@handles("Slices and joins", "unbind", "Tensor.__iter__")
+@handles("Slices and joins", "unbind", "Tensor.__iter__", merged=True)
 def unbind(func: Callable, input: Any, dim: int = 0) -> Any:
     """Take the planes one by one."""
     return tuple(_select(input, dim % input.ndim, index) for index in range(input.shape[dim]))
@@ -136,7 +136,7 @@ def unbind(func: Callable, input: Any, dim: int = 0) -> Any:
 SPLITS = {"vsplit": 0, "hsplit": 1, "dsplit": 2}
 
 
-@handles("Slices and joins", "split", "chunk", "tensor_split", "split_with_sizes", *SPLITS, rehearse=False)
+@handles("Slices and joins", "split", "chunk", "tensor_split", "split_with_sizes", *SPLITS, rehearse=False, merged=True)
 def split(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Split along a dim that is not cut, or along the cut into balanced volumes."""
     named = bind(func, args, kwargs)

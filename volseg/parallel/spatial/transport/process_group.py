@@ -7,13 +7,12 @@ also by a process that has nothing to send.
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.first_order import first_order
+from volseg.device.first_order import LinearMap
 from volseg.device.gpus import is_gpu, is_recording
 from volseg.device.peer.planes import PlaneMailbox
 from volseg.device.peer.values import RelayedValues, ValueExchange, ValueMailbox
@@ -28,6 +27,10 @@ from volseg.parallel.spatial.transport.pieces import join_pieces, start_total, v
 from volseg.parallel.spatial.transport.shared_parameters import SharedParameters
 
 __all__ = ["ProcessGroupShards"]
+
+
+Plan = tuple[int, int, int, tuple[Span, ...], int]
+"""Of a fetch: axis, dim, size, what is wanted, and unit, as ``Communicator.fetch`` takes them."""
 
 
 class ProcessGroupShards(Communicator):
@@ -110,7 +113,7 @@ class ProcessGroupShards(Communicator):
             if (start, stop) == own:  # itself: the gradient of a view of it would be copied
                 return [slab]
             return [slab.narrow(dim, start - own[0] if stop > start else 0, stop - start)]
-        return [_Fetch.apply(slab, self, axis, dim, size, tuple(wanted), unit, (), 0.0)]
+        return [self._fetch(slab, (axis, dim, size, tuple(wanted), unit), (), 0.0)]
 
     def fetch_padded(
         self,
@@ -126,7 +129,14 @@ class ProcessGroupShards(Communicator):
         """Write the planes into the middle of their margin; see ``Communicator``."""
         if all(move.source == move.target for move in transfers(size, wanted, unit)):
             return super().fetch_padded(slabs, axis, dim, size, wanted, widths, fill, unit)
-        return [_Fetch.apply(slabs[0], self, axis, dim, size, tuple(wanted), unit, tuple(widths[0]), fill)]
+        return [self._fetch(slabs[0], (axis, dim, size, tuple(wanted), unit), tuple(widths[0]), fill)]
+
+    def _fetch(self, slab: Tensor, plan: Plan, widths: tuple[int, ...], fill: float) -> Tensor:
+        def give_back(gradient: Tensor) -> Tensor:
+            return self.give_back(view_inside(gradient, widths), *plan)
+
+        fetched: Tensor = LinearMap.apply(slab, lambda own: self.exchange(own, *plan, widths, fill), give_back)
+        return fetched
 
     def exchange(
         self,
@@ -222,11 +232,18 @@ class ProcessGroupShards(Communicator):
 
     def collect(self, partials: Sequence[Tensor]) -> Tensor:
         """Stack the processes' values; each process gets all of them in the same order, so sums agree bit for bit."""
-        return _Collect.apply(partials[0], self)
+        stacked: Tensor = LinearMap.apply(partials[0], self.stack, lambda gradient: gradient[self.rank])
+        return stacked
 
     def gather(self, slabs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Assemble the volume on every process."""
-        return _Gather.apply(slabs[0], self, tuple(dims), tuple(sizes))
+        own = self.owned(sizes)[0]
+
+        def take(gradient: Tensor) -> Tensor:
+            return narrow_to(gradient, dims, own)
+
+        whole: Tensor = LinearMap.apply(slabs[0], lambda slab: self.assemble(slab, dims, sizes), take)
+        return whole
 
     def assemble(self, slab: Tensor, dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return the whole volume, outside autograd."""
@@ -240,11 +257,21 @@ class ProcessGroupShards(Communicator):
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Mark a whole value as used by the shards; its gradient is summed over them."""
-        return [_Spread.apply(whole, self)]
+
+        def add_up(gradient: Tensor) -> Tensor:
+            return self.add_up(gradient.clone(memory_format=torch.contiguous_format))
+
+        return [LinearMap.apply(whole, lambda own: own.view_as(own), add_up)]
 
     def cut(self, whole: Tensor, dims: Sequence[int]) -> list[Tensor]:
-        """Take this process's slab."""
-        return [_Cut.apply(whole, self, tuple(dims))]
+        """Take this process's slab: a copy, which outlives the whole volume, whose memory should go."""
+        sizes = [whole.shape[dim] for dim in dims]
+        own = self.owned(sizes)[0]
+
+        def assemble(gradient: Tensor) -> Tensor:
+            return self.assemble(gradient.contiguous(), dims, sizes)
+
+        return [LinearMap.apply(whole, lambda given: narrow_to(given, dims, own).clone(), assemble)]
 
     def look(self) -> None:
         """Refuse sums of gradients that did not belong together; see `SharedParameters`."""
@@ -257,79 +284,3 @@ class ProcessGroupShards(Communicator):
     def convert(self, copy: Tensor, dtype: torch.dtype) -> Tensor:
         """Return it, whose gradient goes to where the bucket's are summed as soon as it is there."""
         return self.shared.convert(copy, dtype)
-
-
-class _Fetch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        slab: Tensor,
-        communicator: ProcessGroupShards,
-        axis: int,
-        dim: int,
-        size: int,
-        wanted: tuple[Span, ...],
-        unit: int,
-        widths: tuple[int, ...],
-        fill: float,
-    ) -> Tensor:
-        ctx.plan, ctx.widths = (communicator, axis, dim, size, wanted, unit), widths
-        return communicator.exchange(slab, axis, dim, size, wanted, unit, widths, fill)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        communicator, *plan = ctx.plan
-        return communicator.give_back(view_inside(gradient, ctx.widths), *plan), *([None] * 8)
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, communicator: ProcessGroupShards) -> Tensor:
-        ctx.rank = communicator.rank
-        return communicator.stack(partial)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient[ctx.rank], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, slab: Tensor, communicator: ProcessGroupShards, dims: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> Tensor:
-        ctx.plan = dims, communicator.owned(sizes)[0]
-        return communicator.assemble(slab, dims, sizes)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return narrow_to(gradient, *ctx.plan), None, None, None
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, communicator: ProcessGroupShards) -> Tensor:
-        ctx.communicator = communicator
-        return whole.view_as(whole)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.communicator.add_up(gradient.clone(memory_format=torch.contiguous_format)), None
-
-
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, communicator: ProcessGroupShards, dims: tuple[int, ...]) -> Tensor:
-        ctx.plan = communicator, dims, [whole.shape[dim] for dim in dims]
-        # A copy: the slab outlives the whole volume, whose memory should go.
-        return narrow_to(whole, dims, communicator.owned(ctx.plan[2])[0]).clone()
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        communicator, dims, sizes = ctx.plan
-        return communicator.assemble(gradient.contiguous(), dims, sizes), None, None
