@@ -1,7 +1,7 @@
 """Policy for CUDA graphs: which calls are recorded, which recordings are kept, and when they end.
 
-Two things are recorded: a whole training step on one GPU per process (``RecordedStep``), and a batch of a pipeline, by
-stage and micro-batch (``volseg.parallel.pipeline.record``). Both answer the same questions::
+Two things are recorded: a whole training step on one GPU per process (``RecordedStep``), and a batch of a pipeline on
+all its GPUs (``volseg.parallel.pipeline.record``). Both answer the same questions::
 
     which kind of call is it?     graph.signature of the inputs, graph.modes, and what the network is besides
     is it time?                   Recordings.is_warm: after some calls that ran as they are, and not refused
@@ -20,9 +20,9 @@ Three things stay apart, because the other way would make one of the two worse:
   (``state.conditions``): training and validation take turns, and each finds its own again.
 - *Who may say no.* A step's processes vote after each attempt, since one that replays and one that computes would wait
   for each other's collectives for ever; a failure ends all recording. A pipeline is one process, whose kinds of batches
-  are refused one by one, and whose lanes are tried and timed (``pipeline.record.trial``).
-- *When an attempt is undone.* A step that is recorded has run no kernel, and what Python did in it counts: it is undone
-  only if given up. A batch is rehearsed, really, and compared: that is undone always.
+  are refused one by one.
+- *When an attempt is undone.* What Python did while a step was recorded counts as the step: it is undone only if given
+  up. After a batch was recorded its first replay follows: the attempt is undone always.
 """
 
 import logging

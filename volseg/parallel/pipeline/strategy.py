@@ -54,12 +54,9 @@ class Pipeline:
     cuts : sequence of str, optional
         First modules of the stages after the first, as dotted paths, instead of measuring.
     record : "auto" or bool
-        False runs Python for every micro-batch. True captures a batch as one CUDA graph per stage and micro-batch, and
-        replays it for batches of the same kind, after three eager ones and if ``forward`` does the same each time; it
-        keeps the activations of one batch allocated for each kind. Micro-batches share a device by twos or fours if
-        that
-        is faster in the following steps. ``"auto"`` does all this on GPUs, times eager steps as well, and keeps the
-        fastest.
+        False runs Python for every micro-batch. True captures a batch as two CUDA graphs over all devices, and replays
+        them for batches of the same kind, after three eager ones; they keep the activations of one batch allocated for
+        each kind. ``"auto"`` does so on GPUs.
     batched : sequence of int or str, optional
         Positions and names of the arguments with one row per sample; others go whole to each micro-batch. By default
         they are found by running the network with another number of samples; needed if that is ambiguous.
