@@ -101,17 +101,18 @@ def test_measured_partition_and_recorded_dropout():
 
 
 class Shares(nn.Module):
-    """The gradient of what ``b`` received is also that of a later value, to which autograd adds in place."""
+    """The gradient of what ``b``'s stage received last is also that of ``own``, to which autograd adds in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Conv3d(2, 2, 1), nn.Conv3d(2, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        sent = self.a(x)
-        own = self.b(sent)
-        total = sent + own
-        return total * 1.0 + own.sin() + x
+        first = self.a(x)
+        second = first * 2
+        own = self.b(first)
+        early = own.sin()
+        return (early + (own + second)) * 1.0 + x
 
 
 class Tells(nn.Module):
