@@ -27,6 +27,7 @@ from volseg.device.first_order import first_order
 from volseg.device.module_internals import NormBase
 from volseg.device.streams import find_current_stream
 from volseg.device.torch_internals import (
+    TorchDispatchMode,
     find_saved_tensors_hooks,
     find_transform,
     get_storage_key,
@@ -46,16 +47,42 @@ from volseg.parallel.timeline import Timeline, find_timeline
 __all__ = ["RecordedBatch"]
 
 
+VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class _NoValues(TorchDispatchMode):
+    """Refuse functions whose result Python reads, or whose shape depends on values: a replay runs no Python.
+
+    A CUDA graph in which one was tried is broken.
+    """
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Indexing has such a tag because of masks.
+        is_index = function is torch.ops.aten.index.Tensor
+        by_mask = is_index and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if by_mask or (not is_index and VALUES.intersection(function.tags)):
+            raise RecordRefusedError(f"forward reads values of a tensor ({function}), which a replay would not")
+        return function(*args, **(kwargs or {}))
+
+
 class RecordedRun(PlacedRun):
     """A micro-batch's run that refuses what a recording would not repeat."""
 
     skips_quiet = False
 
     def __enter__(self) -> "RecordedRun":
+        self._values = _NoValues()
+        self._values.__enter__()
         super().__enter__()
         # By memory, not identity: ``.data`` is another tensor, with its own version.
         self._memory = {_find_memory(state) for state in self.placement.states}
         return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._values.__exit__(*failure)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

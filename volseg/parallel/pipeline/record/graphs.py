@@ -26,8 +26,6 @@ T = TypeVar("T")
 _numbers: dict[str, "itertools.count[int]"] = {}
 """Counter that numbers recordings."""
 
-VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
 
 class RecordRefusedError(ParallelError):
     """A forward does something that a recording would not repeat."""
@@ -110,7 +108,11 @@ class Lanes:
                 for stream in joined:
                     self._start.wait_stream(stream)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the first failure tells more than that of the broken graph
+                # The first failure tells more than those of the broken graph.
+                with contextlib.suppress(RuntimeError):
+                    for stream in joined:
+                        self._start.wait_stream(stream)
+                with contextlib.suppress(RuntimeError):
                     own.end()
                 raise
             own.end()
@@ -150,7 +152,6 @@ class HostGraph(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        _refuse_values(function, args)
         result = function(*args, **kwargs)
         self._steps.append((function, args, kwargs, result))
         return result
@@ -168,15 +169,6 @@ class HostGraph(TorchDispatchMode):
                 continue
             for old, new in _list_fresh(function, result, function(*args, **kwargs)):
                 old.copy_(new)
-
-
-def _refuse_values(function: Any, args: tuple[Any, ...]) -> None:
-    """Refuse what cannot be captured on a GPU: Python reads a result, or a shape depends on values."""
-    # Indexing has such a tag because of masks.
-    is_index = function is torch.ops.aten.index.Tensor
-    by_mask = is_index and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    if by_mask or (not is_index and VALUES.intersection(function.tags)):
-        raise RecordRefusedError(f"forward reads values of a tensor ({function}), which a replay would not")
 
 
 def _list_fresh(function: Any, first: Any, again: Any) -> Iterator[tuple[Tensor, Tensor]]:
