@@ -75,11 +75,10 @@ def test_other_errors_pass(configured):
         torch.ones(2) + torch.ones(3)
 
 
-LIMITED = """
-import resource, runpy
-resource.setrlimit(resource.RLIMIT_AS, (5 << 30, 5 << 30))
-runpy.run_module("volseg", run_name="__main__", alter_sys=True)
-"""
+LIMITED = (
+    "import resource, runpy; resource.setrlimit(resource.RLIMIT_AS, (5 << 30, 5 << 30)); "
+    "runpy.run_module('volseg', run_name='__main__', alter_sys=True)"
+)
 
 
 @pytest.mark.usefixtures("ready_python")
