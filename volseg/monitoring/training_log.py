@@ -97,7 +97,8 @@ class TrainingLog(Hook):
         if not self._shows_patches:
             return
         self._shows_patches = False
-        if "image" in batch and "label" in batch:
+        # A volume that is cut over processes takes all of them to gather, and only one is here.
+        if "image" in batch and "label" in batch and not hasattr(batch["image"], "full_tensor"):
             try:
                 picture = draw_patches(batch["image"], batch["label"], channel=self._channel)
             except Exception as fault:  # whatever it is, a picture is no reason to end a training
