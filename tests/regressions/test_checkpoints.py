@@ -5,6 +5,8 @@ import copy
 import os
 import random
 import re
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +15,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from training_hooks import At
 
 from volseg.checkpointing.file import BEST, LATEST, PREVIOUS
 from volseg.errors import CheckpointError, NonFiniteLossError
@@ -147,6 +148,30 @@ def test_what_every_optimizer_remembers_is_whole(optimizer):
     training = made(optimizer)
     training.run()
     made(optimizer).load_state_dict(training.state())
+
+
+class At(Hook):
+    """Call something after a batch."""
+
+    def __init__(self, epoch, position, act):
+        self.at, self.act = (epoch, position), act
+
+    def on_batch_end(self, training, fields):
+        if (training.epoch, training.position) == self.at:
+            self.act()
+
+
+def killed():
+    raise InterruptedError
+
+
+def test_a_kill_in_mid_epoch_costs_what_is_trained_since_the_last_checkpoint(tmp_path):
+    """``latest.pt`` was written at the end of an epoch, so that was what a SIGKILL cost, however long."""
+    checkpoints = Checkpoints(tmp_path, every_minutes=0)
+    wait = [At(0, position, checkpoints.finish) for position in (1, 2)]  # while it writes it takes no other
+    with pytest.raises(InterruptedError):
+        made(hooks=[checkpoints, *wait, At(0, 2, killed)]).run()
+    assert load_checkpoint(tmp_path / LATEST).progress == (0, 2)
 
 
 def test_the_checkpoint_before_the_latest_is_kept(tmp_path):
@@ -291,6 +316,17 @@ def test_a_full_disk_is_told_after_the_next_batch_and_the_good_checkpoints_stay(
     assert len(told) < 150
     assert load_checkpoint(small_disk / LATEST).progress > (0, 0)
     assert sorted(os.listdir(small_disk)) == [LATEST]
+
+
+def test_a_full_quota_is_told_too(tmp_path):
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    told = run_full(tmp_path, 3000, preexec_fn=limit).stdout.splitlines()
+    assert "latest.pt could not be written" in told[-1]
+    assert "no earlier one exists" in told[-1]
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written_is_told(small_disk, trained):

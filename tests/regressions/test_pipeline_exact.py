@@ -595,3 +595,81 @@ def test_gradients_are_not_changed_before_a_side_stream_has_copied_them(monkeypa
     monkeypatch.setattr(transfer, "find_current_stream", lambda device: stream)
     monkeypatch.setattr(transfer, "note_use", lambda tensor, stream: None)
     assert_same_steps(Shares().double(), split_size=1)
+
+
+def counting(net: Net, x: Tensor) -> Tensor:
+    net.t.add_(1)
+    return net.b(net.a(x)) * net.t.clone()
+
+
+STATEFUL = {
+    "counter": (counting, {"t": torch.zeros(())}),
+    "codebook": (moving_codebook, {"book": torch.ones(2)}),
+    "replaced": (replaced, {"t": torch.zeros(())}),
+}
+
+
+def array_drawn(net: Net, x: Tensor) -> Tensor:
+    return net.b(net.a(x)) * torch.from_numpy(np.random.rand(1))  # noqa: NPY002
+
+
+def alternate(net: Net, x: Tensor) -> Tensor:
+    net.calls += 1
+    x = net.a(x).tanh()
+    return net.c(net.b(x).tanh() if net.calls % 2 else x)
+
+
+def overwrite(net: Net, x: Tensor) -> Tensor:
+    gate = net.c(x).sigmoid()
+    with torch.no_grad():
+        gate.mul_(2.0)
+    return net.b(net.a(x)) + gate.detach()
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_buffers_that_forward_changes(kind, record):
+    """The attempt to record ran forward twice more and left buffers changed; a copy of a changed buffer on another
+    stage kept the value of the first micro-batch. Refused before it is tried, and copied anew."""
+    how, buffers = STATEFUL[kind]
+    net = chain(how)
+    for name, value in buffers.items():
+        net.register_buffer(name, value.double())
+    assert not assert_same_steps(net, record=record).strategy.is_replaying
+
+
+def test_argument_that_is_given_twice_and_changed():
+    """Both are one tensor, of which the micro-batches have one copy."""
+    net, stem = chain(lambda net, x, y: net.b(net.a(F.relu(x, inplace=True))) + y), conv().double()
+    nets, stems, x = (net, copy.deepcopy(net)), (stem, copy.deepcopy(stem)), volumes()
+    features = [each(x) for each in stems]
+    outputs = [run(feature, feature) for run, feature in zip((pipeline(net), nets[1]), features, strict=True)]
+    torch.testing.assert_close(*outputs, **ROUND_OFF)
+    for output, feature in zip(outputs, features, strict=True):
+        (output.sum() + feature.square().sum()).backward()
+    torch.testing.assert_close(*map(gradients, stems), **ROUND_OFF)
+
+
+def test_array_that_is_drawn_is_not_recorded():
+    """No function shows what NumPy drew, so every batch did the same to look at, and a replay kept the first factor."""
+    net = chain(array_drawn)
+    reference = copy.deepcopy(net)
+    model = pipeline(net, split_size=4, record=True)
+    inputs, found = [volumes() for _ in range(WARM_UP + 3)], []
+    for each in (model, reference):
+        np.random.seed(1)  # noqa: NPY002
+        found.append([each(x) for x in inputs])
+    torch.testing.assert_close(*found, **ROUND_OFF)
+    assert not model.strategy.is_replaying
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_path_that_varies(record: bool):
+    """Measuring runs the network several times. It raised a ValueError if the runs called other layers."""
+    assert_same_steps(chain(alternate, c=conv(), calls=0), cuts=None, record=record)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_side_branch_that_overwrites_what_is_saved(record: bool):
+    """The branch needs no gradient. Measuring computed one, and failed on the overwritten tensors."""
+    assert_same_steps(chain(overwrite, c=conv()), cuts=None, record=record)

@@ -8,6 +8,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,13 @@ import torch
 import torch.nn.functional as F
 from made_up_networks import WithLayers
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel
+from volseg.parallel.state.module import remember
 
 COPIES = ["cpu", "cpu:1"]
 DEVICES = [["cpu"], COPIES, ["cpu", "cpu:1", "cpu:1"]]
@@ -78,6 +82,27 @@ def conditioned(layers: nn.ModuleDict, x: Tensor) -> Tensor:
     return layers["b"](layers["a"](x) * first)
 
 
+@pytest.mark.parametrize("devices", DEVICES, ids=len)
+def test_a_parameter_that_is_used_without_gradients_first(devices: list[str]) -> None:
+    """Self-conditioning: the copies made under no_grad served the later uses, and their gradients were missing."""
+    plain = WithLayers(conditioned, a=convolution(), b=convolution()).double()
+    assert_same_training(plain, spatial(plain, devices), volume())
+
+
+def test_a_parameter_that_is_used_without_gradients_last() -> None:
+    """Copies with history serve under no_grad, and what comes out has none."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x)
+        with torch.no_grad():
+            gate = layers["a"](y)
+            assert not gate.requires_grad
+        return layers["a"](y * gate)
+
+    plain = WithLayers(forward, a=convolution()).double()
+    assert_same_training(plain, spatial(plain), volume())
+
+
 def test_a_parameter_cast_without_gradients_first() -> None:
     """The same under autocast, whose converted copies are kept, too."""
     plain = WithLayers(conditioned, a=convolution(), b=convolution())
@@ -89,12 +114,53 @@ def test_a_parameter_cast_without_gradients_first() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=1e-3)  # bfloat16 has three digits
 
 
-def test_a_frozen_parameter_that_is_freed_within_a_pass() -> None:
-    """It took copies without history, and had no gradient."""
+def test_a_parameter_that_is_frozen_and_freed_within_a_pass() -> None:
+    """A frozen use took copies with history (a gradient too many); a freed one those without (none)."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x)
+        layers["a"].requires_grad_(False)
+        y = layers["a"](y)
+        layers["a"].requires_grad_(True)
+        return layers["a"](y)
+
+    plain = WithLayers(forward, a=convolution()).double()
+    assert_same_training(plain, spatial(plain), volume())
     frozen = WithLayers(
         lambda layers, x: layers["a"].requires_grad_()(x), a=convolution().requires_grad_(False)
     ).double()
     assert_same_training(frozen, spatial(frozen), volume(), steps=1)
+
+
+def test_a_parameter_that_forward_changes() -> None:
+    """A weight clipped between two uses was read as it was at the first, on every device but the first."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = layers["a"](x)
+            layers["a"].weight.clamp_(-0.05, 0.05)
+            layers["a"].bias.data = layers["a"].bias.data * 2
+        return layers["b"](layers["a"](x) + y)
+
+    plain = WithLayers(forward, a=convolution(), b=convolution()).double()
+    assert_same_training(plain, spatial(plain), volume())
+
+
+def test_modes_alternate() -> None:
+    """Inference, evaluation and training in turn leave nothing behind for each other."""
+    plain = nn.Sequential(convolution(1, 4), nn.BatchNorm3d(4), nn.ReLU(), convolution(4, 1)).double()
+    model, x = spatial(plain), volume()
+    for _ in range(2):
+        with torch.inference_mode():
+            torch.testing.assert_close(full(model(x)).clone(), plain(x).clone())
+        for net in (plain, model):
+            net.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(full(model(x)), plain(x))
+        assert_same_training(plain, model, x, steps=1)
+        for net in (plain, model):
+            net.train()
+        assert_same_training(plain, model, x, steps=1)
 
 
 # --- outside of forward ------------------------------------------------------------------------------------------
@@ -165,6 +231,31 @@ def block(norm: nn.Module, activation: nn.Module | None = None) -> nn.Module:
     return nn.Sequential(convolution(1, 4), norm, activation or nn.PReLU(4), convolution(4, 1))
 
 
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm3d(4),
+    "tracked instance": lambda: nn.InstanceNorm3d(4, affine=True, track_running_stats=True),
+    "cumulative batch": lambda: nn.BatchNorm3d(4, momentum=None),
+    "group": lambda: nn.GroupNorm(2, 4),
+}
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=len)
+@pytest.mark.parametrize("norm", NORMS)
+def test_statistics_of_a_recomputed_block_are_updated_once(norm: str, devices: list[str]) -> None:
+    """They were updated once more in the recomputation: num_batches_tracked 2 after one batch."""
+    plain = nn.Sequential(block(NORMS[norm]()), block(NORMS[norm](), nn.PReLU())).double()
+    assert_same_training(plain, spatial(plain, devices, checkpoint="all"), volume())
+
+
+@pytest.mark.parametrize("kind", ["parametrization", "old"])
+def test_spectral_norm_in_a_recomputed_block(kind: str) -> None:
+    """Its power iteration went on in the recomputation: gradients ten percent off."""
+    wrap = parametrizations.spectral_norm if kind == "parametrization" else old_spectral_norm
+    plain = nn.Sequential(*(nn.Sequential(wrap(convolution(1, 4)), nn.ReLU(), wrap(convolution(4, 1))) for _ in "ab"))
+    model = spatial(plain.double(), checkpoint="all")
+    assert_same_training(plain, model, volume())
+
+
 class Random(nn.Module):
     """Two convolutions with random numbers between them, which no module of torch's draws."""
 
@@ -214,6 +305,31 @@ def test_the_numbers_after_a_recomputation_are_those_of_the_plain_loop() -> None
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Counting(nn.Module):
+    """Counts its calls in Python, in a buffer, and in a list; the counts scale its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = convolution(1, 4), convolution(4, 1)
+        self.calls, self.seen = 0, [0.0]
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        self.seen.append(self.seen[-1] + 1)
+        return self.b(self.a(x) * (self.calls + self.count.item() + self.seen[-1]))
+
+
+def test_what_a_recomputed_block_counts() -> None:
+    """Counted once, and recomputed with the count of then, also where one block is called twice in a pass."""
+    plain = WithLayers(lambda layers, x: layers["a"](layers["a"](x)) + x, a=Counting()).double()
+    model = spatial(plain, checkpoint="all")
+    assert_same_training(plain, model, volume())
+    assert model.module.layers["a"].calls == plain.layers["a"].calls == 4
+    assert model.module.layers["a"].seen == plain.layers["a"].seen
+
+
 def test_two_passes_before_one_backward_and_a_second_backward() -> None:
     """Each recomputation gets the state of its own pass, and as often as it is asked for."""
     plain = nn.Sequential(block(nn.BatchNorm3d(4))).double()
@@ -253,6 +369,17 @@ def test_an_input_changed_behind_a_recomputed_block_is_refused() -> None:
     plain = WithLayers(forward, first=convolution(), a=block(nn.Identity())).double()
     with pytest.raises(RuntimeError, match="was changed in place after the block ran"):
         spatial(plain, checkpoint="all")(volume()).sum().backward()
+
+
+def test_weights_changed_before_a_recomputation_are_refused() -> None:
+    """Torch refuses them without a recomputation; with one they were taken for those of the forward pass."""
+    model = spatial(block(nn.Identity()).double(), checkpoint="all")
+    loss = spatial_loss = model(volume()).square().mean()
+    with torch.no_grad():
+        model.module[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="was changed in place"):
+        spatial_loss.backward()
+    del loss
 
 
 def test_a_forward_patched_on_a_block_stays() -> None:
@@ -350,6 +477,28 @@ def test_a_first_layer_in_place_on_an_input_that_needs_a_gradient_is_refused(lea
 # --- strategy="auto" ---------------------------------------------------------------------------------------------
 
 
+def unshardable(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+    layers.calls = getattr(layers, "calls", 0) + 1
+    x.mul_(2)
+    factor = random.random() * np.random.random()
+    return torch.fft.fft(layers["norm"](layers["a"](x)), dim=2).real * layers.calls * factor
+
+
+def test_an_attempt_that_is_given_up_leaves_no_trace() -> None:
+    """The first forward ran twice on the caller's tensor, and Python counted twice."""
+    net = WithLayers(unshardable, a=convolution(), norm=nn.BatchNorm3d(1)).double()
+    x, found = volume()[:1], []  # one micro-batch
+    for strategy in ("pipeline", "auto"):
+        model, given = ModelParallel(copy.deepcopy(net), strategy=strategy, devices=["cpu"] * 2), x.clone()
+        seed()
+        output = model(given).detach()
+        found.append(
+            (output, random.random(), np.random.random(), given, model.state_dict(), model.module.layers.calls)
+        )
+        assert model.chosen == "pipeline"
+    torch.testing.assert_close(*found)
+
+
 def test_an_attempt_that_cannot_be_undone_is_refused() -> None:
     net = WithLayers(lambda layers, x: torch.fft.fft(x.mul_(2), dim=2).real)
     with pytest.raises(ParallelError, match="choose strategy='pipeline'"):
@@ -378,6 +527,32 @@ def test_lazy_modules_are_refused_until_they_have_a_shape() -> None:
             ModelParallel(net, strategy=strategy, devices=COPIES)
     net(volume())
     assert_same_training(net, spatial(net), volume())
+
+
+# --- while a CUDA graph is recorded ------------------------------------------------------------------------------
+
+
+def test_a_block_that_draws_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay drew other numbers in the recomputation than in the block, and so the gradient of another function."""
+    net = nn.Sequential(Random(DRAWS["F.dropout"]), block(nn.BatchNorm3d(4))).double()
+    model = spatial(net, checkpoint="all")
+    drawing, still = model.module
+    recomputation = model.strategy.recomputation
+    draws, context = recomputation._random, copy.copy(recomputation.context)
+    model.eval()(volume()).sum().backward()
+    model.train()(volume()).sum().backward()
+    context.communicator = SimpleNamespace(home=torch.device("cuda"), devices=[])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    def begin(net: nn.Module) -> None:
+        draws.before(net, (net, remember(net).modes), context)
+
+    begin(still)
+    begin(drawing.eval())
+    with pytest.raises(ParallelError, match=r"recomputed block 0 \(Random\) draws random numbers"):
+        begin(drawing.train())
+    with pytest.raises(ParallelError, match="or has not run before"):
+        begin(nn.Conv3d(1, 1, 1))
 
 
 @pytest.mark.parametrize("devices", DEVICES)

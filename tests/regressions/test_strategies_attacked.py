@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
+from in_group import in_group
 from made_up_networks import WithLayers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -66,6 +68,30 @@ def test_arguments_side_by_side_in_memory_are_not_refused() -> None:
     torch.testing.assert_close(found, wanted)
 
 
+def test_a_pipeline_gives_each_micro_batch_its_own_input_to_change() -> None:
+    # The backward pass broke: "modified by an inplace operation", of another micro-batch.
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.ReLU(inplace=True), nn.Conv3d(1, 2, 3), nn.Conv3d(2, 1, 1)).double()
+    ours = copy.deepcopy(plain)
+    x, y = make_batch(3), make_batch(3)
+    model = ModelParallel(ours, Pipeline(split_size=1, record=False), DEVICES)
+    torch.testing.assert_close(train(ours, model, y), train(plain, plain, x))
+
+
+def test_a_pipeline_trains_a_batch_norm_of_no_momentum() -> None:
+    # ZeroDivisionError at the first batch: its counter was kept at 0 where nothing should remain.
+    torch.manual_seed(0)
+    layers = nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2, momentum=None), nn.ReLU(), nn.Conv3d(2, 1, 1)
+    plain = nn.Sequential(*layers).double()
+    ours = copy.deepcopy(plain)
+    model = ModelParallel(ours, Pipeline(split_size=1, record=False), DEVICES)
+    for _ in range(3):
+        x = make_batch()
+        plain(x)
+        model(x)
+        torch.testing.assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()))
+
+
 def test_a_pipeline_says_why_a_batch_norm_cannot_run() -> None:
     def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
         result: Tensor = layers["conv"](x) * layers["norm"](x.mean((2, 3, 4)))[..., None, None, None]
@@ -84,6 +110,30 @@ def test_replicas_of_one_process_refuse_a_buffer_that_each_would_change() -> Non
         model(make_batch())
     model.eval()
     model(make_batch())
+
+
+def call_a_norm(rank_count: int) -> str:
+    del rank_count
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        x = F.batch_norm(layers["first"](x), None, None, training=layers.training)
+        result: Tensor = layers["last"](x)
+        return result
+
+    net = WithLayers(forward, first=nn.Conv3d(1, 2, 1), last=nn.Conv3d(2, 1, 1)).double()
+    model = ModelParallel(net, Pipeline(split_size=1, record=False), DEVICES)
+    replicas = DataParallel(model, join_mesh(2).replicas())
+    try:
+        replicas(make_batch())
+    except ParallelError as fault:
+        return str(fault)
+    return "was run"
+
+
+def test_replicas_of_a_pipeline_refuse_a_norm_that_is_called_as_a_function() -> None:
+    # A module was refused; the function took the statistics of micro-batches without a word.
+    for said in in_group(2, call_a_norm, 2):
+        assert "calls batch_norm for training, which uses the statistics of a whole batch" in said
 
 
 class Checkpointed(nn.Module):
