@@ -96,7 +96,7 @@ def test_without_a_plan_the_measurement_stands_by_itself(caplog):
 def test_tensorboard_shows_both(tmp_path):
     hook = FirstSteps(Meter(), forecast(22 * GIB))
     train(hook, TrainingLog([TensorBoard(tmp_path)], more=hook.scalars))
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("events*")
     shown = {
         value.tag: value.tensor.float_val[0] if value.tensor.float_val else value.simple_value
         for event in EventFileLoader(str(file)).Load()

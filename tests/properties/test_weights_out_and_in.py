@@ -106,19 +106,19 @@ def build(seed):
 def test_checkpoints_give_the_bits_of_the_average(decay, tmp_path):
     counts = Counter()
     for seed in range(50):
-        network, truth = build(seed), Truth()
-        training = make_training(network, tmp_path, 3, truth, decay=decay)
+        network, truth, folder = build(seed), Truth(), tmp_path / str(seed)
+        training = make_training(network, folder, 3, truth, decay=decay)
         training.run()
         expected, raw = truth.weights, clone(network.state_dict())
         assert decay is None or any(not torch.equal(raw[name], expected[name]) for name in raw)
-        state = load_checkpoint(tmp_path / LATEST)
+        state = load_checkpoint(folder / LATEST)
 
         loaded = build(seed)
         load_weights(loaded, state.model, state.averaged)
         require_bits(loaded.state_dict(), expected)
         torch.save(training.state_dict(), tmp_path / "dict.pt")
         torch.save(expected, tmp_path / "plain.pt")
-        for file in (tmp_path / LATEST, tmp_path / "dict.pt", tmp_path / "plain.pt"):
+        for file in (folder / LATEST, tmp_path / "dict.pt", tmp_path / "plain.pt"):
             weights, begun = read_weights(file), build(seed)
             transfer = transfer_weights(begun, weights.values, weights.average, stems={}, heads={})
             require_bits(begun.state_dict(), expected)

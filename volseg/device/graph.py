@@ -170,8 +170,7 @@ class Graph:
         self._stream, self._pool = stream, pool
         self._graph = torch.cuda.CUDAGraph()
         for generator in generators:
-            with torch.cuda.device(generator.device):  # where its seed and offset are read
-                self._graph.register_generator_state(generator)
+            self._graph.register_generator_state(generator)
         self._before: tuple[int, torch.cuda.Stream] | None = None
 
     @property

@@ -88,7 +88,8 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch) -> list[Any]:
     for copied, passage in passages:
         passage.wait(copied)
     # The caller may change the batch in place.
-    wait_for_departures(placement.devices | {batch.target})
+    devices = placement.devices | {batch.target}
+    wait_for_departures(devices, devices)
     statistics.commit()
     if statistics.splits_batch_norm and not placement.has_warned:
         placement.has_warned = True

@@ -372,9 +372,10 @@ def _find_globals(members: Iterable[Mapping[str, Any]], see: See) -> Iterator[_H
     found: dict[int, tuple[dict[str, Any], set[str]]] = {}
     seen: set[Any] = set()
     for function in waiting:
-        if function.__code__ in seen:
+        key = id(function.__globals__), function.__code__  # equal code may be of two modules
+        if key in seen:
             continue
-        seen.add(function.__code__)
+        seen.add(key)
         holder, names = found.setdefault(id(function.__globals__), (function.__globals__, set()))
         for name in _list_names_of(function.__code__) & holder.keys():
             if _can_be_described(holder[name]):

@@ -268,7 +268,7 @@ class PlacedRun(runs.Run):
                 # Tensors that forward makes on plain "cuda" belong to the current stage.
                 torch.cuda.set_device(location.device)
             if location.stage < self.here.stage:  # a layer again: it may change in place what was sent
-                wait_for_departures([location.device])
+                wait_for_departures([location.device], self.placement.devices)
             self.here = location
             self._mark(is_end=False)
 

@@ -122,11 +122,11 @@ def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
     return copied, event
 
 
-def wait_for_departures(devices: Iterable[torch.device]) -> None:
-    """Make the current streams wait until earlier copies have read their sources, which may change from then on."""
-    waiting = set(devices)
-    for (source, _), (leaving, _) in list(_list_pairs().items()):
-        if source in waiting:
+def wait_for_departures(devices: Iterable[torch.device], targets: Iterable[torch.device]) -> None:
+    """Make the current streams wait until copies to ``targets`` have read their sources, which may change then."""
+    waiting, reached = set(devices), set(targets)
+    for (source, target), (leaving, _) in list(_list_pairs().items()):
+        if source in waiting and target in reached:
             find_current_stream(source).wait_stream(leaving)
 
 

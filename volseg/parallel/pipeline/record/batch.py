@@ -13,7 +13,7 @@ before its first kernel.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from volseg.device.first_order import first_order
+from volseg.device.gpus import is_gpu
 from volseg.device.module_internals import NormBase
 from volseg.device.streams import find_current_stream
 from volseg.device.torch_internals import (
@@ -56,6 +57,10 @@ class _NoValues(TorchDispatchMode):
     A CUDA graph in which one was tried is broken.
     """
 
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        super().__init__()
+        self._first = min(devices, key=str)
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -63,8 +68,14 @@ class _NoValues(TorchDispatchMode):
         is_index = function is torch.ops.aten.index.Tensor
         by_mask = is_index and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         if by_mask or (not is_index and VALUES.intersection(function.tags)):
-            raise RecordRefusedError(f"forward reads values of a tensor ({function}), which a replay would not")
-        return function(*args, **(kwargs or {}))
+            raise RecordRefusedError(f"the network reads values of a tensor ({function}), which a replay would not")
+        result = function(*args, **(kwargs or {}))
+        # A replay writes seeds to each GPU's current stream, and starts on the first GPU's: others may read old ones.
+        if torch.Tag.nondeterministic_seeded in function.tags and any(
+            is_gpu(tensor.device) and tensor.device != self._first for tensor in runs.find_tensors(result)
+        ):
+            raise RecordRefusedError(f"random numbers are drawn ({function}) on another GPU than {self._first}")
+        return result
 
 
 class RecordedRun(PlacedRun):
@@ -73,7 +84,7 @@ class RecordedRun(PlacedRun):
     skips_quiet = False
 
     def __enter__(self) -> "RecordedRun":
-        self._values = _NoValues()
+        self._values = _NoValues(self.placement.devices)
         self._values.__enter__()
         super().__enter__()
         # By memory, not identity: ``.data`` is another tensor, with its own version.
@@ -166,7 +177,8 @@ class RecordedBatch:
         for path, module in net.named_modules():
             if isinstance(module, NormBase) and module.momentum is None and module.training:
                 raise RecordRefusedError(f"{path} computes its momentum from the number of batches so far")
-        self._net, self._batch = net, batch
+        # Not the caller's tensors, which would live as long as the recording.
+        self._net, self._batch = net, replace(batch, call=((), {}), calls=())
         self._ticket: weakref.ref[_Ticket] | None = None
         self._call: Call = pytree.tree_map_only(Tensor, _copy_input, batch.call)
         self._inputs = [leaf for leaf in pytree.tree_leaves(self._call) if isinstance(leaf, Tensor)]
@@ -258,7 +270,7 @@ class RecordedBatch:
         wanted = [*self._inputs, *self._aliases.values()]
         self._places = {id(tensor): place for place, tensor in enumerate(wanted) if tensor.requires_grad}
         roots = [root for root in self._roots if root.source.requires_grad]
-        if not roots or not self._places:
+        if not roots:
             return None
         self._reaches: dict[int, set[int]] = defaultdict(set)
         """For each output, the inputs and parameters that its gradient reaches."""
@@ -293,7 +305,13 @@ class RecordedBatch:
             gradients.append(landed)
         sources = [root.source for root, _ in reversed(pieces)]
         own = [wanted[place] for place in self._places.values()]
-        return torch.autograd.grad(sources, own, gradients, allow_unused=True)
+        # cuDNN keeps its plans by thread, and would time them again in this one.
+        times_plans, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+        try:
+            with _NoValues(self._placement.devices):
+                return torch.autograd.grad(sources, own, gradients, allow_unused=True)
+        finally:
+            torch.backends.cudnn.benchmark = times_plans
 
     def _find_leaves(self, tensor: Tensor) -> Iterator[int]:
         """Yield the places of the inputs and parameters from which ``tensor`` was computed."""
@@ -381,6 +399,7 @@ class _Replayed(torch.autograd.Function):
         ctx.recorded = recorded
         ctx.ticket = recorded.take_ticket() if any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)
+        ctx.versions = list(map(runs.read_version, recorded.parameters))
         outputs = recorded.replay_forward(tensors[:num_inputs])
         ctx.mark_non_differentiable(*recorded.find_fixed(outputs))
         return outputs
@@ -392,6 +411,11 @@ class _Replayed(torch.autograd.Function):
             raise ParallelError(
                 "backward through a recorded pipeline ran a second time, and its activations are gone; for "
                 "retain_graph=True use ModelParallel(..., record=False)"
+            )
+        if list(map(runs.read_version, ctx.recorded.parameters)) != ctx.versions:
+            raise ParallelError(
+                "a parameter was changed in place between forward and backward of a recorded pipeline, which would "
+                "compute gradients with its new values; change it after backward"
             )
         ctx.ticket.is_used = True
         return None, None, *ctx.recorded.replay_backward(gradients)

@@ -143,6 +143,8 @@ class BatchRecorder:
         hooked = [name for name, parameter in self._net.named_parameters() if get_backward_hooks(parameter)]
         if hooked:
             raise RecordRefusedError(f"the hook of {hooked[0]} would be called for gradients of the attempt")
+        if placement.changes_arguments:
+            raise RecordRefusedError("forward changes its arguments in place")
         observer().on_mark("lanes")
         # Recorded GPU work draws from the GPUs' generators, which a recording does not advance.
         with Attempt(self._net, written=placement.written) as attempt:

@@ -91,8 +91,7 @@ class Lanes:
             graph = HostGraph()
             with undisturbed(), graph:
                 return graph, work()
-        generators = [torch.cuda.default_generators[device.index] for device in self._others]
-        own = make_graph(self._start, self._pool, generators, is_step=False)
+        own = make_graph(self._start, self._pool, is_step=False)
         joined = [*self._streams.values(), *list_copy_streams(self._gpus)]
         with undisturbed(), contextlib.ExitStack() as stack:
             release_cache(self._gpus)  # a recording has its own memory, and needs what eager batches have cached
@@ -109,8 +108,8 @@ class Lanes:
                     self._start.wait_stream(stream)
             except BaseException:
                 # The first failure tells more than those of the broken graph.
-                with contextlib.suppress(RuntimeError):
-                    for stream in joined:
+                for stream in joined:
+                    with contextlib.suppress(RuntimeError):
                         self._start.wait_stream(stream)
                 with contextlib.suppress(RuntimeError):
                     own.end()
