@@ -225,9 +225,9 @@ def test_a_text_without_an_encoding_is_seen(text: str, lines: list[int]) -> None
 
 
 LIMITS = {
-    "lines of code": 63_550,
-    "modules": 562,
-    "lines of tests": 75_790,
+    "lines of code": 63_600,
+    "modules": 564,
+    "lines of tests": 75_800,
     "benchmark scripts": 31,
     "lines of benchmarks": 7_900,
     "words of docs": 59_700,

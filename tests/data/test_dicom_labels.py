@@ -22,14 +22,14 @@ from volseg.data.dicom_series import search_series
 from volseg.data.readers import read_label, read_volume
 from volseg.errors import DataError, ReaderError
 from volseg.evaluation.folders import evaluate_folders
-from volseg.inference.dicom_segmentation import write_dicom_segmentation, write_structure_set
+from volseg.inference.dicom_segmentation import write_dicom_segmentation
 from volseg.inference.writing import write_prediction
 
 highdicom = pytest.importorskip("highdicom", reason="the extra `dicom` is not installed")
 
 LABELS = {0: "background", 3: "Liver", 40: "kidney_left"}
 NAMES = {"labels": {name: value for value, name in LABELS.items()}, "channel_names": {"0": "CT"}}
-WRITERS = {"SEG": write_dicom_segmentation, "RTSTRUCT": write_structure_set}
+KINDS = ("SEG", "RTSTRUCT")
 SHAPE = (16, 18)
 """Rows and columns."""
 
@@ -71,7 +71,7 @@ def write_label(kind, path, folder, seed=0, task=None):
     image, path = read_volume(folder), Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = draw_labels(image, seed)
-    WRITERS[kind](drawn, image, path, task=task or task_of(), series=folder, weights="5f" * 16)
+    write_dicom_segmentation(drawn, image, path, task=task or task_of(), series=folder, weights="5f" * 16, kind=kind)
     return drawn
 
 
@@ -129,7 +129,7 @@ def test_traced_contours_hold_the_voxels_that_they_were_traced_of(share):
     np.testing.assert_array_equal(fill_contours(list(trace_contours(mask)), mask.shape), mask)
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_read_again(kind, tmp_path):
     folder = write_image(tmp_path / "ct")
     drawn = write_label(kind, tmp_path / "label.dcm", folder)
@@ -140,7 +140,7 @@ def test_what_is_written_is_read_again(kind, tmp_path):
     assert str(DicomLabel.open(tmp_path / "label.dcm")) == f"{what} of series {SERIES}.71, 2 segments"
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_regions_that_overlap_are_written_and_read_again(kind, tmp_path):
     folder = write_image(tmp_path / "ct")
     task = task_of({0: "background", 3: "oedema", 40: "core"}, regions={"whole": (3, 40), "core": (40,)})
@@ -281,7 +281,7 @@ def as_nnunet(root, kind):
     (root / "dataset.json").write_text(json.dumps({**NAMES, "file_ending": ".nii.gz"}), encoding="utf-8")
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "arrange",
     [as_folders, by_series, as_patients, in_one_folder, as_table, as_msd, as_nnunet],
@@ -315,7 +315,7 @@ def test_names_of_segments_are_asked_for(tmp_path):
         load_task(tmp_path / "data")
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_predictions_are_compared_with_labels_in_dicom(kind, tmp_path):
     as_folders(tmp_path / "data", kind)
     (tmp_path / "data/dataset.json").write_text(json.dumps(NAMES), encoding="utf-8")
@@ -331,7 +331,7 @@ def test_predictions_are_compared_with_labels_in_dicom(kind, tmp_path):
     assert found.exit_code == 0, found.output
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_names_in_any_script_damaged_files_and_labels_beside_slices(kind, tmp_path):
     folder, task = write_image(tmp_path / "ct"), task_of({0: "background", 3: "Küvette", 40: "kidney_left"})
     drawn = write_label(kind, folder / "label.dcm", folder, task=task)

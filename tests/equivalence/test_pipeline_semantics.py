@@ -317,17 +317,6 @@ def test_state_and_modes_before_and_after_the_first_call(tmp_path):
     assert not gradients(net)
 
 
-def test_copy_of_a_placed_model_is_independent():
-    net = Reused().double()
-    model = ModelParallel(net, devices=THREE, split_size=2)
-    x = volumes()
-    expected = model(x)
-    twin = copy.deepcopy(model)
-    torch.testing.assert_close(twin(x), expected, **ROUND_OFF)
-    twin(x).sum().backward()
-    assert not gradients(net)
-
-
 def test_placed_layer_can_be_called_alone():
     net = Skips().double()
     model = ModelParallel(net, devices=THREE, split_size=2)

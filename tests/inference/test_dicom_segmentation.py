@@ -239,7 +239,7 @@ def test_the_real_series(dicom_series, tmp_path):
 def test_what_is_no_series_is_refused_before_anything_is_computed(write_series, tmp_path):
     scan = tmp_path / "scan.nii.gz"
     scan.write_bytes(b"no DICOM" * 100)
-    words = r"case a: a DICOM segmentation refers to the DICOM slices .* leave out --format dicom-seg"
+    words = r"case a: labels in DICOM refer to the DICOM slices .* leave out --format"
     for image in (scan, tmp_path / "absent", [tmp_path, tmp_path]):
         with pytest.raises(DataError, match=words):
             require_dicom_source(image, "a")

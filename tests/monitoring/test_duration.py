@@ -1,4 +1,4 @@
-"""How long a training takes on a CPU is told after its first batches, with advice where that is hours."""
+"""On a CPU the duration of a training is reported after its first batches, with advice if it takes hours."""
 
 from itertools import accumulate, repeat
 

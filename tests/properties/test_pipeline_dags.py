@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,10 +161,10 @@ def refused_by_autograd(failure: RuntimeError) -> bool:
     return "modified by an inplace operation" in str(failure) or "in-place" in str(failure)
 
 
-def assert_same_steps(net, split_size: int, batches: list[tuple[Tensor, Tensor]], modes, **options) -> None:
+def assert_same_steps(net, split_size: int, batches, modes, devices=("cpu", "cpu:1"), **options) -> None:
     """Outputs, gradients and buffers of batch after batch, plainly by micro-batches and as a pipeline."""
     reference = copy.deepcopy(net)
-    model = ModelParallel(net, strategy="pipeline", devices=["cpu", "cpu:1"] * 3, split_size=split_size, **options)
+    model = ModelParallel(net, strategy="pipeline", devices=[*devices] * 3, split_size=split_size, **options)
     for (x, y), training in zip(batches, modes, strict=True):
         for each in (net, reference):
             each.train(training)
@@ -179,13 +180,15 @@ def assert_same_steps(net, split_size: int, batches: list[tuple[Tensor, Tensor]]
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-7)
         torch.testing.assert_close(actual_inputs, expected_inputs, rtol=1e-9, atol=1e-7)
         for mine, plainly in zip(net.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, plainly.grad, rtol=1e-9, atol=1e-7)
-        torch.testing.assert_close(dict(net.named_buffers()), dict(reference.named_buffers()), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(mine.grad.to(plainly.device), plainly.grad, rtol=1e-9, atol=1e-7)
+        buffers, expected = ({name: b.cpu() for name, b in each.named_buffers()} for each in (net, reference))
+        torch.testing.assert_close(buffers, expected, rtol=1e-9, atol=1e-9)
 
 
-def pairs(batch: int, number: int) -> list[tuple[Tensor, Tensor]]:
+def pairs(batch: int, number: int, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    return [tuple(torch.randn(batch, 2, 4, 4, dtype=torch.float64) for _ in range(2)) for _ in range(number)]
+    shape = batch, 2, 4, 4
+    return [tuple(torch.randn(shape, dtype=torch.float64, device=device) for _ in range(2)) for _ in range(number)]
 
 
 @settings(max_examples=20)
@@ -210,3 +213,14 @@ def test_state_that_forward_changes_is_that_of_the_micro_batches_in_order(net, b
     cuts = cut_somewhere(net, *batches[0], data)
     modes = [True] * (WARM_UP + 1) + data.draw(st.sampled_from([[True, False], [False, True], [True, True]]))
     assert_same_steps(net, split_size, batches, modes, cuts=cuts, record=record)
+
+
+@pytest.mark.multi_gpu
+@settings(max_examples=100)
+@given(net=dags(), batch=st.integers(1, 18), split_size=st.integers(1, 3), data=st.data())
+def test_any_network_on_two_gpus_equals_the_plain_one(net, batch, split_size, data):
+    """Streams of copies, of lanes and of autograd must wait for each other."""
+    cuts = cut_somewhere(net.double(), *pairs(1, 1)[0], data)
+    batches = pairs(batch, WARM_UP + 3, "cuda:0")
+    two = ("cuda:0", "cuda:1")
+    assert_same_steps(net.cuda(), split_size, batches, [True] * len(batches), two, cuts=cuts, record=True)

@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from training_hooks import At, raising
 
 from volseg.checkpointing.file import BEST, LATEST, PREVIOUS
 from volseg.errors import CheckpointError, NonFiniteLossError
@@ -150,27 +151,12 @@ def test_what_every_optimizer_remembers_is_whole(optimizer):
     made(optimizer).load_state_dict(training.state())
 
 
-class At(Hook):
-    """Call something after a batch."""
-
-    def __init__(self, epoch, position, act):
-        self.at, self.act = (epoch, position), act
-
-    def on_batch_end(self, training, fields):
-        if (training.epoch, training.position) == self.at:
-            self.act()
-
-
-def killed():
-    raise InterruptedError
-
-
 def test_a_kill_in_mid_epoch_costs_what_is_trained_since_the_last_checkpoint(tmp_path):
     """``latest.pt`` was written at the end of an epoch, so that was what a SIGKILL cost, however long."""
     checkpoints = Checkpoints(tmp_path, every_minutes=0)
     wait = [At(0, position, checkpoints.finish) for position in (1, 2)]  # while it writes it takes no other
     with pytest.raises(InterruptedError):
-        made(hooks=[checkpoints, *wait, At(0, 2, killed)]).run()
+        made(hooks=[checkpoints, *wait, At(0, 2, raising(InterruptedError))]).run()
     assert load_checkpoint(tmp_path / LATEST).progress == (0, 2)
 
 

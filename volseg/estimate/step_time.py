@@ -139,9 +139,11 @@ def select_step(events: Sequence[Event]) -> list[Event]:
     A pipeline records its stages one by one, which shows no step as a whole: the eager one before tells its kernels.
     """
     names = [(place, event.name) for place, event in enumerate(events) if isinstance(event, Mark)]
-    lanes = next((place for place, name in names if name == "lanes"), None)
-    if lanes is not None:
-        names = names[: max(number for number, (place, name) in enumerate(names) if name == "step" and place < lanes)]
+    recorded = next((place for place, name in names if name == "record_pipeline"), None)
+    if recorded is not None:
+        names = names[
+            : max(number for number, (place, name) in enumerate(names) if name == "step" and place < recorded)
+        ]
     begins = [place for place, name in names if name == "record"] or [place for place, name in names if name == "step"]
     start = begins[-1] if begins else 0
     ends = (place for place, name in names if place > start and name in ("replay", "step", "end"))

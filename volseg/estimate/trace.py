@@ -102,8 +102,8 @@ class Mark:
     """A part of the step begins.
 
     ``placed``, ``step``, ``forward``, ``loss``, ``backward``, ``optimizer``, ``record``, ``replay``, ``end``;
-    ``empty_cache`` where what is cached is given back to the device, ``lanes`` where a pipeline begins to record,
-    ``validate`` after the steps.
+    ``empty_cache`` where what is cached is given back to the device, ``record_pipeline`` where a pipeline begins to
+    record, ``validate`` after the steps.
     """
 
     name: str

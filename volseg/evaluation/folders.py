@@ -39,13 +39,13 @@ FIRST_CHANNEL = "_0000"
 ``scan_0010`` and ``scan_0011`` are two cases."""
 
 DECLARED = ("name", "labels", "regions", "regions_class_order", "ignore")
-"""What is read of a manifest; it may tell more of cases, which are not looked at here."""
+"""Keys that are read from a manifest; those about cases are not."""
 
 RECORD = "predicted.jsonl"
-"""Beside predictions: in its first line stands what made them."""
+"""File beside predictions; its first line says what made them."""
 
 MOST_NAMED = 20
-"""Cases of which is looked for a prediction that is called nearly so."""
+"""Cases for which predictions of similar names are searched."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ TABULATED = ("Dice", "NSD", "HD95", "ASSD", "lesion_F1", "volume_diff_ml")
 
 
 def name_cases(summary: Summary) -> list[str]:
-    """Return the id of each case: its reference's name, or its prediction's where references are absent or alike."""
+    """Return the id of each case: the name of its reference, or of its prediction where references do not differ."""
     files = [(case.get("reference_file"), case.get("prediction_file")) for case in summary["metric_per_case"]]
     true, predicted = (
         [stem(pair[side] or pair[1 - side] or f"case {number}") for number, pair in enumerate(files, 1)]

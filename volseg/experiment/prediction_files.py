@@ -28,11 +28,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.evaluation.folders import RECORD
 from volseg.experiment.trained import Trained
 from volseg.files import digest_file, replacing
-from volseg.inference.dicom_segmentation import (
-    require_dicom_source,
-    write_dicom_segmentation,
-    write_structure_set,
-)
+from volseg.inference.dicom_segmentation import require_dicom_source, write_dicom_segmentation
 from volseg.inference.original_grid import Prediction
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.writing import require_room, write_entropy, write_prediction, write_probabilities
@@ -150,8 +146,8 @@ class PredictionFiles:
             write_prediction(labels, image, path, task.value_names)
         else:
             series = list_files(given["image"])[0]
-            write = write_dicom_segmentation if self.label_format == "dicom-seg" else write_structure_set
-            write(labels, image, path, task=task, series=series, weights=trained.weights)
+            kind: Literal["SEG", "RTSTRUCT"] = "SEG" if self.label_format == "dicom-seg" else "RTSTRUCT"
+            write_dicom_segmentation(labels, image, path, task=task, series=series, weights=trained.weights, kind=kind)
         return path, measure_volumes(labels, task)
 
 

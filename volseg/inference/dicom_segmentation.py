@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from volseg.version import __version__
 if TYPE_CHECKING:
     from pydicom import Dataset
 
-__all__ = ["CODES", "CodedName", "code_name", "require_dicom_source", "write_dicom_segmentation", "write_structure_set"]
+__all__ = ["CODES", "CodedName", "code_name", "require_dicom_source", "write_dicom_segmentation"]
 
 
 SERIES_NUMBER = 9001
@@ -70,8 +70,8 @@ def require_dicom_source(image: Files, case: str) -> Path:
     if len(files) == 1 and (files[0].is_dir() or (files[0].is_file() and is_dicom(files[0]))):
         return files[0]
     raise DataError(
-        f"case {case}: a DICOM segmentation refers to the DICOM slices that it was made from, and {name_files(image)} "
-        "is no series of them; name a DICOM folder, or leave out --format dicom-seg to have NIfTI"
+        f"case {case}: labels in DICOM refer to the DICOM slices that they were made from, and {name_files(image)} "
+        "is no series of them; name a DICOM folder, or leave out --format to have NIfTI"
     )
 
 
@@ -83,8 +83,9 @@ def write_dicom_segmentation(
     task: Task,
     series: Path | Sequence[Path],
     weights: str,
+    kind: Literal["SEG", "RTSTRUCT"] = "SEG",
 ) -> Path:
-    """Write ``label_map`` as one DICOM file; return its path.
+    """Write ``label_map`` as one DICOM file, a segmentation or a structure set; return its path.
 
     Two writings are two objects with UIDs of their own, as DICOM wants, and not the same bytes.
 
@@ -102,6 +103,8 @@ def write_dicom_segmentation(
         The folder of the only series, one of a series' files, or all of them, in any order.
     weights : str
         Digest of the weights, which stands as serial number of the device.
+    kind : str
+        Modality of the file.
 
     Raises
     ------
@@ -114,24 +117,16 @@ def write_dicom_segmentation(
     """
     hd = import_highdicom()
     path = Path(path)
-    slices, _, planes = _match_slices(label_map, reference, path, series)
+    slices, places, planes = _match_slices(label_map, reference, path, series)
+    parts = _part(planes, task)
     try:
-        made = hd.seg.Segmentation(
-            source_images=slices,
-            pixel_array=_part(planes, task),
-            segmentation_type="BINARY",
-            segment_descriptions=_describe_segments(hd, task),
-            series_instance_uid=hd.UID(),
-            series_number=SERIES_NUMBER,
-            sop_instance_uid=hd.UID(),
-            instance_number=1,
-            manufacturer="volseg",
-            manufacturer_model_name="volseg",
-            software_versions=__version__,
-            device_serial_number=weights[:LONGEST_NAME],
-            content_description=f"Predicted labels of {task.name}"[:LONGEST_NAME],
-            omit_empty_frames=bool(planes.any()),
-        )
+        if kind == "SEG":
+            made = _build_segmentation(hd, slices, parts, task, weights)
+        else:
+            to_mm = lps_to_ras(Grid.original(reference).affine.numpy())
+            masks = [np.isin(planes, values) for values in task.structures]
+            contours = [_draw(number, mask, slices, places, to_mm) for number, mask in enumerate(masks, start=1)]
+            made = _build_structure_set(hd, slices, contours, task, weights)
     except (AttributeError, KeyError, TypeError, ValueError) as fault:  # as highdicom tells what a source lacks
         where = Path(str(slices[0].filename)).parent
         raise DataError(
@@ -143,25 +138,34 @@ def write_dicom_segmentation(
     return path
 
 
-def write_structure_set(
-    label_map: Tensor,
-    reference: MetaTensor,
-    path: str | os.PathLike[str],
-    *,
-    task: Task,
-    series: Path | Sequence[Path],
-    weights: str,
-) -> Path:
-    """Write ``label_map`` as a DICOM structure set (RTSTRUCT); the rest is as for `write_dicom_segmentation`.
+def _build_segmentation(hd: Any, slices: Sequence["Dataset"], parts: np.ndarray, task: Task, weights: str) -> Any:
+    """Return a SEG with a segment per label or region."""
+    return hd.seg.Segmentation(
+        source_images=slices,
+        pixel_array=parts,
+        segmentation_type="BINARY",
+        segment_descriptions=_describe_segments(hd, task),
+        series_instance_uid=hd.UID(),
+        series_number=SERIES_NUMBER,
+        sop_instance_uid=hd.UID(),
+        instance_number=1,
+        manufacturer="volseg",
+        manufacturer_model_name="volseg",
+        software_versions=__version__,
+        device_serial_number=weights[:LONGEST_NAME],
+        content_description=f"Predicted labels of {task.name}"[:LONGEST_NAME],
+        omit_empty_frames=bool(parts.any()),
+    )
 
-    Each label or region is a region of interest, with closed contours along the sides of its voxels. Holes are contours
-    inside of others: a point belongs to the region where an odd number of contours surrounds it.
+
+def _build_structure_set(
+    hd: Any, slices: Sequence["Dataset"], contours: Sequence["Dataset"], task: Task, weights: str
+) -> Any:
+    """Return an RTSTRUCT with a region of interest per label or region, and its ``contours``.
+
+    A hole is a contour inside another: a point belongs to the region if an odd number of contours surrounds it.
     """
-    hd = import_highdicom()
-    path, now = Path(path), datetime.now()
-    slices, places, planes = _match_slices(label_map, reference, path, series)
-    _part(planes, task)  # refuses other values
-    first, frame = slices[0], slices[0].FrameOfReferenceUID
+    first, now = slices[0], datetime.now()
     made = hd.SOPClass(
         study_instance_uid=first.StudyInstanceUID,
         series_instance_uid=hd.UID(),
@@ -173,9 +177,8 @@ def write_structure_set(
         manufacturer="volseg",
     )
     made.copy_patient_and_study_information(first)
-    to_mm = lps_to_ras(Grid.original(reference).affine.numpy())
-    numbered = list(enumerate(task.structures.items(), start=1))
-    described = {"ROIGenerationAlgorithm": "AUTOMATIC", "ReferencedFrameOfReferenceUID": frame}
+    described = {"ROIGenerationAlgorithm": "AUTOMATIC", "ReferencedFrameOfReferenceUID": first.FrameOfReferenceUID}
+    named = list(enumerate(task.structures.values(), start=1))
     content = {
         "SoftwareVersions": __version__,
         "DeviceSerialNumber": weights[:LONGEST_NAME],
@@ -184,20 +187,16 @@ def write_structure_set(
         "StructureSetTime": now.strftime("%H%M%S"),
         "ReferencedFrameOfReferenceSequence": [_refer(slices)],
         "StructureSetROISequence": [
-            _item(ROINumber=number, ROIName=name[:LONGEST_NAME], **described) for number, (_, name) in numbered
+            _item(ROINumber=number, ROIName=name[:LONGEST_NAME], **described) for number, name in named
         ],
-        "ROIContourSequence": [
-            _draw(number, np.isin(planes, values), slices, places, to_mm) for number, (values, _) in numbered
-        ],
+        "ROIContourSequence": list(contours),
         "RTROIObservationsSequence": [
             _item(ObservationNumber=number, ReferencedROINumber=number, RTROIInterpretedType="", ROIInterpreter="")
-            for number, _ in numbered
+            for number, _ in named
         ],
     }
     made.update(content)
-    with replacing(path) as partial:
-        made.save_as(partial)
-    return path
+    return made
 
 
 def _item(**elements: Any) -> "Dataset":

@@ -5,7 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from volseg.parallel.pipeline import Pipeline, PipelineStrategy
 from volseg.parallel.pipeline.observe.run import has_foreign_hooks
-from volseg.parallel.pipeline.record.choice import LONG, MOST_RECORDINGS, WARM_UP, identify_batch
+from volseg.parallel.pipeline.record.choice import IDLE_BATCHES, MOST_RECORDINGS, WARM_UP, identify_batch
 from volseg.parallel.state.conditions import Conditions
 
 
@@ -34,7 +34,7 @@ def test_at_most_a_few_kinds_are_kept_and_an_idle_one_gives_way():
     assert len(strategy._recorder) == MOST_RECORDINGS
     newest = torch.zeros(MOST_RECORDINGS + 2, 2)
     assert type(strategy(newest).grad_fn).__name__ == "CatBackward0"
-    for _ in range(LONG):
+    for _ in range(IDLE_BATCHES):
         strategy(newest)
     assert type(strategy(newest).grad_fn).__name__ == "_ReplayedBackward"
     assert len(strategy._recorder) == MOST_RECORDINGS

@@ -40,9 +40,9 @@ def image_of(files: Sequence[Path]) -> Path | tuple[Path, ...]:
 def group_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[Case]:
     """Return a case per image, whose channels may lie in files of their own.
 
-    Where there is one channel, each file is an image. If all of them end in nnU-Net's ``_0000``, that is no part of
-    their names; nor is the channel's name, as in ``CASE_t1``, unless two would then be called alike. Of several
-    channels a file holds all, unless its name ends in the number or the name of one.
+    With one channel, each file is an image. Case names omit nnU-Net's ``_0000`` if all files end in it, and the name of
+    the channel, as in ``CASE_t1``, unless two cases would then have the same name. With several channels, a file holds
+    all of them unless its name ends in the number or the name of one.
 
     Raises
     ------

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from volseg.device.torch_internals import get_version, pytree
 from volseg.errors import PartitionError
-from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement, Shared, mark_return
+from volseg.parallel.pipeline.flow.placement import BatchContext, PlacedRun, Placement, mark_return
 from volseg.parallel.pipeline.flow.statistics import FrozenStatistics, WholeBatchStatistics
-from volseg.parallel.pipeline.flow.transfer import Departures, Passage, send, wait_for_departures
+from volseg.parallel.pipeline.flow.transfer import Passage, PendingCopies, send, wait_for_copies
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, copy_pieces, join, with_pieces
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.costs import copy_network, move_call
@@ -70,18 +70,18 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch) -> list[Any]:
     second in its queue. Every device works through its own queue in the order of the micro-batches.
     """
     statistics = WholeBatchStatistics(len(batch.calls))
-    shared = Shared()
+    context = BatchContext()
     outputs, passages = [], []
     for index, (args, kwargs) in enumerate(batch.calls):
         statistics.begin(index)
         if (timeline := find_timeline()) is not None:
             timeline.micro_batch = index
-        run = PlacedRun(placement, statistics, shared)
+        run = PlacedRun(placement, statistics, context)
         with run:
             output = net(*args, **kwargs)
         if timeline is not None:
             mark_return(timeline, run.here, index, output)
-        output, sent = _send_home(output, batch.target, shared.departures)
+        output, sent = _send_home(output, batch.target, context.pending)
         outputs.append(output)
         passages += sent
     # Only now: an earlier wait would keep the target from its next micro-batch.
@@ -89,7 +89,7 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch) -> list[Any]:
         passage.wait(copied)
     # The caller may change the batch in place.
     devices = placement.devices | {batch.target}
-    wait_for_departures(devices, devices)
+    wait_for_copies(devices, devices)
     statistics.commit()
     if statistics.splits_batch_norm and not placement.has_warned:
         placement.has_warned = True
@@ -98,14 +98,14 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch) -> list[Any]:
     return outputs
 
 
-def _send_home(output: Any, target: torch.device, departures: Departures) -> tuple[Any, list[tuple[Tensor, Passage]]]:
+def _send_home(output: Any, target: torch.device, pending: PendingCopies) -> tuple[Any, list[tuple[Tensor, Passage]]]:
     """Start the copies of the outputs to the target device."""
     sent: list[tuple[Tensor, Passage]] = []
 
     def home(tensor: Tensor) -> Tensor:
         if tensor.device == target or tensor.device.type != target.type:
             return tensor
-        sent.append(send(tensor, target, departures))
+        sent.append(send(tensor, target, pending))
         return sent[-1][0]
 
     return pytree.tree_map_only(Tensor, home, output), sent

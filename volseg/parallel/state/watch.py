@@ -6,15 +6,14 @@ was: modules and their attributes with what containers, configuration objects an
 optimizer is set to. Asked before every replay, while GPUs may be waiting: identities are compared all at once, and only
 what is not the same object is looked into.
 
-Of a module's globals, those count that the network's functions name, and that can be described. What it cannot see:
-other globals, and what ``forward`` reads from outside of Python.
+Globals are watched that the network's own functions name, if they can be described. Other globals, and what ``forward``
+reads from outside of Python, cannot be seen.
 """
 
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import is_, itemgetter
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -44,6 +43,7 @@ from volseg.parallel.state.description import (
     stays,
 )
 from volseg.parallel.state.module import LEFT_OUT, is_scripted
+from volseg.parallel.state.named_globals import AllBut, find_globals, is_of_library
 
 __all__ = ["ABSENT", "UNKNOWN", "Change", "Watch"]
 
@@ -59,12 +59,6 @@ FOLLOWED = (
 """Registries of a module whose members count; the others hold flags of these, or concern state dictionaries."""
 
 HOOKS_OF_ALL = HOOKS_OF_ALL_MODULES
-
-LIBRARIES = frozenset(("builtins", "torch", "torchvision", "monai", "volseg"))
-"""Packages whose networks read no globals that change."""
-
-MOST_OF_GLOBAL = 256
-"""Leaves of one global; more would take longer to look at than a recording saves."""
 
 MADE_BY_PYTHON = frozenset({"__call__", "__getattr__"})
 """Names of a class between underscores that say something."""
@@ -351,61 +345,13 @@ def _find_held(net: nn.Module, optimizer: Optimizer | None, sees_tensors: bool) 
         by_python = {name for name in vars(kind) if name.startswith("__")} - MADE_BY_PYTHON
         yield _Held(f"{kind.__name__}.", vars(kind), see, by_python | {"_abc_impl"})
     members = [vars(module) for _, module in _name_modules(net)]
-    yield from _find_globals([*members, *(vars(kind) for kind in kinds if not _is_of_library(kind))], see)
+    for holder, names in find_globals([*members, *(vars(kind) for kind in kinds if not is_of_library(kind))]):
+        yield _Held(f"{holder.get('__name__')}.", holder, see, left_out=AllBut(names))
     if optimizer is not None:
         for group in optimizer.param_groups:
             yield _Held("the optimizer's ", group, registered)
         for state in optimizer.state.values():
             yield _Held("the optimizer's ", state, registered)
-
-
-class _AllBut(frozenset[str]):
-    """Contains every name but these."""
-
-    def __contains__(self, name: object) -> bool:
-        return not super().__contains__(name)
-
-
-def _find_globals(members: Iterable[Mapping[str, Any]], see: See) -> Iterator[_Held]:
-    """Yield the globals that functions name which are members of classes and modules, and functions of theirs."""
-    waiting = [each for held in members for member in held.values() for each in _list_functions(member)]
-    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    seen: set[Any] = set()
-    for function in waiting:
-        key = id(function.__globals__), function.__code__  # equal code may be of two modules
-        if key in seen:
-            continue
-        seen.add(key)
-        holder, names = found.setdefault(id(function.__globals__), (function.__globals__, set()))
-        for name in _list_names_of(function.__code__) & holder.keys():
-            if _can_be_described(holder[name]):
-                names.add(name)
-            waiting += _list_functions(holder[name])
-    for holder, names in found.values():
-        if names:
-            yield _Held(f"{holder.get('__name__')}.", holder, see, _AllBut(names))
-
-
-def _is_of_library(value: Any) -> bool:
-    return (value.__module__ or "").partition(".")[0] in LIBRARIES
-
-
-def _list_functions(value: Any) -> list[FunctionType]:
-    """Return the Python function that a member of a class or module is, if any; not those of libraries."""
-    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    return [value] if isinstance(value, FunctionType) and not _is_of_library(value) else []
-
-
-def _list_names_of(code: CodeType) -> set[str]:
-    """Return the names that a function reads from its globals, also in functions that it defines."""
-    return set(code.co_names).union(*(_list_names_of(part) for part in code.co_consts if isinstance(part, CodeType)))
-
-
-def _can_be_described(value: Any) -> bool:
-    try:
-        return len(list_leaves(value)) <= MOST_OF_GLOBAL
-    except UnknownError:
-        return False
 
 
 def _name_modules(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -27,12 +27,12 @@ from volseg.parallel.pipeline.flow.statistics import (
     find_batch_counters,
     run_norm,
 )
-from volseg.parallel.pipeline.flow.transfer import Departures, send, wait_for_departures
+from volseg.parallel.pipeline.flow.transfer import PendingCopies, send, wait_for_copies
 from volseg.parallel.pipeline.observe import run as runs
 from volseg.parallel.pipeline.observe.trace import Trace, find_segments, find_self_contained
 from volseg.parallel.timeline import Timeline, find_timeline
 
-__all__ = ["Location", "PlacedRun", "Placement", "Shared", "mark_return", "place"]
+__all__ = ["BatchContext", "Location", "PlacedRun", "Placement", "mark_return", "place"]
 
 MARKS = ("_volseg_location", "_volseg_copies")
 """Attributes set on tensors."""
@@ -169,12 +169,12 @@ def _name_states(net: nn.Module) -> Mapping[str, Tensor]:
 
 
 @dataclass(eq=False)
-class Shared:
+class BatchContext:
     """What the micro-batches of a batch share."""
 
     borrowed: dict[Any, Tensor] = field(default_factory=dict)
     """Copies of parameters for stages that use but do not own them."""
-    departures: Departures = field(default_factory=Departures)
+    pending: PendingCopies = field(default_factory=PendingCopies)
 
 
 class PlacedRun(runs.Run):
@@ -189,7 +189,7 @@ class PlacedRun(runs.Run):
         Stage of every call and state.
     statistics
         Handles running statistics; ``None`` leaves norms unchanged.
-    shared
+    context
         What the micro-batches of a batch share.
     """
 
@@ -199,13 +199,13 @@ class PlacedRun(runs.Run):
         self,
         placement: Placement,
         statistics: RunningStatistics | None = None,
-        shared: "Shared | None" = None,
+        context: "BatchContext | None" = None,
     ) -> None:
         super().__init__()
         self.placement = placement
         self.here = placement.locations[0]
         self._statistics = statistics
-        self._shared = shared or Shared()
+        self._context = context or BatchContext()
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._received: list[tuple[Tensor, int]] = []
         self._senders: list[ref[Tensor]] = []
@@ -268,7 +268,7 @@ class PlacedRun(runs.Run):
                 # Tensors that forward makes on plain "cuda" belong to the current stage.
                 torch.cuda.set_device(location.device)
             if location.stage < self.here.stage:  # a layer again: it may change in place what was sent
-                wait_for_departures([location.device], self.placement.devices)
+                wait_for_copies([location.device], self.placement.devices)
             self.here = location
             self._mark(is_end=False)
 
@@ -336,7 +336,7 @@ class PlacedRun(runs.Run):
         if id(tensor) in self.placement.owners:
             # A buffer that forward has changed since then is copied again.
             number = runs.read_version(tensor)
-            copies, key = self._shared.borrowed, (id(tensor), self.here, with_grad, number)
+            copies, key = self._context.borrowed, (id(tensor), self.here, with_grad, number)
             if id(tensor) in self.placement.aliased:
                 copies.pop(key, None)
         else:
@@ -357,7 +357,7 @@ class PlacedRun(runs.Run):
         if id(tensor) in self.placement.owners and not isinstance(tensor, nn.Parameter):
             # The next micro-batch may change the buffer during the copy.
             tensor = tensor.clone()
-        copied, passage = send(tensor, self.here.device, self._shared.departures)
+        copied, passage = send(tensor, self.here.device, self._context.pending)
         at = getattr(tensor, "_volseg_location", None)
         passage.note(None if at is None else at.stage, self.here.stage)
         return passage.wait(copied)

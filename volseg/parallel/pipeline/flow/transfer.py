@@ -13,7 +13,7 @@ The gradient takes the same path back. Two autograd nodes are needed: ``_Cross``
 thread and starts the copy; ``_Depart`` runs in the source device's thread when the source reaches that gradient, and
 only there is the wait queued. Waiting in ``_Cross`` would put all waits before all work.
 
-Nothing may change a tensor that a side stream still reads: see ``Departures`` and ``wait_for_departures``.
+No tensor may change while a side stream copies it: see ``PendingCopies`` and ``wait_for_copies``.
 """
 
 from collections.abc import Iterable
@@ -27,14 +27,14 @@ from volseg.device.gpus import find_kept, is_gpu, observer
 from volseg.device.streams import find_current_stream, make_stream, note_use, on_stream
 from volseg.parallel.timeline import find_timeline
 
-__all__ = ["Departures", "Passage", "copy_between", "list_copy_streams", "send", "wait_for_departures"]
+__all__ = ["Passage", "PendingCopies", "copy_between", "list_copy_streams", "send", "wait_for_copies"]
 
 
-class Departures:
-    """Gradients that side streams may still read: the last one of each compute stream.
+class PendingCopies:
+    """Gradients that side streams may still be copying: the last one of each compute stream.
 
-    Autograd adds to a gradient in place where it holds the only reference, and knows nothing of side streams. So a
-    gradient is referenced here until its compute stream waits for the copy.
+    Autograd adds to a gradient in place if it holds the only reference, and it does not know the side streams. This
+    object therefore references a gradient until the compute stream waits for the copy.
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class Departures:
 class Passage:
     """Copies of one tensor between two devices; holds their events."""
 
-    __slots__ = ("arrived", "departures", "home", "noted", "returned")
+    __slots__ = ("arrived", "home", "noted", "pending", "returned")
 
-    def __init__(self, departures: Departures) -> None:
-        self.departures = departures
+    def __init__(self, pending: PendingCopies) -> None:
+        self.pending = pending
         self.arrived: torch.cuda.Event | None = None
         self.returned: torch.cuda.Event | None = None
         self.home: torch.device | None = None
@@ -122,8 +122,8 @@ def copy_between(tensor: Tensor, target: torch.device) -> tuple[Tensor, Any]:
     return copied, event
 
 
-def wait_for_departures(devices: Iterable[torch.device], targets: Iterable[torch.device]) -> None:
-    """Make the current streams wait until copies to ``targets`` have read their sources, which may change then."""
+def wait_for_copies(devices: Iterable[torch.device], targets: Iterable[torch.device]) -> None:
+    """Make the current streams of ``devices`` wait for their copies to ``targets``; the sources may change then."""
     waiting, reached = set(devices), set(targets)
     for (source, target), (leaving, _) in list(_list_pairs().items()):
         if source in waiting and target in reached:
@@ -170,14 +170,14 @@ class _Cross(torch.autograd.Function):
         passage.mark_return(gradient.device, is_end=True)
         returned, passage.returned = copy_between(gradient, passage.home)
         if passage.returned is not None:
-            passage.departures.hold(gradient, passage.returned)
+            passage.pending.hold(gradient, passage.returned)
         return returned, None, None
 
 
-def send(tensor: Tensor, target: torch.device, departures: Departures | None = None) -> tuple[Tensor, Passage]:
+def send(tensor: Tensor, target: torch.device, pending: PendingCopies | None = None) -> tuple[Tensor, Passage]:
     """Start a differentiable copy to ``target``; call ``passage.wait(copy)`` before using it.
 
-    ``departures`` are those of all sent tensors of a batch.
+    ``pending`` are those of all sent tensors of a batch.
 
     Examples
     --------
@@ -187,6 +187,6 @@ def send(tensor: Tensor, target: torch.device, departures: Departures | None = N
     >>> x.grad
     tensor([2., 2., 2.])
     """
-    passage = Passage(departures or Departures())
+    passage = Passage(pending or PendingCopies())
     copied = _Cross.apply(_Depart.apply(tensor, passage), target, passage)
     return copied, passage

@@ -4,16 +4,16 @@ The eager pipeline itself is recorded, on all its devices: the network's own ``f
 ``RecordedRun``, and autograd differentiates it. One autograd node then represents the whole network. Its forward copies
 the batch into the recorded inputs and replays; so does its backward with the gradients of the outputs.
 
-Aliases stand in for the parameters: the gradient accumulators of the parameters themselves may stem from an eager batch
-on another stream, which a recording must not touch, and other wrappers have their hooks there.
+Aliases replace the parameters: the gradient accumulators of the parameters may belong to another stream, which a
+capture must not touch, and other wrappers keep hooks there.
 
-What is written before a replay has memory from outside the graph: memory allocated in it may be another allocation's
-before its first kernel.
+Tensors that are written before a replay are allocated outside of the capture: memory of the capture may serve another
+tensor until the first kernel that uses it.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,115 +24,22 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from volseg.device.first_order import first_order
-from volseg.device.gpus import is_gpu
 from volseg.device.module_internals import NormBase
 from volseg.device.streams import find_current_stream
 from volseg.device.torch_internals import (
-    TorchDispatchMode,
-    find_saved_tensors_hooks,
-    find_transform,
-    get_storage_key,
     multiply_each,
     pytree,
 )
 from volseg.errors import ParallelError
-from volseg.parallel.pipeline.flow.placement import PlacedRun, Placement, Shared, mark_return
-from volseg.parallel.pipeline.flow.statistics import WholeBatchStatistics
+from volseg.parallel.pipeline.flow.placement import BatchContext, Placement, mark_return
 from volseg.parallel.pipeline.flow.transfer import copy_between
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join, split
 from volseg.parallel.pipeline.observe import run as runs
-from volseg.parallel.pipeline.observe.observer import DIFFERENTIATE
 from volseg.parallel.pipeline.record.graphs import BatchGraph, Lanes, RecordRefusedError
+from volseg.parallel.pipeline.record.recorded_run import CountedStatistics, RecordedRun, RefusedOperations
 from volseg.parallel.timeline import Timeline, find_timeline
 
 __all__ = ["RecordedBatch"]
-
-
-VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-
-class _NoValues(TorchDispatchMode):
-    """Refuse functions whose result Python reads, or whose shape depends on values: a replay runs no Python.
-
-    A CUDA graph in which one was tried is broken.
-    """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        super().__init__()
-        self._first = min(devices, key=str)
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Indexing has such a tag because of masks.
-        is_index = function is torch.ops.aten.index.Tensor
-        by_mask = is_index and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-        if by_mask or (not is_index and VALUES.intersection(function.tags)):
-            raise RecordRefusedError(f"the network reads values of a tensor ({function}), which a replay would not")
-        result = function(*args, **(kwargs or {}))
-        # A replay writes seeds to each GPU's current stream, and starts on the first GPU's: others may read old ones.
-        if torch.Tag.nondeterministic_seeded in function.tags and any(
-            is_gpu(tensor.device) and tensor.device != self._first for tensor in runs.find_tensors(result)
-        ):
-            raise RecordRefusedError(f"random numbers are drawn ({function}) on another GPU than {self._first}")
-        return result
-
-
-class RecordedRun(PlacedRun):
-    """A micro-batch's run that refuses what a recording would not repeat."""
-
-    skips_quiet = False
-
-    def __enter__(self) -> "RecordedRun":
-        self._values = _NoValues(self.placement.devices)
-        self._values.__enter__()
-        super().__enter__()
-        # By memory, not identity: ``.data`` is another tensor, with its own version.
-        self._memory = {_find_memory(state) for state in self.placement.states}
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)
-        self._values.__exit__(*failure)
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function in DIFFERENTIATE or find_transform() is not None:
-            raise RecordRefusedError("forward differentiates or maps functions (torch.autograd, torch.func)")
-        if find_saved_tensors_hooks(False) is not None:
-            raise RecordRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
-        plain = [runs.unwrap(tensor) for tensor in runs.find_tensors((args, kwargs or {}))]
-        read = [(tensor, runs.read_version(tensor)) for tensor in plain]
-        result = super().__torch_function__(function, types, args, kwargs)
-        # Micro-batches in several lanes would change it at the same time.
-        if any(_find_memory(tensor) in self._memory for tensor in runs.find_changes(read)):
-            raise RecordRefusedError(f"forward changes its own state ({getattr(function, '__name__', function)})")
-        return result
-
-
-def _find_memory(tensor: Tensor) -> int:
-    return get_storage_key(tensor.untyped_storage()) if tensor.layout == torch.strided else -1
-
-
-class _CountedStatistics(WholeBatchStatistics):
-    """Leave ``num_batches_tracked`` to the replay."""
-
-    def __init__(self, micro_batches: int) -> None:
-        super().__init__(micro_batches)
-        self._counters: list[Tensor] = []
-
-    def counts_batch(self, counter: Tensor) -> bool:
-        """Count later; return False."""
-        if super().counts_batch(counter):
-            self._counters.append(counter)
-        return False
-
-    def commit(self) -> None:
-        """Update running buffers and counters."""
-        super().commit()
-        for counter in self._counters:
-            counter.add_(1)
 
 
 @dataclass(eq=False)
@@ -177,7 +84,7 @@ class RecordedBatch:
         for path, module in net.named_modules():
             if isinstance(module, NormBase) and module.momentum is None and module.training:
                 raise RecordRefusedError(f"{path} computes its momentum from the number of batches so far")
-        # Not the caller's tensors, which would live as long as the recording.
+        # Without the caller's tensors, which would live as long as the recording.
         self._net, self._batch = net, replace(batch, call=((), {}), calls=())
         self._ticket: weakref.ref[_Ticket] | None = None
         self._call: Call = pytree.tree_map_only(Tensor, _copy_input, batch.call)
@@ -189,7 +96,7 @@ class RecordedBatch:
         }
         owners = {id(alias): placement.owners[id(named[name])] for name, alias in self._aliases.items()}
         self._placement = replace(placement, owners=placement.owners | owners)
-        self._statistics = _CountedStatistics(len(batch.sizes))
+        self._statistics = CountedStatistics(len(batch.sizes))
         places = {tensor.device for tensor in self._inputs} | placement.devices | {batch.target}
         self._lanes = Lanes(places, lanes)
         timeline = Timeline(sorted(places, key=str))
@@ -238,7 +145,7 @@ class RecordedBatch:
         return graph, homes
 
     def _run_forward(self) -> list[Any]:
-        shared: dict[int, Shared] = defaultdict(Shared)
+        contexts: dict[int, BatchContext] = defaultdict(BatchContext)
         homes, arrivals, target = [], [], self._batch.target
         for index, (args, kwargs) in enumerate(split(*self._call, self._batch.sizes[0], self._batch.is_batch)):
             lane = index % self._lanes.count
@@ -246,7 +153,7 @@ class RecordedBatch:
             if (timeline := find_timeline()) is not None:
                 timeline.micro_batch = index
             with self._lanes.turn_to(lane):
-                with RecordedRun(self._placement, self._statistics, shared[lane]) as run:
+                with RecordedRun(self._placement, self._statistics, contexts[lane], self._lanes.first) as run:
                     output = functional_call(self._net, self._aliases, args, kwargs)
                 if timeline is not None:
                     mark_return(timeline, run.here, index, output)
@@ -259,7 +166,7 @@ class RecordedBatch:
                     self._roots.append(_Output(number, tensor, leaves[place], lane))
                     arrivals.append((leaves[place], event))
             homes.append(pytree.tree_unflatten(leaves, structure))
-        # Only now: an earlier wait would keep the target from its next micro-batch.
+        # Wait last: an earlier wait would delay the target's next micro-batch.
         for tensor, event in arrivals:
             _wait(tensor, event)
         self._placement.forget_marks(homes)
@@ -283,6 +190,7 @@ class RecordedBatch:
             self._arriving[number] = torch.zeros_like(torch.cat([root.home for root in own]))
             gradients[number] = iter(self._arriving[number].split([len(root.home) for root in own]))
         pieces = [(root, next(gradients[root.number])) for root in self._roots if root.number in gradients]
+        pieces = [(root, piece) for root, piece in pieces if root.source.requires_grad]
         before = [parameter.grad for parameter in self.parameters]
         graph, found = self._lanes.record(partial(self._run_backward, pieces, wanted))
         if any(parameter.grad is not own for parameter, own in zip(self.parameters, before, strict=True)):
@@ -293,22 +201,21 @@ class RecordedBatch:
     def _run_backward(
         self, pieces: Sequence[tuple[_Output, Tensor]], wanted: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        pieces = [(root, piece) for root, piece in pieces if root.source.requires_grad]
         gradients = []
-        # All at once, in the order of use: a copy queued after a micro-batch's backward on the loss's device would
-        # start only then, and the stages would alternate.
+        # Copy all of them first, in the order of use: a copy queued behind a micro-batch's backward pass on the loss's
+        # device would start only after it, and the stages would alternate.
         for root, piece in reversed(pieces):
-            # Autograd lets a root wait for one stream of the first root's device only.
+            # Autograd orders all roots after one stream, that of the first root's device.
             with self._lanes.turn_to(root.lane):
                 landed, event = _bring(piece, root.source.device)
                 _wait(landed, event)
             gradients.append(landed)
         sources = [root.source for root, _ in reversed(pieces)]
         own = [wanted[place] for place in self._places.values()]
-        # cuDNN keeps its plans by thread, and would time them again in this one.
+        # cuDNN's cache of plans is per thread: it would benchmark again in this one, during the capture.
         times_plans, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
         try:
-            with _NoValues(self._placement.devices):
+            with RefusedOperations(self._lanes.first):
                 return torch.autograd.grad(sources, own, gradients, allow_unused=True)
         finally:
             torch.backends.cudnn.benchmark = times_plans
@@ -343,8 +250,8 @@ class RecordedBatch:
         )
         return tuple(output.clone() if len(self._homes) == 1 else output for output in outputs)
 
-    def find_fixed(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs without a gradient."""
+    def list_non_differentiable(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs that have no gradient."""
         return [output for number, output in enumerate(outputs) if not self._backward or number not in self._arriving]
 
     def replay_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -401,7 +308,7 @@ class _Replayed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.versions = list(map(runs.read_version, recorded.parameters))
         outputs = recorded.replay_forward(tensors[:num_inputs])
-        ctx.mark_non_differentiable(*recorded.find_fixed(outputs))
+        ctx.mark_non_differentiable(*recorded.list_non_differentiable(outputs))
         return outputs
 
     @staticmethod

@@ -54,6 +54,8 @@ class Lanes:
 
     def __init__(self, devices: Iterable[torch.device], count: int) -> None:
         every = sorted(set(devices), key=str)
+        self.first = every[0]
+        """Device that starts the graphs."""
         self._gpus = [device for device in every if is_gpu(device)]
         if self._gpus and len(self._gpus) < len(every):
             raise RecordRefusedError("a CUDA graph cannot hold the work of a CPU")

@@ -45,8 +45,8 @@ class WaitingSum(WaitingTerms):
         if is_mixed:
             dtype = torch.promote_types(*dtypes)
             self.stand_ins = [outline_slab(slab.shape, dtype, slab.device) for slab in norm.stand_ins]
-        # Several samples with room around each lie apart, which whoever reads no halo would copy. Sums of two types are
-        # cast by the convolution behind, which leaves the room itself.
+        # With room around each of several samples the volume is not contiguous, and a reader without a halo would copy
+        # it. The convolution behind casts sums of two types, and leaves the room itself.
         self.room = 0 if is_mixed or len(norm.stand_ins[0]) > 1 else norm.room
         if isinstance(other, WaitingNorm):
             self.moment, self.unchanged = norm.moment.joined(other.moment), norm.unchanged.joined(other.unchanged)
@@ -147,7 +147,7 @@ def _adds_up(first: torch.dtype, second: torch.dtype) -> bool:
 
 
 def add_with_room(first: Any, second: Any) -> ShardedVolume | None:
-    """Return the sum of volumes as they are, with room; None where they are not alike, or nobody will want it.
+    """Return the sum of two ordinary volumes, with room around it; None if they differ in form or no room is needed.
 
     A convolution behind receives its halo there, and copies nothing: in residual blocks with no norm before their sum.
 
@@ -165,7 +165,7 @@ def add_with_room(first: Any, second: Any) -> ShardedVolume | None:
         return None
     alike = first.shape == second.shape and first.dims == second.dims and first.dtype == second.dtype
     plain = first.merged is second.merged is None and first.dtype.is_floating_point
-    # Several samples with room around each lie apart, which whoever reads no halo would copy.
+    # With room around each of several samples the volume is not contiguous: a reader without a halo would copy it.
     if not alike or not plain or second.context is not context or first.shape[0] != 1 or first.numel() == 0:
         return None
     pairs = zip(first.slabs, second.slabs, strict=True)

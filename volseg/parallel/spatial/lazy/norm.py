@@ -280,7 +280,7 @@ class _Add(torch.autograd.Function):
         known = [tuple(islice(saved, 4)) for _ in ctx.plans]
         weights, rest = list(islice(saved, number)), [*saved]
         if not ctx.keeps_all:
-            rest += gradients  # in the place of what nobody reads
+            rest += gradients  # in place of a tensor that is not used again
         rows = _list_terms(ctx, known, rest)
         pairs_of_terms = zip(gradients, rows, strict=True)
         sums = [addition.add_sums(own, first, second, ctx.activation) for own, (first, second) in pairs_of_terms]
@@ -307,7 +307,7 @@ class _Add(torch.autograd.Function):
 def _give_room(ctx: Any, *terms: Term | None) -> list[Tensor | None]:
     """Return memory for the gradients of norms: the convolution in front wants neighbours' planes around it.
 
-    Several samples with room around each lie apart, which that convolution would copy.
+    Several samples get no room: the volume would not be contiguous, and that convolution would copy it.
     """
     return [
         allocate_with_room(term.slab, ctx.room)

@@ -165,7 +165,7 @@ class WaitingRecipe(Waiting):
         return self.record(fill), self.recipe, wait
 
     def outline(self) -> Outline | None:
-        """Note it for whoever reads it a few planes at a time, and for the backward pass."""
+        """Return an outline for readers of a few planes at a time, and for the backward pass."""
         return Outline(self.outline_as(self.likes[0].dtype), self.recipe, layout_of(self.likes[0]))
 
     def outline_as(self, dtype: torch.dtype) -> list[Tensor]:
