@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -39,6 +40,15 @@ def test_hippocampus_gets_its_published_plan():
     assert values["patch"]["batch"] == 9
     assert values["network"]["strides"] == [[1, 1, 1], [2, 2, 2], [2, 2, 2], [2, 2, 2]]
     assert values["optimizer"] == {"name": "AdamW", "lr": 3.0e-3, "weight_decay": 0.01}  # as tuned on it
+
+
+@pytest.mark.parametrize(("count", "share", "kept"), [(10, 0.99, ["organ"]), (9, 1.0, None), (10, 0.98, None)])
+def test_stray_components_are_removed_where_every_case_has_one(count, share, kept):
+    fingerprint = make_fingerprint(count=count)
+    cases = [replace(case, largest={"organ": share} if number else {}) for number, case in enumerate(fingerprint.cases)]
+    more = replace(cases[0], case="one more", largest={"organ": 1.0})
+    inference = plan(replace(fingerprint, cases=(*cases, more))).values()["inference"]
+    assert inference.get("keep_largest") == kept
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -69,6 +69,9 @@ class InferenceConfig(ConfigModel):
     skip_background: bool = False
     """Take windows in which the preprocessed image has one value, such as clipped air, for background unseen; not for
     structures that look like that."""
+    keep_largest: tuple[str, ...] = ()
+    """Labels or regions of which a label map keeps only the largest component, in validations too. What
+    `volseg postprocess` measures comes after it."""
 
 
 class EvaluationConfig(ConfigModel):

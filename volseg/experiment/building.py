@@ -18,6 +18,7 @@ from volseg.data.volume_cache import VolumeCache
 from volseg.errors import ConfigError
 from volseg.evaluation.scoring import Scoring, choose_scoring
 from volseg.experiment.rehearsing import OneOutput
+from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import choose_windows_per_step, record_models
 from volseg.models.networks import NETWORKS
@@ -227,6 +228,7 @@ def build_predictor(
         autocast=None if dtype is torch.float32 else dtype,
         before_pass=stop_if_requested,
         skip_background=settings.skip_background,
+        postprocess=Postprocessing.keep_largest(task, settings.keep_largest) if settings.keep_largest else None,
     )
 
 

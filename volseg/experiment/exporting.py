@@ -81,6 +81,8 @@ def export_network(source: Path, output: Path, *, to: str, checkpoint: str, lice
     shapes = _list_shapes(fitted.rule, trained.task.num_channels, shape)
     if trained.config.inference.mirror:
         logger.warning("the run predicts by the mean of mirrored volumes; %s holds the network alone", output)
+    if names := trained.config.inference.keep_largest:
+        logger.warning("the run keeps only the largest component of %s; %s does not", ", ".join(names), output)
     if to == "torchscript":
         return write_torchscript(network, shapes, output)
     if to == "onnx":

@@ -33,6 +33,7 @@ from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
 from volseg.experiment.report import Outcome, describe_network, list_findings, write_outcome, write_page
 from volseg.experiment.starting import START, Start
 from volseg.experiment.training_mesh import TrainingMesh
+from volseg.inference.postprocessing import Postprocessing
 from volseg.monitoring.advice import Duration, WaitingAdvice
 from volseg.monitoring.heartbeat import Heartbeat
 from volseg.monitoring.loggers import History, LoggedRun, Logger, build_logger
@@ -190,6 +191,7 @@ class _Run:
         require_plausible_sizes(config, self.chosen.task, self.device)
         build_objective(config, self.chosen.task)
         choose_channel(config, self.chosen.task)
+        Postprocessing.keep_largest(self.chosen.task, config.inference.keep_largest)
 
     def _note_candidate(self, config: ExperimentConfig, mesh: TrainingMesh) -> None:
         self.replanning.tried = find_candidate(config, mesh.plan, count_devices(config, self.device))

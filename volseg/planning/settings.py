@@ -32,6 +32,9 @@ NUM_FOLDS = 5
 CASCADE_BELOW = 0.25
 """Share of the median case in a patch below which nnU-Net plans a low-resolution network too."""
 
+ONE_PIECE, ENOUGH_CASES = 0.99, 10
+"""Share of a structure's voxels in its largest component, and cases with it, from which on it counts as one piece."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -350,12 +353,27 @@ def _list_inference(fingerprint: Fingerprint, geometry: Geometry, preset: str) -
     sides = _list_sides(fingerprint)
     reason = "no average over mirrorings, which would swap the sides" if sides else "average over the eight mirrorings"
     yield Setting("inference.mirror", sides is None, reason)
+    if names := _list_single(fingerprint):
+        reason = (
+            f"label(s) of which one component holds {ONE_PIECE:.0%} of the voxels or more in every case: other pieces "
+            "of a prediction are stray; nnU-Net measures this by a cross-validation, as `volseg postprocess` does"
+        )
+        yield Setting("inference.keep_largest", names, reason)
     if geometry.num_gpus > 1:
         reason = (
             f"slabs into which each volume is cut, a GPU for each: {geometry.features / 1e6:.0f} million features, of "
             f"which {2 * geometry.reference / 1e6:.0f} fit one GPU"
         )
         yield Setting("parallel.spatial", geometry.num_gpus, reason)
+
+
+def _list_single(fingerprint: Fingerprint) -> list[str]:
+    """Return the structures that are one component in every case that has them, in enough cases."""
+    shares: dict[str, list[float]] = {}
+    for case in fingerprint.cases:
+        for name, share in case.largest.items():
+            shares.setdefault(name, []).append(share)
+    return [name for name, found in shares.items() if len(found) >= ENOUGH_CASES and min(found) >= ONE_PIECE]
 
 
 def _nest(triples: Sequence[Sequence[int]]) -> list[list[int]]:
