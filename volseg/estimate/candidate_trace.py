@@ -233,7 +233,7 @@ def _run(
         followed.listen(partial(_refuse_early, step))
     elif records_itself:
         num_steps = NUM_STEPS + 2
-    handles = [optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))]
+    handle = optimizer.register_step_pre_hook(lambda *_: followed.mark("optimizer"))
     with _marked(model):
         for _ in range(num_steps):
             followed.mark("step")
@@ -242,8 +242,7 @@ def _run(
             followed.mark("end")
             if isinstance(step, RecordedStep) and step.refused is not None:
                 raise NotRecordedError(f"the step would not be recorded: {step.refused}")
-    for handle in handles:
-        handle.remove()
+    handle.remove()
     # A model that several processes share is validated by calls of the leader, which nobody follows here.
     if work.validate is not None and not (isinstance(model, ModelParallel) and model.strategy.is_shared):
         # Beside what the training keeps: its cache can be used again, a recording's memory cannot.

@@ -293,7 +293,9 @@ def _find_memory_use(trace: StepTrace, capacity: int, outside: int, margin: floa
     # What tensors hold at a time fits into no less, whatever is given back.
     if safe.total <= capacity or free.used + outside > capacity:
         return safe
-    issued: Sequence[Issued] = [Issued(trace.device, event, backward=False) for event in trace.events]
+    # What a kernel or a message does is of no matter to memory, and most events are kernels.
+    asked = [event for event in trace.events if not isinstance(event, KernelRun | Sent)]
+    issued: Sequence[Issued] = [Issued(trace.device, event, backward=False) for event in asked]
     for _ in range(MORE_STEPS):  # torch gives cached memory back in every step, and finds other pieces each time
         issued = repeat_last_step(issued)
     steps = StepTrace(tuple(one.event for one in issued if not isinstance(one.event, Used | Ordered)), trace.device)

@@ -26,10 +26,9 @@ from volseg.device.torch_internals import (
     log_softmax,
     overriding_operators,
     softmax,
-    tree_leaves,
-    tree_map,
 )
 from volseg.errors import FollowError
+from volseg.estimate.operator_work import list_tensors
 
 __all__ = ["FLOAT32", "FLOAT32_RESULT", "HALF", "WIDEST", "casting_like_gpus"]
 
@@ -95,7 +94,12 @@ def _is_eligible(value: Any) -> bool:
 
 
 def _cast_to(values: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda value: value.to(dtype) if _is_eligible(value) else value, values)
+    """Return an operator's arguments in another type; torch's own ``tree_map`` takes ten times as long."""
+    if isinstance(values, dict):
+        return {name: _cast_to(value, dtype) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)([_cast_to(value, dtype) for value in values])
+    return values.to(dtype) if _is_eligible(values) else values
 
 
 def _to_half(values: Any) -> Any:
@@ -107,8 +111,7 @@ def _to_float32(values: Any) -> Any:
 
 
 def _to_widest(values: Any) -> Any:
-    found: list[torch.dtype] = []
-    tree_map(lambda value: found.append(value.dtype) if _is_eligible(value) else None, values)
+    found = [value.dtype for value in list_tensors(values) if _is_eligible(value)]
     return _cast_to(values, torch.float32 if torch.float32 in found else torch.get_autocast_dtype("cpu"))
 
 
@@ -132,7 +135,7 @@ def _make_refusal(name: str) -> Callable[..., Any]:
     operator = _find_operator(name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if any(map(_is_eligible, tree_leaves((args, kwargs)))):
+        if any(map(_is_eligible, list_tensors((args, kwargs)))):
             raise FollowError(
                 f"the step cannot be followed without a GPU: torch {torch.__version__} casts aten::{name} under "
                 "autocast there, and nobody has written down to which type; turn autocast off around it, or measure on "

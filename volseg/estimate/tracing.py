@@ -35,10 +35,7 @@ from volseg.estimate.inplace_gradients import IN_PLACE, NEW_STRIDED
 from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.operator_work import list_tensors
 from volseg.estimate.refusals import explaining_refusals
-from volseg.estimate.trace import (
-    KernelRun,
-    StepTrace,
-)
+from volseg.estimate.trace import KernelRun, StepTrace
 from volseg.estimate.traced_step import TracedStep, find_gpu
 
 __all__ = ["TracedStep", "follow", "tracing"]
