@@ -22,14 +22,14 @@ References
 
 import os
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from volseg.errors import ConfigError, OutOfMemoryError
-from volseg.estimate.trace import Allocate, Free, LetGo, Mark, StepTrace
+from volseg.estimate.trace import Allocate, Event, Free, Mark, StepTrace, Used
 
-__all__ = ["Allocator", "AllocatorSettings", "MemoryUse", "find_memory_use"]
+__all__ = ["Allocator", "AllocatorSettings", "MemoryUse", "find_memory_use", "repeat_last_step"]
 
 MIB = 2**20
 SMALLEST_BLOCK = 512
@@ -254,10 +254,14 @@ class Allocator:
             self.used -= self._held[name][2]
             self._left.add(name)
 
+    def wait(self) -> None:
+        """Take back what was left: the other streams have come to where it is free."""
+        for name in list(self._left):
+            self.give_back(name)
+
     def empty_cache(self) -> None:
         """Return to the device what is not divided and not a recording's: ``torch.cuda.empty_cache``."""
-        for name in list(self._left):  # torch waits for the other streams before it returns memory
-            self.give_back(name)
+        self.wait()  # as torch does before it returns memory
         for (owner, _, _), pool in self._pools.items():
             if not owner:
                 self._release(pool)
@@ -358,6 +362,7 @@ def find_memory_use(
     capacity: int | None = None,
     *,
     outside: int = 0,
+    is_ahead: bool = False,
 ) -> MemoryUse:
     """Return the peaks of a trace.
 
@@ -372,6 +377,9 @@ def find_memory_use(
         Without, the trace takes what it needs.
     outside : int
         Bytes of the device that are taken beside the allocator.
+    is_ahead : bool
+        Whether Python is through with a step before the device: then a block that two streams use, as each copy between
+        devices does, comes back at the step's end; otherwise it comes back at once.
 
     Raises
     ------
@@ -381,6 +389,7 @@ def find_memory_use(
     allocator = Allocator(settings, None if capacity is None else capacity - outside)
     part, peak_in, peak = "placing", "placing", 0
     by_steps: int | None = None
+    shared: set[int] = set()
     for number, event in enumerate(trace.events):
         match event:
             case Allocate(block, size, stream, pool):
@@ -390,13 +399,17 @@ def find_memory_use(
                     raise OutOfMemoryError(f"out of memory in {part} (event {number} of the trace): {fault}") from fault
                 if allocator.reserved > peak:
                     peak, peak_in = allocator.reserved, part
+            case Used(block) if is_ahead:
+                shared.add(block)
+            case Free(block) if block in shared:
+                allocator.leave(block)
             case Free(block):
                 allocator.give_back(block)
-            case LetGo(block):
-                allocator.leave(block)
             case Mark("empty_cache"):
                 allocator.empty_cache()
             case Mark(name):
+                if name == "end":
+                    allocator.wait()
                 part = name
                 by_steps = allocator.peak_reserved if name == "validate" else by_steps
     return MemoryUse(
@@ -406,3 +419,32 @@ def find_memory_use(
         peak_in=peak_in,
         reserved_by_steps=by_steps,
     )
+
+
+def repeat_last_step(events: Sequence[Event]) -> Sequence[Event]:
+    """Return what a device was asked for, with the last step once more.
+
+    The further step gives back of the one before what that gives back of the one before it (gradients, mostly). Where
+    these cannot be told from their sizes and order, nothing is repeated.
+    """
+    marks = {event.name: number for number, event in enumerate(events) if isinstance(event, Mark)}
+    step = events[marks.get("step", 0) : marks.get("end", -1) + 1]
+    taken = {event.block: replace(event, block=0) for event in events if isinstance(event, Allocate)}
+    own = [event.block for event in step if isinstance(event, Allocate)]
+    given_back = {event.block for event in step if isinstance(event, Free)}
+    left = [block for block in own if block not in given_back]
+    earlier = sorted(given_back.difference(own))  # numbers rise as blocks are taken
+    if not step or [taken[block] for block in earlier] != [taken[block] for block in left]:
+        return events
+    first = max(taken, default=0) + 1
+    numbers = {block: first + place for place, block in enumerate(own)}
+    end, before = marks["end"] + 1, dict(zip(earlier, left, strict=True))
+    return [*events[:end], *_rename(step, before | numbers), *_rename(events[end:], numbers)]
+
+
+def _rename(events: Sequence[Event], numbers: Mapping[int, int]) -> list[Event]:
+    """Return events with other numbers of blocks."""
+    kinds = Allocate | Free | Used
+    return [
+        replace(each, block=numbers.get(each.block, each.block)) if isinstance(each, kinds) else each for each in events
+    ]

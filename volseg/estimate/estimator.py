@@ -7,16 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from volseg.errors import NotRecordedError, OutOfMemoryError, VolsegError
-from volseg.estimate.allocator import AllocatorSettings, MemoryUse, find_memory_use
+from volseg.estimate.allocator import AllocatorSettings, MemoryUse, find_memory_use, repeat_last_step
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.candidate_list import Freedom
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.instances import Machine
 from volseg.estimate.largest_volume import Need, Sides
-from volseg.estimate.pipeline_order import Pace, repeat_last_step
 from volseg.estimate.search import GIB, judge
-from volseg.estimate.step_time import OF_STAGES, find_host_seconds, find_times
-from volseg.estimate.trace import Allocate, Issued, KernelRun, Ordered, Sent, StepTrace, Used
+from volseg.estimate.step_time import find_times
+from volseg.estimate.trace import Allocate, Event, KernelRun, Sent, StepTrace
 from volseg.estimate.work import Work
 
 __all__ = ["Machine", "Planned", "Resize", "Sides", "estimate_work", "find_outside"]
@@ -172,7 +171,6 @@ def estimate_work(
                 replace(machine.gpu, memory=capacity),  # by which a pipeline decides how many stages it needs
                 time_kernel=machine.gpu.seconds,
                 one_process=one_process,
-                pace=_find_pace(machine),
                 limit=limit if to_end else capacity - find_least_outside(processes),
             )
     except NotRecordedError:  # then a training goes on without
@@ -201,7 +199,6 @@ def _measure(
         "recomputed": candidate.checkpoint is not None,
     }
     margin = max([1.0, *(MARGINS[name] for name in MARGINS if is_so[name])])
-    uses = [_find_memory_use(trace, capacity, find_outside(trace, processes), margin) for trace in traces]
     own = -(-work.batch_size // candidate.data)
     times = find_times(
         traces,
@@ -211,6 +208,8 @@ def _measure(
         stages=candidate.pipeline > 1,
         micro_batches=-(-own // (candidate.split_size or own)),
     )
+    is_ahead = candidate.pipeline > 1 and times.seconds > times.host
+    uses = [_find_memory_use(trace, capacity, find_outside(trace, processes), margin, is_ahead) for trace in traces]
     return Estimate(
         candidate=candidate,
         memory=max(uses, key=lambda use: use.total),
@@ -259,16 +258,6 @@ def find_least_outside(processes: int = 1) -> int:
     return CONTEXT + LIBRARIES + (STREAM + GROUP if processes > 1 else 0)
 
 
-def _find_pace(machine: Machine) -> Pace:
-    """Return how fast a pipeline's GPUs, links and Python are."""
-    rates = machine.gpu.host_rates()
-
-    def find_host_seconds_of(event: KernelRun | Sent, part: str) -> float:
-        return find_host_seconds(event, part, rates, on_slabs=False) * (OF_STAGES if part == "forward" else 1.0)
-
-    return Pace(kernel=machine.gpu.seconds, message=machine.links.seconds, host=find_host_seconds_of)
-
-
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Let the strategies log nothing about what is only traced."""
@@ -285,22 +274,22 @@ def _tell(fault: Exception) -> str:
     return str(fault).strip().partition("\n")[0]
 
 
-def _find_memory_use(trace: StepTrace, capacity: int, outside: int, margin: float) -> MemoryUse:
+def _find_memory_use(trace: StepTrace, capacity: int, outside: int, margin: float, is_ahead: bool) -> MemoryUse:
     """Return the peaks of a trace; near the end of the memory torch gives back what is cached, and may still fit."""
     settings = AllocatorSettings.find()
-    free = find_memory_use(trace, settings, outside=outside)
+    # What a kernel or a message does is of no matter to memory, and most events are kernels.
+    asked = StepTrace(tuple(event for event in trace.events if not isinstance(event, KernelRun | Sent)), trace.device)
+    free = find_memory_use(asked, settings, outside=outside, is_ahead=is_ahead)
     safe = replace(free, reserved=int(margin * free.reserved))
     # What tensors hold at a time fits into no less, whatever is given back.
     if safe.total <= capacity or free.used + outside > capacity:
         return safe
-    # What a kernel or a message does is of no matter to memory, and most events are kernels.
-    asked = [event for event in trace.events if not isinstance(event, KernelRun | Sent)]
-    issued: Sequence[Issued] = [Issued(trace.device, event, backward=False) for event in asked]
+    events: Sequence[Event] = asked.events
     for _ in range(MORE_STEPS):  # torch gives cached memory back in every step, and finds other pieces each time
-        issued = repeat_last_step(issued)
-    steps = StepTrace(tuple(one.event for one in issued if not isinstance(one.event, Used | Ordered)), trace.device)
+        events = repeat_last_step(events)
     try:
-        squeezed = find_memory_use(steps, settings, capacity, outside=outside)
+        more = StepTrace(tuple(events), trace.device)
+        squeezed = find_memory_use(more, settings, capacity, outside=outside, is_ahead=is_ahead)
     except OutOfMemoryError:
         return safe
     return replace(squeezed, reserved=min(safe.reserved, capacity - outside))
