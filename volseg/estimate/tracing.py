@@ -33,7 +33,7 @@ from volseg.estimate.gpu_autocast import casting_like_gpus
 from volseg.estimate.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
 from volseg.estimate.inplace_gradients import IN_PLACE, NEW_STRIDED
 from volseg.estimate.operator_cache import OperatorCache
-from volseg.estimate.operator_work import list_tensors
+from volseg.estimate.operator_work import by_operator, list_tensors
 from volseg.estimate.refusals import explaining_refusals
 from volseg.estimate.trace import KernelRun, StepTrace
 from volseg.estimate.traced_step import TracedStep, find_gpu
@@ -46,10 +46,9 @@ OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default})
 
-HANDLERS = {id(operator): handler for operator, handler in GPU_OPERATORS.items()}
-OF_AUTOGRAD = frozenset(map(id, (*IN_PLACE, NEW_STRIDED)))
-SET_STORAGES, MULTIPLYING = frozenset(map(id, OF_STORAGES)), frozenset(map(id, PRODUCTS))
-"""The same by what ``id`` says of an operator. All of these are constants of modules, which stay."""
+find_handler = by_operator(GPU_OPERATORS.get)
+is_of_autograd = by_operator({*IN_PLACE, NEW_STRIDED}.__contains__)
+sets_storage, multiplies = by_operator(OF_STORAGES.__contains__), by_operator(PRODUCTS.__contains__)
 
 FIND_DEVICE = torch.ops.prim.device.default
 
@@ -135,8 +134,7 @@ class _Noting(TorchDispatchMode):
         if func is FIND_DEVICE:  # asked more often than all else together
             return find_device(args[0])
         kwargs = kwargs or {}
-        number = id(func)  # an operator's hash is Python of torch's
-        handler = HANDLERS.get(number)
+        handler = find_handler(func)
         if handler is not None and find_gpu(list_tensors(args)) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
         if func is read_value:
@@ -144,13 +142,13 @@ class _Noting(TorchDispatchMode):
             if value is not None:
                 return value
         is_scattered = False
-        if number in OF_AUTOGRAD:
+        if is_of_autograd(func):
             func = self.followed.in_place.replace(func, args)
             is_scattered = self.followed.in_place.is_scattered(func)
         if is_scattered:
             self.followed.note_scattered(args[0])
         known = None
-        if number in SET_STORAGES:
+        if sets_storage(func):
             out = self.known.run_anew(func, args, kwargs)
         else:
             out, known = self.known.find(func, args, kwargs)
@@ -160,7 +158,7 @@ class _Noting(TorchDispatchMode):
             self.followed.note_storage(out)
             if is_scattered:
                 self.followed.note_of_change(out)
-            if number in MULTIPLYING:
+            if multiplies(func):
                 self.followed.note_product(out.device)
         elif isinstance(out, list | tuple):
             for tensor in list_tensors(out):
