@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import Freedom, list_candidates, relieve
+from volseg.estimate.candidate import Candidate, Estimate, Freedom, list_candidates, relieve
 from volseg.estimate.search import choose, find_bound, guess_least, judge, search
 
 GIB = 2**30

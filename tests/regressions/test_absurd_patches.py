@@ -11,12 +11,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from volseg.cli.root import app
-from volseg.estimate.auto_strategy import describe_network
-from volseg.estimate.candidate import Candidate
-from volseg.estimate.candidate_list import Freedom
+from volseg.estimate.candidate import Candidate, Freedom
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.instances import find_links
+from volseg.estimate.network_plan import describe_network
 from volseg.estimate.planning import _find_volumes
 
 SMALL = ["--set", "network={name: UNet, channels: [4, 8, 8], strides: [4, 4]}", "--instance", "p3.2xlarge"]

@@ -7,11 +7,11 @@ from torch.library import Library, register_fake
 
 from volseg.device.torch_internals import get_storage_key
 from volseg.estimate import operator_cache
-from volseg.estimate.auto_strategy import describe_network
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.instances import find_links
+from volseg.estimate.network_plan import describe_network
 from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.trace import KernelRun
 from volseg.estimate.tracing import follow, tracing

@@ -9,8 +9,7 @@ from functools import partial
 
 from volseg.errors import NotRecordedError, OutOfMemoryError, VolsegError
 from volseg.estimate.allocator import AllocatorSettings, MemoryUse, find_memory_use, repeat_last_step
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import Freedom
+from volseg.estimate.candidate import Candidate, Estimate, Freedom
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.instances import Machine
 from volseg.estimate.largest_volume import Need, Sides

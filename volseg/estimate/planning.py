@@ -7,8 +7,7 @@ from typing import Any
 
 from volseg.errors import ParallelError
 from volseg.estimate.allocator import AllocatorSettings
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import list_candidates, name_candidate, relieve
+from volseg.estimate.candidate import Candidate, Estimate, list_candidates, name_candidate, relieve
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.largest_volume import Largest, Sides, find_largest
 from volseg.estimate.report import PlanReport, build_row, build_skipped_row, format_table

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import name_candidate
+from volseg.estimate.candidate import Candidate, Estimate, name_candidate
 from volseg.estimate.step_time import OF_STAGES
 
 __all__ = [

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import Freedom, list_candidates, relieve
+from volseg.estimate.candidate import Candidate, Estimate, Freedom, list_candidates, relieve
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.instances import find_links
