@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from volseg.estimate.candidate import Candidate, Estimate, name_candidate
+from volseg.estimate.candidate import LEVELS, Candidate, Estimate, name_candidate
 from volseg.estimate.step_time import OF_STAGES
 
 __all__ = [
@@ -268,17 +268,18 @@ def _describe_need(forecast: Estimate) -> str:
     return "" if forecast.memory is None else f"{forecast.memory.total / GIB:.1f} GiB of each GPU"
 
 
-def guess_least(forecasts: Iterable[Estimate]) -> Candidate | None:
+def guess_least(forecasts: Iterable[Estimate]) -> Estimate | None:
     """Return which of those that were given up may need least: of most GPUs and recomputation, least cut.
 
     None where none was given up. Only which of them is followed to its end depends on it.
     """
-    levels = [None, 1, 2, 3, "all", "tiled"]
+    levels = [None, *LEVELS]
 
-    def rank(each: Candidate) -> tuple[int, int, int, int, int]:
+    def rank(given_up: Estimate) -> tuple[int, int, int, int, int]:
+        each = given_up.candidate
         return each.num_gpus, levels.index(each.checkpoint), -each.spatial, each.pipeline, -(each.split_size or 0)
 
-    return max((each.candidate for each in forecasts if each.more_than is not None), key=rank, default=None)
+    return max((each for each in forecasts if each.more_than is not None), key=rank, default=None)
 
 
 def _explain_refusals(forecasts: Sequence[Estimate]) -> str:

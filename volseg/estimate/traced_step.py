@@ -77,9 +77,8 @@ class TracedStep(GpuObserver):
         if self._listener is not None:
             self._listener(name)
 
-    def on_mark(self, name: str) -> None:
-        """Say that a part begins: the strategies' own marks."""
-        self.mark(name)
+    on_mark = mark
+    """The strategies' own marks."""
 
     def listen(self, listener: Callable[[str], None] | None) -> None:
         """Tell a function of each mark from now on, or nobody: what it raises ends the step there."""
