@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from volseg.estimate.gpu_kinds import HostRates
-from volseg.estimate.links import Links, read_links
+from volseg.estimate.instances import Links, read_links
 from volseg.estimate.step_time import find_pipeline_seconds, find_times
 from volseg.estimate.trace import Event, KernelRun, Mark, Sent, StepTrace
 

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from volseg.estimate.allocator import MemoryUse
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import name_candidate
+from volseg.estimate.candidate import Candidate, Estimate, name_candidate
 from volseg.estimate.search import Skipped, describe_seconds
 
 __all__ = [

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from volseg.estimate.gpu_kinds import GpuKind, HostRates
-from volseg.estimate.links import Links
+from volseg.estimate.instances import Links
 from volseg.estimate.trace import Event, KernelRun, Mark, Sent, StepTrace
 
 __all__ = [

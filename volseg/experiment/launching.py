@@ -177,7 +177,7 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
     if loaded.device == "cpu" or not count_gpus():
         return [], num_gpus
     # They import what trains, as following it does.
-    from volseg.estimate.candidate_list import name_candidate
+    from volseg.estimate.candidate import name_candidate
     from volseg.experiment.machines import find_machine
     from volseg.experiment.plan_command import list_settings, plan_training
 

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from volseg.config.schema import ExperimentConfig
-from volseg.estimate.candidate import Candidate, Estimate
-from volseg.estimate.candidate_list import name_candidate
+from volseg.estimate.candidate import Candidate, Estimate, name_candidate
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.planning import StepPlan, list_largest, plan_work
 from volseg.estimate.report import LargestRow, VolumesReport

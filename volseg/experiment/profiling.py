@@ -15,8 +15,7 @@ import torch
 
 from volseg.config.schema import UNSETTLED_KERNELS, ExperimentConfig, NetworkConfig
 from volseg.errors import ConfigError, VolsegError
-from volseg.estimate.candidate import Candidate
-from volseg.estimate.candidate_list import name_candidate
+from volseg.estimate.candidate import Candidate, name_candidate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.estimator import Machine
 from volseg.estimate.gpu_kinds import GpuKind

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from volseg.config.schema import ExperimentConfig, NetworkConfig
 from volseg.data.volume_cache import choose_budget
-from volseg.estimate.candidate_list import Freedom
+from volseg.estimate.candidate import Freedom
 from volseg.estimate.work import Batch, Step, Work
 from volseg.experiment.building import build_objective, build_step
 from volseg.experiment.data_facts import DataFacts
