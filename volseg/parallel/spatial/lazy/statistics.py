@@ -11,10 +11,10 @@ from torch import Tensor
 
 from volseg.device import fusions
 from volseg.device.norm import choice, reference
-from volseg.device.norm.exchanged import ExchangedCoefficients, ExchangedGradients, count_values
+from volseg.device.norm.exchanged import ExchangedGradients, count_values
 from volseg.device.norm.grouping import ALONE, Grouping
 from volseg.device.norm.running import Running
-from volseg.device.peer.values import CAPACITY, ValueExchange, ValueMailbox
+from volseg.device.peer.values import CAPACITY, ValueExchange
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -110,7 +110,8 @@ def compute_statistics(
                 settings["running"], running = running, None
             home = context.communicator.home
             shares = None if pooled.over_replicas else context.communicator.shares(counts, torch.float32, home)
-            calls = [partial(_exchange_coefficients, slab, shares, (weight, bias, eps), settings) for slab in slabs]
+            given = weight, bias, eps
+            calls = [partial(choice.exchange_coefficients, own, shares, *given, **settings) for own in slabs]
             found, number = exchange.run(calls)
         else:
             # (num_shards, 2, B, C)
@@ -151,17 +152,6 @@ def _join_replicas(
     mean, variance, number = pooled.replicas.join_moments(center, spread, len(means) * voxels)
     own = mean.expand_as(means), variance.expand_as(means)
     return reference.find_scale_and_shift(*own, *given), number
-
-
-def _exchange_coefficients(
-    slab: Tensor,
-    shares: Tensor | None,
-    given: tuple[Any, ...],
-    settings: dict[str, Any],
-    mailbox: ValueMailbox | None,
-) -> ExchangedCoefficients:
-    weight, bias, eps = given
-    return choice.exchange_coefficients(slab, shares, weight, bias, eps, mailbox, **settings)
 
 
 def take_statistics(
@@ -253,9 +243,9 @@ def combine_sums(
         The norm's input.
     """
     if exchange := _find_exchange(context, pooled, slabs):
-        settings = {"grouping": pooled.grouping, "given": pooled.given, "replicas": exchange.replicas}
-        calls = [partial(_exchange_backward, (own, mean, rstd, weight, voxels), settings) for own in sums]
-        return exchange.run(calls)
+        settings: dict[str, Any] = {"grouping": pooled.grouping, "given": pooled.given, "replicas": exchange.replicas}
+        rest = mean, rstd, weight, voxels
+        return exchange.run([partial(choice.exchange_backward_coefficients, own, *rest, **settings) for own in sums])
     stacked = context.communicator.collect([own[:, :2].sum(0) for own in sums])
     if isinstance(voxels, Tensor):
         return _combine_over_replicas(pooled, stacked, mean, rstd, weight, voxels)
@@ -276,10 +266,3 @@ def _combine_over_replicas(
     scale = rstd if weight is None else rstd * weight.to(rstd)
     factor = -rstd * scale * moment
     return ExchangedGradients(factor, -scale * total - factor * mean, of_weight, of_bias)
-
-
-def _exchange_backward(
-    given: tuple[Any, ...], settings: dict[str, Any], mailbox: ValueMailbox | None
-) -> ExchangedGradients:
-    partials, mean, rstd, weight, voxels = given
-    return choice.exchange_backward_coefficients(partials, mean, rstd, weight, voxels, mailbox, **settings)

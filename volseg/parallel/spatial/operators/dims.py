@@ -13,7 +13,7 @@ from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.lazy.repeated import repeat_later
 from volseg.parallel.spatial.lazy.scores import reshape_scores, waits
 from volseg.parallel.spatial.operators.operands import cut_like
-from volseg.parallel.spatial.plan.shards import Merged, can_split, spans
+from volseg.parallel.spatial.plan.shards import Fetch, Merged, can_split, spans
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
@@ -211,7 +211,7 @@ def _merged_or_split(
             return volume.full_tensor().reshape(target)
         if cut == 1:
             context.groups[volume.dims, planes] = group
-        slabs = context.communicator.fetch(volume.slabs, 0, cut, planes, spans(planes, shards, group))
+        slabs = context.communicator.fetch(volume.slabs, Fetch(0, cut, planes, spans(planes, shards, group)))
         shape = (*volume.shape[:cut], extent, group, *volume.shape[cut + 1 :])
         slabs = [slab.unflatten(cut, (slab.shape[cut] // group, group)) for slab in slabs]
         volume, layout = ShardedVolume(slabs, (cut,), shape, context), Merged(outer, 1)

@@ -12,7 +12,7 @@ from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.lazy.join import join_channels
 from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.operators.planes import clip
-from volseg.parallel.spatial.plan.shards import spans
+from volseg.parallel.spatial.plan.shards import Fetch, spans
 from volseg.parallel.spatial.table import handles
 from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap
 
@@ -57,7 +57,7 @@ def _cat_along_cut(parts: Sequence[Tensor], like: ShardedVolume, dim: int) -> Sh
         if isinstance(part, ShardedVolume) and part.dims != like.dims:
             part = part.full_tensor()
         if isinstance(part, ShardedVolume):
-            columns.append(communicator.fetch(part.slabs, axis, dim, size, wanted))
+            columns.append(communicator.fetch(part.slabs, Fetch(axis, dim, size, wanted)))
         else:
             columns.append(_spans_of_whole(part, like, axis, dim, wanted))
         offset += size

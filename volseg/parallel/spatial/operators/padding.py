@@ -11,7 +11,7 @@ from volseg.device.gpus import host_values
 from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, find_unit, select_planes, sharded_windows
-from volseg.parallel.spatial.plan.shards import spans
+from volseg.parallel.spatial.plan.shards import Fetch, spans
 from volseg.parallel.spatial.plan.windows import Strided, Window
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
@@ -182,4 +182,4 @@ def _roll_cut(volume: ShardedVolume, dim: int, shift: int) -> list[Tensor]:
     communicator, size, unit = volume.context.communicator, volume.shape[dim], find_unit(volume)
     axis = volume.dims.index(dim)
     wanted = [(start - shift, stop - shift) for start, stop in spans(size, communicator.grid[axis], unit)]
-    return communicator.fetch(volume.slabs, axis, dim, size, wanted, unit)
+    return communicator.fetch(volume.slabs, Fetch(axis, dim, size, wanted, unit))

@@ -7,10 +7,11 @@ was merged with its neighbours (``view(B, -1)``), the volume says so: see ``Merg
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["Merged", "Span", "Transfer", "bounds", "can_split", "overlap", "spans", "transfers"]
+__all__ = ["Fetch", "Merged", "Span", "Transfer", "bounds", "can_split", "overlap", "spans", "transfers"]
 
 Span = tuple[int, int]
 """First plane and one past the last."""
@@ -81,3 +82,49 @@ def transfers(size: int, wanted: Sequence[Span], unit: int = 1) -> list[Transfer
                 if start < stop:
                     moves.append(Transfer(source, target, start, stop, start + turn - first))
     return moves
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Planes that the shards on a line of the grid want of a volume.
+
+    Attributes
+    ----------
+    axis
+        Mesh axis that cuts the volume.
+    dim
+        Tensor dim that it cuts.
+    size
+        Planes of the whole volume along ``dim``.
+    wanted
+        One span for each position on the mesh axis, possibly empty; one that reaches over an end of the volume goes on
+        at the other (see ``transfers``).
+    unit
+        So many planes stay together (see ``spans``).
+    """
+
+    axis: int
+    dim: int
+    size: int
+    wanted: Sequence[Span]
+    unit: int = 1
+
+    @cached_property
+    def owned(self) -> list[Span]:
+        """What each shard has."""
+        return spans(self.size, len(self.wanted), self.unit)
+
+    @cached_property
+    def moves(self) -> list[Transfer]:
+        """Every movement."""
+        return transfers(self.size, self.wanted, self.unit)
+
+    @property
+    def stays(self) -> bool:
+        """Whether no planes change shards."""
+        return all(move.source == move.target for move in self.moves)
+
+    def find_own(self, position: int) -> Span | None:
+        """Return the first and the number of the planes of its own slab that a shard wants; None for all of them."""
+        own, (start, stop) = self.owned[position], self.wanted[position]
+        return None if own == (start, stop) else (start - own[0] if stop > start else 0, stop - start)
