@@ -27,7 +27,7 @@ from volseg.device.torch_internals import find_backward_pass, tree_flatten, tree
 from volseg.errors import ParallelError, UnsupportedOperatorError
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.gathered import volumes
-from volseg.parallel.spatial.lazy.recomputed import RecomputedInput
+from volseg.parallel.spatial.lazy.recipes import RecomputedInput
 from volseg.parallel.spatial.pending import find_likes
 from volseg.parallel.spatial.transport.room import find_room
 from volseg.parallel.spatial.versions import Unchanged, Watched

@@ -10,7 +10,7 @@ from torch import Tensor
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
 from volseg.parallel.spatial.dispatch import in_planes
-from volseg.parallel.spatial.lazy.repeated import repeat_later
+from volseg.parallel.spatial.lazy.recipes import repeat_later
 from volseg.parallel.spatial.lazy.scores import reshape_scores, waits
 from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.plan.shards import Fetch, Merged, can_split, spans

@@ -9,7 +9,7 @@ from torch import Tensor
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.dispatch import in_planes
 from volseg.parallel.spatial.gathered import volumes
-from volseg.parallel.spatial.lazy.join import join_channels
+from volseg.parallel.spatial.lazy.recipes import join_channels
 from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.operators.planes import clip
 from volseg.parallel.spatial.plan.shards import Fetch, spans
