@@ -20,7 +20,7 @@ from volseg.parallel.spatial.transport.over_replicas import SlabsOfReplicas
 if TYPE_CHECKING:
     from volseg.parallel.replicas import Replicas
 
-__all__ = ["Context", "saved_tensors_hooks"]
+__all__ = ["Context", "find_autocast", "saved_tensors_hooks"]
 
 MOST_PLANS = 4096
 """Plans that are kept: those of a network for some hundred sizes of volumes."""
@@ -32,6 +32,12 @@ def saved_tensors_hooks() -> Any:
     torch has no public way to ask.
     """
     return find_saved_tensors_hooks(True)
+
+
+def find_autocast(like: Tensor) -> torch.dtype | None:
+    """Return the type in which functions compute on a tensor's kind of device now; None without autocast."""
+    device = like.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 class Context:
@@ -185,6 +191,16 @@ class Context:
             return copy
         copies = self.parameters.current
         return copy.to(dtype) if copies is None else copies.cast(copy, dtype)
+
+    def spread_for(
+        self, like: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[torch.dtype, list[Tensor], list[Tensor]]:
+        """Return the type in which a convolution of a volume or slab computes, and its parameters' copies in it."""
+        weights, biases = self.spread(weight), [] if bias is None else self.spread(bias)
+        dtype = find_autocast(like)
+        if dtype is None or not like.dtype.is_floating_point or like.dtype == torch.float64:
+            return like.dtype, weights, biases  # torch refuses parameters of another type
+        return dtype, [self.cast(copy, dtype) for copy in weights], [self.cast(copy, dtype) for copy in biases]
 
     def planned(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return ``make()``, which depends on ``key`` and the communicator alone, as it was the first time."""

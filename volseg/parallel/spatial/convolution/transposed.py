@@ -8,7 +8,7 @@ from torch import Tensor
 from volseg.device.convolution import choice, depthwise, rules
 from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
-from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.context import Context, find_autocast
 from volseg.parallel.spatial.lazy.vanishing import sum_vanishing, vanishes
 
 __all__ = ["convolve_transposed"]
@@ -20,9 +20,8 @@ def convolve_transposed(
     """Return the transposed convolution of a slab with channels last, or None where torch is to compute it."""
     if not (context.channels_last and depthwise.fits(weight.shape, settings)):
         return None
-    kind = slab.device.type
-    if torch.is_autocast_enabled(kind) and slab.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = find_autocast(slab)
+    if dtype is not None and slab.dtype != torch.float64:
         slab, weight = slab.to(dtype), context.cast(weight, dtype)
         bias = None if bias is None else context.cast(bias, dtype)
     if not rules.is_depthwise(slab, weight, settings):

@@ -36,7 +36,6 @@ __all__ = [
     "RecomputedInput",
     "WaitingRecipe",
     "WaitingRepeat",
-    "add_in_float32",
     "join_channels",
     "recipe_of_kept",
     "repeat_later",
@@ -129,14 +128,6 @@ def join_recipes(parts: Sequence[Recipe], channels: Sequence[int]) -> Recipe:
             widths.append(width)
     rows = tuple(tuple(chain.from_iterable(rows)) for rows in zip(*(part.rows for part in parts), strict=True))
     return Recipe(rows, Join(tuple(writes), tuple(counts), tuple(widths)))
-
-
-def add_in_float32(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Return the sum of a total, None at first, and a part, None where none is asked for; half precision widened."""
-    if part is None:
-        return total
-    wide = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
-    return wide if total is None else total + wide
 
 
 Record = Callable[[Callable[[], list[Tensor]]], list[Tensor]]

@@ -22,7 +22,7 @@ from volseg.device.norm.term import Term
 from volseg.parallel.spatial.lazy.norm import NormPlan, WaitingNorm, find_norm, sum_to_slope
 from volseg.parallel.spatial.lazy.recipes import WaitingRecipe
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.recipe import Recipe, Write, outline_slab
+from volseg.parallel.spatial.recipe import Recipe, Write, outline_slab, split_rows
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["add_later"]
@@ -186,7 +186,7 @@ class _AddInTiles(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         mean, rstd, weight, *kept = ctx.saved_tensors
-        rows, means = _split(kept, ctx.sizes), ctx.plan.context.spread(mean)
+        rows, means = split_rows(kept, ctx.sizes), ctx.plan.context.spread(mean)
         slabs = [row[0] for row in rows]
         sums = [_add_sums(ctx.write, *own) for own in zip(gradients, rows, means, strict=True)]
         factors, of_weight, of_bias = ctx.plan.combine(sums, mean, rstd, weight, slabs)
@@ -202,15 +202,6 @@ class _AddInTiles(torch.autograd.Function):
         slopes = [row[3] for row in rows] if ctx.plan.has_slope else []
         of_slopes = [sum_to_slope(own, slope) for own, slope in zip(sums, slopes, strict=False)]
         return None, None, of_weight, of_bias, *of_slopes, *chain.from_iterable(inputs)
-
-
-def _split(kept: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
-    """Return the tensors of each slab."""
-    rows, start = [], 0
-    for size in sizes:
-        rows.append(kept[start : start + size])
-        start += size
-    return rows
 
 
 def _add_sums(write: _Addition, gradient: Tensor, row: Sequence[Tensor], mean: Tensor) -> Tensor:

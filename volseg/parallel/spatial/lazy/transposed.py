@@ -16,10 +16,10 @@ from torch import Tensor
 from volseg.device.convolution.settings import Settings
 from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, copy_into
-from volseg.parallel.spatial.lazy.recipes import WaitingRecipe, add_in_float32, recipe_of_kept
+from volseg.parallel.spatial.lazy.recipes import WaitingRecipe, recipe_of_kept
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.recipe import Recipe, Write
+from volseg.parallel.spatial.recipe import Recipe, Write, add_in_float32, find_asked, split_rows
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
@@ -140,12 +140,9 @@ class _Transposed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         count = len(gradients)
         saved = ctx.saved_tensors  # once: a checkpoint computes them again for whoever asks
-        first = 1 + count + ctx.num_biases
-        asked = [any(ctx.needs_input_grad[start:stop]) for start, stop in ((first, None), (1, 2), (1 + count, first))]
-        start, found = count, []
-        for gradient, weight, size in zip(gradients, saved[:count], ctx.sizes, strict=True):
-            found.append(_differentiate(ctx, gradient, weight, saved[start : start + size], asked))
-            start += size
+        asked, rows = list(find_asked(ctx, count)), split_rows(saved[count:], ctx.sizes)
+        each = zip(gradients, saved[:count], rows, strict=True)
+        found = [_differentiate(ctx, *own, asked) for own in each]
         inputs, weights, biases = zip(*found, strict=True)
         return None, *weights, *(biases if ctx.num_biases else ()), *inputs
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from volseg.errors import UnsupportedOperatorError
+from volseg.parallel.spatial.context import find_autocast
 from volseg.parallel.spatial.lazy.product_cut import Cut
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
@@ -18,7 +19,7 @@ from volseg.parallel.spatial.transport.halo import Halo, Wait
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["AddendPlace", "Compute", "Steps", "WaitingScores", "find_autocast"]
+__all__ = ["AddendPlace", "Compute", "Steps", "WaitingScores"]
 
 Compute = Callable[[Sequence[Tensor]], list[Tensor]]
 """Of the slabs."""
@@ -178,9 +179,3 @@ class WaitingScores(Waiting):
         if self.autocast == find_autocast(self.stand_ins[0]):
             return nullcontext()
         return torch.autocast(device, self.autocast, enabled=self.autocast is not None)
-
-
-def find_autocast(like: Tensor) -> torch.dtype | None:
-    """Return the type in which functions compute on a tensor's kind of device now; None without autocast."""
-    device = like.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

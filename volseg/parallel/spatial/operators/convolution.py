@@ -11,6 +11,7 @@ from torch import Tensor
 from volseg.device.convolution.depth_chunks import LIMIT
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import DIM
+from volseg.parallel.spatial.context import find_autocast
 from volseg.parallel.spatial.contract import rehearsed
 from volseg.parallel.spatial.convolution.plan import (
     ConvolutionPlan,
@@ -223,10 +224,8 @@ def _convolve_later(
     tiles = count_tiles(elements, planes // num_shards)
     if tiles < 2 or spans(planes * stride[0], num_shards) != own:
         return None
-    kind, dtype = volume.device.type, volume.dtype
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-    if dtype != volume.dtype:
+    dtype = volume.dtype
+    if dtype != torch.float64 and find_autocast(volume) not in (None, dtype):
         return None  # autograd converts it
     biases = [] if biases[0] is None else biases
     settings = Settings(tuple(stride), (0,) * 3, (1,) * 3, True, (0,) * 3, groups)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from volseg.parallel.spatial.context import find_autocast
 from volseg.parallel.spatial.lazy.attention import attend
 from volseg.parallel.spatial.lazy.scores import score
 from volseg.parallel.spatial.operators.operands import elementwise
@@ -211,10 +212,10 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
         columns = ["n"] * (weight.ndim - 1)
         result = contract(F.linear, [input, weight], [[*letters, "k"], [*columns, "k"]], [*letters, *columns])
         return result if bias is None else elementwise(torch.add, result, bias)
-    spread, kind = input.context.spread, input.device.type
+    spread, dtype = input.context.spread, find_autocast(input)
     weights = spread(weight)
-    if torch.is_autocast_enabled(kind) and weight.dtype == torch.float32:
-        weights = [input.context.cast(copy, torch.get_autocast_dtype(kind)) for copy in weights]
+    if dtype is not None and weight.dtype == torch.float32:
+        weights = [input.context.cast(copy, dtype) for copy in weights]
     biases = [None] * len(weights) if bias is None else spread(bias)
     rows = zip(input.slabs, weights, biases, strict=True)
     return wrap(input, [func(slab, w, b) for slab, w, b in rows])
