@@ -1,6 +1,6 @@
 """Operands of a function that looks at one voxel at a time: brought to one cut, given slab by slab, wrapped again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.table import refuse
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
 
-__all__ = ["aligned", "cut_like", "each_slab", "elementwise", "rewrap", "run_local"]
+__all__ = ["aligned", "call_each", "cut_like", "each_slab", "elementwise", "rewrap", "run_local", "wrap_reduced"]
 
 
 def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
@@ -109,9 +109,26 @@ def each_slab(
     func: Callable, volume: ShardedVolume, *operands: Any, dims: Sequence[int] | None = None, **settings: Any
 ) -> ShardedVolume:
     """Call a function with each slab and a copy of each ordinary tensor; wrap what it returns, cut along ``dims``."""
-    spread = volume.context.spread
-    columns = [spread(own) if isinstance(own, Tensor) else [own] * len(volume.slabs) for own in operands]
-    return wrap(volume, [func(*row, **settings) for row in zip(volume.slabs, *columns, strict=True)], dims)
+    return wrap(volume, call_each(func, volume, *operands, **settings), dims)
+
+
+def call_each(func: Callable, volume: ShardedVolume, *operands: Any, **settings: Any) -> list[Any]:
+    """Return what a function makes of each slab and of a copy of each ordinary tensor."""
+    spread, slabs = volume.context.spread, volume.slabs
+    given = [*operands, *settings.values()]
+    columns = [spread(own) if isinstance(own, Tensor) else [own] * len(slabs) for own in given]
+    count = 1 + len(operands)
+    rows = zip(slabs, *columns, strict=True)
+    return [func(*row[:count], **dict(zip(settings, row[count:], strict=True))) for row in rows]
+
+
+def wrap_reduced(
+    volume: ShardedVolume, slabs: Sequence[Tensor], gone: Collection[int], keepdim: bool = False
+) -> ShardedVolume:
+    """Return a volume of slabs without some dims, none of which is cut; ``keepdim`` keeps them."""
+    return wrap(
+        volume, slabs, volume.dims if keepdim else [cut - sum(dim < cut for dim in gone) for cut in volume.dims]
+    )
 
 
 def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:

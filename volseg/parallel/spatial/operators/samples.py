@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from volseg.parallel.spatial.operators import normalize
-from volseg.parallel.spatial.operators.operands import rewrap
+from volseg.parallel.spatial.operators.operands import call_each, rewrap
 from volseg.parallel.spatial.table import handles_samples, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
@@ -25,16 +25,7 @@ __all__ = ["batch_norm", "convolution", "each_sample", "instance_norm"]
 )
 def each_sample(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
     """Run on each slab."""
-    spread = input.context.spread
-    columns = {
-        name: spread(value) if isinstance(value, Tensor) else [value] * len(input.slabs)
-        for name, value in settings.items()
-    }
-    results = [
-        func(slab, **{name: column[position] for name, column in columns.items()})
-        for position, slab in enumerate(input.slabs)
-    ]
-    return rewrap(input, results)
+    return rewrap(input, call_each(func, input, **settings))
 
 
 @handles_samples(*(f"torch.conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)))

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.parallel.spatial.operators.dims import insert_dim
-from volseg.parallel.spatial.operators.operands import aligned
+from volseg.parallel.spatial.operators.dims import permute
+from volseg.parallel.spatial.operators.operands import aligned, wrap_reduced
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, sharded_windows
 from volseg.parallel.spatial.plan.windows import Strided
 from volseg.parallel.spatial.signatures import bind
@@ -63,7 +63,7 @@ def sliced(volume: ShardedVolume, entries: Sequence[Any]) -> ShardedVolume | Ten
         if isinstance(entry, slice):
             result = _take_range(result, dim, entry)
         elif entry is None:
-            result = insert_dim(result, dim)
+            result = permute(torch.unsqueeze, (result, dim), {})
         else:
             result = _select(result, dim, entry)
             continue
@@ -109,8 +109,7 @@ def _select(volume: ShardedVolume, dim: int, index: int) -> ShardedVolume | Tens
         one = take_planes(volume, dim, index % size, 1)
         one = one.full_tensor() if isinstance(one, ShardedVolume) else one
         return one.squeeze(dim)
-    cut = [d - (dim < d) for d in volume.dims]
-    return wrap(volume, [slab.select(dim, index) for slab in volume.slabs], cut)
+    return wrap_reduced(volume, [slab.select(dim, index) for slab in volume.slabs], [dim])
 
 
 @handles("Slices and joins", "narrow", merged=True)

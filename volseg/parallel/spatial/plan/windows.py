@@ -21,8 +21,8 @@ from volseg.parallel.spatial.plan.shards import Span
 
 __all__ = [
     "AdaptivePool",
+    "Chosen",
     "Convolution",
-    "Nearest",
     "Resize",
     "Strided",
     "TransposedConvolution",
@@ -159,8 +159,8 @@ class Resize(Window):
 
 
 @dataclass(frozen=True, slots=True)
-class Nearest(Window):
-    """Output plane ``i`` is input plane ``planes[i]``."""
+class Chosen(Window):
+    """Output plane ``i`` is input plane ``planes[i]``: of nearest planes, and of padding that repeats the volume's."""
 
     planes: tuple[int, ...]
 
@@ -170,7 +170,8 @@ class Nearest(Window):
 
     def need(self, start: int, stop: int) -> Span:
         """Return the planes between the first and the last that are read."""
-        return self.planes[start], self.planes[stop - 1] + 1
+        chosen = self.planes[start:stop]
+        return min(chosen), max(chosen) + 1
 
 
 @lru_cache(maxsize=1024)
