@@ -16,7 +16,6 @@ from volseg.parallel.spatial.table import (
     composes,
     handles,
     handles_samples,
-    read_rounded,
     sharded_form,
 )
 
@@ -38,7 +37,6 @@ AGAIN: dict[str, tuple[Callable[[], Any], str]] = {
         "F.group_norm has a form for cut samples",
     ),
     "one name twice": (lambda: handles("Dims", "vander", "vander")(handler), "vander stands in one registration twice"),
-    "rounded, unregistered": (lambda: read_rounded(handler), "handler handles no function"),
 }
 
 

@@ -19,7 +19,7 @@ The documentation's table is printed from here (``documented``), so it cannot di
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +34,6 @@ __all__ = [
     "documented",
     "handles",
     "handles_samples",
-    "read_rounded",
     "refuse",
     "sharded_form",
 ]
@@ -127,13 +126,23 @@ COMPOSITES: dict[Any, Composite] = {}
 
 
 def handles(
-    family: str, *names: str, rehearse: bool = True, broadcasts: bool = False, merged: bool = False
+    family: str,
+    *names: str,
+    rehearse: bool = True,
+    broadcasts: bool = False,
+    merged: bool = False,
+    rounded: bool = False,
 ) -> Callable[[Handler], Handler]:
     """Register a handler for every function of these names, in any namespace of torch that has it.
 
     A name is bare (``"relu"``: ``torch.relu``, ``Tensor.relu`` and ``F.relu``) or qualified (``"F.relu"``). A handler
     is ``merged`` if it touches the cut only by zipping slabs, by ``aligned`` or by ``wrap``, or asks the volume for
     what it owns.
+
+    ``rounded``, it reads an upsampled volume in the type that its slabs have, where torch has float32 under autocast:
+    convolutions, which autocast has in that type anyway; what stands between an upsampling and its convolution in a
+    decoder (norms, the join or the sum with a skip), whose results are rounded once more than torch's; and what asks
+    for no value.
     """
 
     def register(handler: Handler) -> Handler:
@@ -143,7 +152,8 @@ def handles(
             bare = label.rpartition(".")[2]
             perhaps = bare in PERHAPS_VIEWS
             views = perhaps or bare in VIEWS or returns_view(function)
-            TABLE[function] = Entry(label, family, handler, treated, rehearse, broadcasts, views, perhaps, merged)
+            looks = views, perhaps, merged, rounded
+            TABLE[function] = Entry(label, family, handler, treated, rehearse, broadcasts, *looks)
         return handler
 
     return register
@@ -193,16 +203,6 @@ def composes(family: str, *names: str) -> Callable[[Handler], Handler]:
         return handler
 
     return register
-
-
-def read_rounded(*handlers: Handler) -> None:
-    """Declare that these handlers, or single functions, read upsampled volumes in the type that their slabs have."""
-    idle = set(handlers) - TABLE.keys() - {entry.handler for entry in TABLE.values()}
-    if idle:
-        raise ValueError(f"{', '.join(sorted(each.__name__ for each in idle))} handles no function: register it first")
-    for function, entry in TABLE.items():
-        if function in handlers or entry.handler in handlers:
-            TABLE[function] = replace(entry, rounded=True)
 
 
 def _check_unknown(function: Callable, label: str) -> None:

@@ -61,7 +61,7 @@ FLAGS = [
 ]
 
 
-@handles("Metadata and autograd", *METADATA, rehearse=False, merged=True)
+@handles("Metadata and autograd", *METADATA, rehearse=False, merged=True, rounded=True)
 def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Answer from the shape of the whole volume, or from a slab where all slabs agree."""
     volume, *rest = args
@@ -80,7 +80,7 @@ def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(volume.slabs[0], *rest, **kwargs)
 
 
-@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS), rehearse=False, merged=True)
+@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS), rehearse=False, merged=True, rounded=True)
 def flag(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Read a property of the slabs."""
     return func(args[0].slabs[0], *args[1:])
@@ -93,7 +93,7 @@ def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return wrap(volume, [slab.data for slab in volume.slabs])
 
 
-@handles("Metadata and autograd", "Tensor.requires_grad_", "Tensor.detach_", rehearse=False, merged=True)
+@handles("Metadata and autograd", "Tensor.requires_grad_", "Tensor.detach_", rehearse=False, merged=True, rounded=True)
 def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Do it to each slab, and return the volume."""
     volume = args[0]
@@ -106,7 +106,9 @@ def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return volume
 
 
-@handles("Metadata and autograd", "Tensor.retain_grad", "Tensor.record_stream", rehearse=False, merged=True)
+@handles(
+    "Metadata and autograd", "Tensor.retain_grad", "Tensor.record_stream", rehearse=False, merged=True, rounded=True
+)
 def told(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Tell it to each slab."""
     if func is Tensor.retain_grad:
@@ -115,7 +117,7 @@ def told(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         func(slab, *args[1:], **kwargs)
 
 
-@handles("Metadata and autograd", "Tensor.backward", rehearse=False, merged=True)
+@handles("Metadata and autograd", "Tensor.backward", rehearse=False, merged=True, rounded=True)
 def backward(
     func: Callable, input: Any, gradient: Any = None, retain_graph: bool | None = None, inputs: Any = None
 ) -> None:
@@ -123,7 +125,7 @@ def backward(
     backward_of_several(func, input, gradient, retain_graph, inputs=inputs)
 
 
-@handles("Metadata and autograd", "autograd.backward", rehearse=False, merged=True)
+@handles("Metadata and autograd", "autograd.backward", rehearse=False, merged=True, rounded=True)
 def backward_of_several(
     func: Callable, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, inputs: Any = None
 ) -> None:
@@ -135,7 +137,7 @@ def backward_of_several(
         torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=leaves)
 
 
-@handles("Metadata and autograd", "autograd.grad", rehearse=False, merged=True)
+@handles("Metadata and autograd", "autograd.grad", rehearse=False, merged=True, rounded=True)
 def differentiate(
     func: Callable,
     outputs: Any,
@@ -229,7 +231,7 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
     return found
 
 
-@handles("Metadata and autograd", "Tensor.register_hook", rehearse=False, merged=True)
+@handles("Metadata and autograd", "Tensor.register_hook", rehearse=False, merged=True, rounded=True)
 def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any:
     """Call ``hook`` with the gradient of the whole volume, which what it returns takes the place of."""
     if not input.requires_grad:

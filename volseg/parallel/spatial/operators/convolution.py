@@ -39,7 +39,7 @@ from volseg.parallel.spatial.volume import ShardedVolume
 __all__ = ["convolution", "transposed_convolution"]
 
 
-@handles("Convolution", "torch.conv1d", "torch.conv2d", "torch.conv3d", rehearse=False)
+@handles("Convolution", "torch.conv1d", "torch.conv2d", "torch.conv3d", rehearse=False, rounded=True)
 def convolution(
     func: Callable,
     input: Any,
@@ -83,7 +83,7 @@ def convolution(
     return sharded_windows(volume, plans, local, whole, reads_only=True)
 
 
-@handles("Convolution", "torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d")
+@handles("Convolution", "torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d", rounded=True)
 def transposed_convolution(
     func: Callable,
     input: Any,

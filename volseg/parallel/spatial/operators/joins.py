@@ -19,7 +19,7 @@ from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap
 __all__ = ["cat", "stack"]
 
 
-@handles("Slices and joins", "cat", "concat", "concatenate", merged=True)
+@handles("Slices and joins", "cat", "concat", "concatenate", merged=True, rounded=True)
 def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Join along channels slab by slab, or along the cut with the slabs balanced anew."""
     # torch lets an empty tensor of one dim pass, whatever the others' are.

@@ -54,7 +54,7 @@ def normalize(
     return defer(waiting, volume.dims, volume.shape, volume.context), found, lacking
 
 
-@handles("Normalisation", "F.batch_norm", "torch.batch_norm", rehearse=False)
+@handles("Normalisation", "F.batch_norm", "torch.batch_norm", rehearse=False, rounded=True)
 def batch_norm(
     func: Callable,
     input: Any,
@@ -73,7 +73,7 @@ def batch_norm(
     return _with_running(input, running, weight, bias, training, eps, Pooled(Grouping(over_batch=True), replicas))
 
 
-@handles("Normalisation", "F.instance_norm", rehearse=False)
+@handles("Normalisation", "F.instance_norm", rehearse=False, rounded=True)
 def instance_norm(
     func: Callable,
     input: Any,
@@ -151,7 +151,7 @@ def _with_given(
     return settle_in_checkpoint(defer(waiting, volume.dims, volume.shape, volume.context))
 
 
-@handles("Normalisation", "F.group_norm", "torch.group_norm")
+@handles("Normalisation", "F.group_norm", "torch.group_norm", rounded=True)
 def group_norm(
     func: Callable,
     input: Any,

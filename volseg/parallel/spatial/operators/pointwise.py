@@ -93,7 +93,6 @@ UNARY = [
 ]
 
 BINARY = [
-    "add",
     "addcdiv",
     "addcmul",
     "arctan2",
@@ -171,7 +170,6 @@ ACTIVATIONS = [
 ]
 
 DUNDER = [
-    "add",
     "and",
     "eq",
     "floordiv",
@@ -184,7 +182,6 @@ DUNDER = [
     "ne",
     "or",
     "pow",
-    "radd",
     "rand",
     "rdiv",
     "rfloordiv",
@@ -199,7 +196,7 @@ DUNDER = [
     "truediv",
 ]
 
-IN_PLACE = ["iadd", "iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"]
+IN_PLACE = ["iand", "ifloordiv", "imod", "imul", "ior", "ipow", "isub", "itruediv", "ixor"]
 
 
 PRODUCTS = frozenset({torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__})
@@ -213,6 +210,7 @@ CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 @handles("Pointwise arithmetic", *UNARY, "Tensor.__invert__", rehearse=False, merged=True)
 @handles("Copies and conversions", *CONVERSIONS, rehearse=False, merged=True)
 @handles("Pointwise arithmetic", *BINARY, broadcasts=True, merged=True)
+@handles("Pointwise arithmetic", "add", "Tensor.__add__", "Tensor.__radd__", broadcasts=True, merged=True, rounded=True)
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in DUNDER), broadcasts=True, merged=True)
 def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run on each slab; a sum waits with the norms in front of it, a product with one channel has a kernel."""
@@ -293,6 +291,7 @@ def activation(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles("Activations", *(f"{name}_" for name in ACTIVATIONS), rehearse=False, merged=True)
 @handles("Pointwise arithmetic", *(f"{name}_" for name in BINARY if "." not in name), broadcasts=True, merged=True)
 @handles("Pointwise arithmetic", *(f"Tensor.__{name}__" for name in IN_PLACE), broadcasts=True, merged=True)
+@handles("Pointwise arithmetic", "add_", "Tensor.__iadd__", broadcasts=True, merged=True, rounded=True)
 @handles("Copies and conversions", "Tensor.copy_", "Tensor.zero_", "Tensor.fill_", merged=True)
 def in_place(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Change the slabs in place and return the same volume; an ordinary tensor takes in the gathered volume."""
