@@ -30,7 +30,7 @@ from volseg.parallel.spatial.lazy.uncut import cut_later, written
 from volseg.parallel.spatial.memory.offloading import offloaded
 from volseg.parallel.spatial.memory.recomputation import Recomputation
 from volseg.parallel.spatial.outputs import finish_result
-from volseg.parallel.spatial.plan.axes import check_axes, choose_dims
+from volseg.parallel.spatial.plan.shards import check_axes, choose_dims
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.mesh import Processes, join

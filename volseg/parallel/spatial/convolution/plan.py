@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 from volseg.device.convolution.settings import Settings
 from volseg.device.layout import DIM
-from volseg.parallel.spatial.plan.halo import plan_halo
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.spatial.plan.windows import Convolution, TransposedConvolution, Window
+from volseg.parallel.spatial.plan.windows import Convolution, TransposedConvolution, Window, plan_halo
 from volseg.parallel.spatial.transport.halo import Halo, plan_halos
 from volseg.parallel.spatial.volume import ShardedVolume
 

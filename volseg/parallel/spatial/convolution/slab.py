@@ -27,9 +27,8 @@ from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.convolution.around import SurroundedGradients
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.convolution.tiles import convolve_by_tiles
-from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait
+from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, sum_vanishing, vanishes
 from volseg.parallel.spatial.lazy.recipes import Join
-from volseg.parallel.spatial.lazy.vanishing import sum_vanishing, vanishes
 from volseg.parallel.spatial.recipe import Recipe, Write, find_asked, mask_asked, split_rows
 from volseg.parallel.spatial.transport import kept_halo
 from volseg.parallel.spatial.transport.halo import Wait, return_gradients, start_filling

@@ -14,15 +14,22 @@ from torch import Tensor
 from volseg.device import attention
 from volseg.device.attention import Addend
 from volseg.device.first_order import first_order
-from volseg.parallel.spatial.lazy.product_cut import find_cut, give_both_whole, is_cut_once, list_shapes
 from volseg.parallel.spatial.lazy.scores import take_up, waits
-from volseg.parallel.spatial.lazy.waiting_scores import AddendPlace, Steps, WaitingScores
+from volseg.parallel.spatial.lazy.waiting_scores import (
+    AddendPlace,
+    Steps,
+    WaitingScores,
+    find_cut,
+    give_both_whole,
+    is_cut_once,
+    list_shapes,
+)
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import PLAIN, Written
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["KeptResult", "attend"]
+__all__ = ["attend"]
 
 
 def attend(weights: Any, values: Any) -> ShardedVolume | None:

@@ -23,9 +23,9 @@ from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
 from volseg.parallel.spatial.context import Context
+from volseg.parallel.spatial.lazy.bias import note_vanishing
 from volseg.parallel.spatial.lazy.recipes import Normalize
 from volseg.parallel.spatial.lazy.statistics import NormStatistics, Pooled, combine_sums
-from volseg.parallel.spatial.lazy.vanishing import note_vanishing
 from volseg.parallel.spatial.moment import Moment
 from volseg.parallel.spatial.pending import Waiting
 from volseg.parallel.spatial.recipe import Outline, Recipe, outline_slab

@@ -35,7 +35,7 @@ from volseg.parallel.spatial.volume import ShardedVolume, share_later
 from volseg.parallel.state.module import Remembered, remember
 from volseg.parallel.state.random import RandomState
 
-__all__ = ["Recomputation", "find_blocks"]
+__all__ = ["Recomputation"]
 
 
 def find_blocks(net: nn.Module) -> list[nn.Module]:

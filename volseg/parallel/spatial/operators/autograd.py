@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from volseg.device.first_order import first_order
 from volseg.device.torch_internals import is_view, with_overrides
-from volseg.parallel.spatial.lazy.vanishing import forget_vanishing
+from volseg.parallel.spatial.lazy.bias import forget_vanishing
 from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.pending import Shown
 from volseg.parallel.spatial.table import handles, refuse

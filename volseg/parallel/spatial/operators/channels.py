@@ -14,7 +14,7 @@ from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["along_dim", "extremum"]
+__all__ = ["along_dim"]
 
 ALONG_ONE = [
     "softmax",

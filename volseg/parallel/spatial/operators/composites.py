@@ -17,7 +17,7 @@ from torch import Tensor
 from volseg.device.torch_internals import with_overrides
 from volseg.parallel.spatial.table import composes, handles, refuse
 
-__all__ = ["as_written", "broadcast_tensors", "multi_head_attention", "pixel_shuffle", "pixel_unshuffle"]
+__all__ = ["as_written"]
 
 
 @composes("Products", "F.multi_head_attention_forward")

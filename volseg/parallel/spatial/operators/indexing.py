@@ -14,14 +14,13 @@ from torch import Tensor
 from volseg.parallel.spatial.dispatch import Copied
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.operators.dims import say_gathered
-from volseg.parallel.spatial.operators.joins import cat
 from volseg.parallel.spatial.operators.operands import aligned, each_slab, elementwise, rewrap, run_local
-from volseg.parallel.spatial.operators.slices import assign, expanded, is_basic, sliced, take_planes
+from volseg.parallel.spatial.operators.slices import assign, cat, expanded, is_basic, sliced, take_planes
 from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
 
-__all__ = ["getitem", "setitem"]
+__all__ = ["getitem"]
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 

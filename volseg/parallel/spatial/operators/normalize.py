@@ -19,8 +19,7 @@ from volseg.device.norm.running import Running, check_sizes
 from volseg.parallel.spatial.lazy.bias import take_without_bias
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
 from volseg.parallel.spatial.lazy.statistics import NormStatistics, Pooled, compute_statistics, take_statistics
-from volseg.parallel.spatial.operators.arguments import spatial_only
-from volseg.parallel.spatial.operators.operands import each_slab, elementwise
+from volseg.parallel.spatial.operators.operands import each_slab, elementwise, spatial_only
 from volseg.parallel.spatial.operators.reductions import moments
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, defer

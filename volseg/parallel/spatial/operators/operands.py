@@ -1,4 +1,7 @@
-"""Operands of a function that looks at one voxel at a time: brought to one cut, given slab by slab, wrapped again."""
+"""Arguments in the one form that handlers work with, and operands of functions that look at one voxel at a time.
+
+Operands are brought to one cut, given slab by slab, and what comes of them is wrapped again.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -13,7 +16,37 @@ from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.table import refuse
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
 
-__all__ = ["aligned", "call_each", "cut_like", "each_slab", "elementwise", "rewrap", "run_local", "wrap_reduced"]
+__all__ = [
+    "aligned",
+    "call_each",
+    "cut_like",
+    "dims_of",
+    "each_slab",
+    "elementwise",
+    "per_dim",
+    "rewrap",
+    "run_local",
+    "spatial_only",
+    "wrap_reduced",
+]
+
+
+def per_dim(value: int | float | Sequence, count: int) -> list:
+    """Return one value per spatial dim; torch allows a single one for all."""
+    values = list(value) if isinstance(value, Sequence) else [value]
+    return values * count if len(values) == 1 else values
+
+
+def dims_of(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
+    """Return non-negative dims; ``None`` and an empty sequence mean all of them."""
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return list(range(ndim))
+    return [d % ndim for d in (dim if isinstance(dim, Sequence) else [dim])]
+
+
+def spatial_only(volume: Any, count: int) -> bool:
+    """Say whether only the last ``count`` dims of the volume are cut."""
+    return isinstance(volume, ShardedVolume) and all(dim >= volume.ndim - count for dim in volume.dims)
 
 
 def aligned(operand: Any, like: ShardedVolume) -> list[Any]:

@@ -1,25 +1,30 @@
-"""Functions that look at one voxel at a time: run on each slab, operands brought to the same cut."""
+"""Functions that look at one voxel at a time: run on each slab, operands brought to the same cut.
+
+Some activations are taken along by a norm that waits, in place or not.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from volseg.device import broadcast_mul, fusions
 from volseg.device.first_order import first_order
+from volseg.device.norm.activation import Activation
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.lazy import scores
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting, add_with_room
 from volseg.parallel.spatial.lazy.tiled_addition import add_later
 from volseg.parallel.spatial.lazy.uncut import SUMS
-from volseg.parallel.spatial.operators.operands import aligned, rewrap, run_local
+from volseg.parallel.spatial.operators.operands import aligned, each_slab, rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
-__all__ = ["activation", "in_place", "pointwise", "where"]
+__all__ = ["activation", "in_place", "pointwise", "prelu", "where"]
 
 UNARY = [
     "abs",
@@ -314,3 +319,58 @@ def where(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if len(args) + len(kwargs) < 3:
         return run_gathered(func, args, kwargs)
     return pointwise(func, args, kwargs)
+
+
+@handles("Activations", "relu", "relu_", "F.leaky_relu", "F.leaky_relu_", rehearse=False, merged=True)
+@handles("Activations", "F.elu", "F.elu_", "silu", "silu_", "gelu", "gelu_", rehearse=False, merged=True)
+@handles("Pointwise arithmetic", "sigmoid", "sigmoid_", rehearse=False, merged=True)
+def activate(
+    func: Callable,
+    input: Any,
+    negative_slope: float = 0.01,
+    alpha: float = 1.0,
+    approximate: str = "none",
+    inplace: bool = False,
+) -> Any:
+    """Leave it to the norm that waits in front, or apply it to each slab."""
+    if not isinstance(input, ShardedVolume):
+        refuse("its input is not sharded")
+    settings: dict[str, Any] = {}
+    match func.__name__.removesuffix("_"):
+        case "relu":
+            chosen = Activation("leaky", 0.0)
+        case "leaky_relu":
+            chosen, settings = Activation("leaky", float(negative_slope)), {"negative_slope": negative_slope}
+        case "elu":
+            chosen, settings = Activation("elu", float(alpha)), {"alpha": alpha}
+        case "gelu":
+            chosen, settings = Activation("gelu"), {"approximate": approximate}
+        case "sigmoid":
+            chosen = Activation("sigmoid")
+        case _:
+            chosen = Activation("silu")
+    written = inplace or func.__name__.endswith("_")
+    taken = approximate == "none" and (chosen.kind in ("leaky", "elu") or fusions.is_on("activations"))
+    waiting = input.pending.activate(chosen) if taken else None
+    if waiting is None:
+        return (in_place if written else pointwise)(func, (input,), settings | ({"inplace": True} if inplace else {}))
+    if written:
+        input.pending = waiting
+        increment_version(input)
+        return input
+    input.is_bypassed = True
+    return defer(waiting, input.dims, input.shape, input.context)
+
+
+@handles("Activations", "prelu", "F.prelu", rehearse=False, merged=True)
+def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
+    """Apply a slope per channel (not a broadcast from the end)."""
+    if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or {0, 1} & set(input.dims):
+        refuse("batch and channels must not be cut, nor the weight")
+    if weight.ndim > 1 or weight.numel() not in (1, input.shape[1]):
+        raise RuntimeError(f"prelu needs one slope, or {input.shape[1]} (one per channel), got {tuple(weight.shape)}")
+    waiting = input.pending.activate(Activation("prelu"), weight) if fusions.is_on("activations") else None
+    if waiting is not None:
+        input.is_bypassed = True
+        return defer(waiting, input.dims, input.shape, input.context)
+    return each_slab(func, input, weight)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volseg.device import fusions, upsample2x
 from volseg.device.first_order import LinearMap
-from volseg.parallel.spatial.operators.arguments import per_dim, spatial_only
+from volseg.parallel.spatial.operators.operands import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
     LocalWindow,
@@ -23,7 +23,7 @@ from volseg.parallel.spatial.plan.windows import AdaptivePool
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["adaptive_pool", "average_pool", "max_pool"]
+__all__ = ["adaptive_pool"]
 
 
 @handles("Pooling", "torch.max_pool1d", "torch.max_pool2d", "torch.max_pool3d")

@@ -19,7 +19,7 @@ from volseg.parallel.spatial.operators.operands import elementwise
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, give_whole, relaid, wrap
 
-__all__ = ["attention", "contract", "einsum", "linear", "matmul"]
+__all__ = ["attention", "einsum", "linear", "matmul"]
 
 Letters = Sequence[str]
 

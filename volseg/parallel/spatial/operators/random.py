@@ -1,4 +1,4 @@
-"""Random voxels: drawn independently on every shard, from one seed.
+"""Random voxels and dropout: drawn independently on every shard, from one seed; whole channels alike on all of them.
 
 The seed comes from the CPU's default generator, which all processes of a group hold in the same state during a forward
 pass (see ``strategy``); elsewhere they agree on one. So one seed repeats a run, and a recomputation, which gets that
@@ -15,12 +15,13 @@ from volseg.device.gpus import find_readable, host_values, is_recording
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.operators.operands import aligned
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
+from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 from volseg.parallel.state.random import mix
 
-__all__ = ["common_generator", "fill_randomly", "generators"]
+__all__ = ["dropout", "generators"]
 
 
 def draw_seed(volume: ShardedVolume) -> int:
@@ -154,3 +155,69 @@ def rrelu(
 def _refuse_generator(generator: torch.Generator | None) -> None:
     if generator is not None:
         refuse("a generator= draws on one device; seed torch with torch.manual_seed instead")
+
+
+@handles("Dropout", "F.alpha_dropout", "torch.alpha_dropout", "F.feature_alpha_dropout", rehearse=False, merged=True)
+def alpha_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the volume in eval mode."""
+    named = bind(func, args, kwargs)
+    if named.get("training", False) and named.get("p", 0.5) != 0:
+        refuse("alpha dropout has no sharded form")
+    return named["input"]
+
+
+@handles("Dropout", "F.dropout", "torch.dropout", "torch.dropout_", rehearse=False, merged=True)
+def dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Drop voxels independently."""
+    _check_probability(p)
+    if not isinstance(input, ShardedVolume) or not training or p == 0:
+        return input
+    masks = voxel_masks(input, 1 - p)
+    factor = 1 / (1 - p) if p < 1 else 0.0
+    return _apply(input, masks, factor, inplace or func.__name__.endswith("_"))
+
+
+@handles("Dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d", "torch.feature_dropout", rehearse=False, merged=True)
+def channel_dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Drop whole channels, the same on all shards."""
+    _check_probability(p)
+    if not isinstance(input, ShardedVolume) or not training or p == 0:
+        return input
+    # Unbatched input (C, D, H, W): the channels come first.
+    spatial = [int(letter) for letter in func.__name__ if letter.isdigit()]
+    leading = 1 if spatial == [input.ndim - 1] else 2
+    if any(dim < leading for dim in input.dims):
+        refuse("batch and channels must not be cut")
+    shape = [*input.shape[:leading], *([1] * (input.ndim - leading))]
+    mask = channel_mask(input, shape, 1 - p)
+    factor = 1 / (1 - p) if p < 1 else 0.0
+    return _apply(input, input.context.spread(mask), factor, inplace)
+
+
+def _check_probability(p: float) -> None:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
+def voxel_masks(volume: ShardedVolume, keep: float) -> list[Tensor]:
+    """Draw one mask per slab."""
+    return [
+        torch.empty_like(slab, requires_grad=False).bernoulli_(keep, generator=generator)
+        for slab, generator in zip(volume.slabs, generators(volume), strict=True)
+    ]
+
+
+def channel_mask(volume: ShardedVolume, shape: list[int], keep: float) -> Tensor:
+    """Draw one mask for all slabs."""
+    empty = torch.empty(shape, dtype=volume.dtype, device=volume.context.communicator.home)
+    return empty.bernoulli_(keep, generator=common_generator(volume))
+
+
+def _apply(volume: ShardedVolume, masks: list[Tensor], factor: float, in_place: bool) -> ShardedVolume:
+    pairs = zip(volume.slabs, masks, strict=True)
+    if in_place:
+        volume.context.change(volume)
+        for slab, mask in pairs:
+            slab.mul_(mask * factor)
+        return volume
+    return wrap(volume, [slab * (mask * factor) for slab, mask in pairs])
