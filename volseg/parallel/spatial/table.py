@@ -70,6 +70,8 @@ class Entry:
         Where the documentation lists it; None for functions that are not torch's.
     treated
         The arguments that the handler treats; None for all of them.
+    filled
+        Whether it gets them as one value, with torch's defaults (see ``signatures.fill``).
     rehearsed
         Whether the call is rehearsed on shapes: not where the handler compares sizes itself, or none are to compare.
     broadcasts
@@ -96,6 +98,7 @@ class Entry:
     perhaps: bool = False
     merged: bool = False
     rounded: bool = False
+    filled: bool = False
 
 
 class Refusal(Exception):  # noqa: N818  (never reaches a user)
@@ -132,12 +135,15 @@ def handles(
     broadcasts: bool = False,
     merged: bool = False,
     rounded: bool = False,
+    treats: str = "",
 ) -> Callable[[Handler], Handler]:
     """Register a handler for every function of these names, in any namespace of torch that has it.
 
     A name is bare (``"relu"``: ``torch.relu``, ``Tensor.relu`` and ``F.relu``) or qualified (``"F.relu"``). A handler
     is ``merged`` if it touches the cut only by zipping slabs, by ``aligned`` or by ``wrap``, or asks the volume for
     what it owns.
+
+    ``treats`` names the arguments of a handler that gets them as one value, with torch's own defaults.
 
     ``rounded``, it reads an upsampled volume in the type that its slabs have, where torch has float32 under autocast:
     convolutions, which autocast has in that type anyway; what stands between an upsampling and its convolution in a
@@ -147,12 +153,12 @@ def handles(
 
     def register(handler: Handler) -> Handler:
         parameters = tuple(inspect.signature(handler).parameters)
-        treated = None if parameters == WHOLE_CALL else frozenset(parameters) - {"func"}
+        treated = None if parameters == WHOLE_CALL else frozenset(treats.split() or parameters) - {"func"}
         for label, function in _found(names):
             bare = label.rpartition(".")[2]
             perhaps = bare in PERHAPS_VIEWS
             views = perhaps or bare in VIEWS or returns_view(function)
-            looks = views, perhaps, merged, rounded
+            looks = views, perhaps, merged, rounded, bool(treats)
             TABLE[function] = Entry(label, family, handler, treated, rehearse, broadcasts, *looks)
         return handler
 

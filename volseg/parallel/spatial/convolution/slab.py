@@ -163,7 +163,7 @@ class _Convolve(torch.autograd.Function):
             buffers = list(kept[: ctx.count])
             if ctx.write is not None:
                 buffers = [_write_input(ctx, n, ctx.write, *own, sum(ctx.channels)) for n, own in enumerate(pairs_kept)]
-            whole = derive(buffers, weights, needs_input, needs_weight, needs_bias)
+            whole = derive(buffers, weights, (needs_input, needs_weight, needs_bias))
             found = [([None] * len(ctx.channels) if x is None else x.split(ctx.channels, 1), w, b) for x, w, b in whole]
         inputs = list(chain.from_iterable(zip(*(split for split, _, _ in found), strict=True)))
         biases = [bias for _, _, bias in found] if ctx.num_biases else []
@@ -224,21 +224,16 @@ class _Derivation:
             self.around = SurroundedGradients(plan.around, gradients, plan.channels_last)
 
     def __call__(
-        self,
-        buffers: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        needs_input: bool,
-        needs_weight: bool,
-        needs_bias: bool,
+        self, buffers: Sequence[Tensor], weights: Sequence[Tensor], asked: tuple[bool, bool, bool]
     ) -> list[Gradients]:
-        """Return the gradients of each slab."""
-        plan = self.ctx.plan
+        """Return the gradients of each slab that are asked for: of input, weight and bias."""
+        plan, (needs_input, *needed) = self.ctx.plan, asked
         derive = [
             partial(choice.differentiate, *row, self.ctx.bias_sizes, plan.settings, plan.channels_last)
             for row in zip(self.gradients, buffers, weights, strict=True)
         ]
         if not self.halos:
-            return [of_slab((needs_input, needs_weight, needs_bias)) for of_slab in derive]
+            return [of_slab(asked) for of_slab in derive]
         finish: Callable[[], Sequence[Tensor | None]] | None = None
         if needs_input and self.around is not None:
             slabs = [own_planes(buffer, halo.own) for buffer, halo in zip(buffers, self.halos, strict=True)]
@@ -246,7 +241,7 @@ class _Derivation:
         elif needs_input:
             whole = [of_slab((True, False, False))[0] for of_slab in derive]
             finish = return_gradients([gradient for gradient in whole if gradient is not None], self.halos)
-        rest = [of_slab((False, needs_weight, needs_bias)) for of_slab in derive]
+        rest = [of_slab((False, *needed)) for of_slab in derive]
         inputs = [None] * len(rest) if finish is None else finish()
         return [(own, weight, bias) for own, (_, weight, bias) in zip(inputs, rest, strict=True)]
 
@@ -288,7 +283,7 @@ def _derive_in_parts(
             weight.narrow(1, first, count).contiguous(memory_format=layout)
             for weight, layout in zip(weights, layouts, strict=True)
         ]
-        by_part.append(derive(buffers, narrow, True, needs_weight, needs_bias and first == 0))
+        by_part.append(derive(buffers, narrow, (True, needs_weight, needs_bias and first == 0)))
     found: list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]] = []
     for of_slab in zip(*by_part, strict=True):
         inputs, parts_of_weight, biases = zip(*of_slab, strict=True)

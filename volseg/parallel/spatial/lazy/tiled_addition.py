@@ -19,8 +19,9 @@ from volseg.device.layout import DIM, copy_into, layout_of
 from volseg.device.norm import addition
 from volseg.device.norm.activation import IDENTITY, Activation
 from volseg.device.norm.term import Term
-from volseg.parallel.spatial.lazy.norm import NormPlan, WaitingNorm, find_norm, sum_to_slope
+from volseg.parallel.spatial.lazy.norm import WaitingNorm, find_norm, sum_to_slope
 from volseg.parallel.spatial.lazy.recipes import WaitingRecipe
+from volseg.parallel.spatial.lazy.statistics import NormPlan
 from volseg.parallel.spatial.plan.shards import spans
 from volseg.parallel.spatial.recipe import Recipe, Write, outline_slab, split_rows
 from volseg.parallel.spatial.volume import ShardedVolume, defer
@@ -167,19 +168,13 @@ class _AddInTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        waiting: TiledSum,
-        fill: Callable[[], list[Tensor]],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        *tensors: Tensor,
+        ctx: Any, waiting: TiledSum, fill: Callable[[], list[Tensor]], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        norm = waiting.norm
+        norm, weight = waiting.norm, tensors[0]
         ctx.plan = NormPlan.of(norm)
         ctx.write, ctx.sizes = waiting.write_sum, [len(row) for row in waiting.recipe.rows]
         ctx.columns = [(column[0].shape[1], column[0].dtype) for column in waiting.columns]
         ctx.save_for_backward(norm.found.mean, norm.found.rstd, weight, *chain.from_iterable(waiting.recipe.rows))
-        del bias, tensors
         return tuple(fill())
 
     @staticmethod

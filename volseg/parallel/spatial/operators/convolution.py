@@ -35,19 +35,14 @@ from volseg.parallel.spatial.volume import ShardedVolume
 __all__ = ["convolution"]
 
 
-@handles("Convolution", "torch.conv1d", "torch.conv2d", "torch.conv3d", rehearse=False, rounded=True)
-def convolution(
-    func: Callable,
-    input: Any,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Any:
+TREATED = "input weight bias stride padding dilation groups"
+
+
+@handles("Convolution", *(f"torch.conv{n}d" for n in (1, 2, 3)), rehearse=False, rounded=True, treats=TREATED)
+def convolution(func: Callable, given: Any) -> Any:
     """Convolve each slab, extended by its halo, without padding along the cut."""
-    volume = input
+    volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
+    stride, padding, dilation = given.stride, given.padding, given.dilation
     count = weight.ndim - 2
     if not spatial_only(volume, count):
         refuse("the input must be cut along a spatial dim, and the weight not at all")
@@ -55,7 +50,7 @@ def convolution(
     def rehearse() -> None:
         rehearsed(func, (volume, weight, bias, stride, padding, dilation, groups), {}, volume)
 
-    chosen = _direct(volume, weight.shape, stride, padding, dilation, groups, rehearse)
+    chosen = _direct(given, rehearse)
     if chosen is not None:
         return convolve(volume, weight, bias, chosen)
     rehearse()
@@ -79,25 +74,17 @@ def convolution(
     return sharded_windows(volume, plans, local, whole, reads_only=True)
 
 
-@handles("Convolution", "torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d", rounded=True)
-def transposed_convolution(
-    func: Callable,
-    input: Any,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Any:
+@handles(
+    "Convolution", *(f"torch.conv_transpose{n}d" for n in (1, 2, 3)), rounded=True, treats=f"{TREATED} output_padding"
+)
+def transposed_convolution(func: Callable, given: Any) -> Any:
     """Run a transposed convolution on the planes that reach a slab's outputs."""
-    volume = input
+    volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
     count = weight.ndim - 2
     if not spatial_only(volume, count):
         refuse("the input must be cut along a spatial dim, and the weight not at all")
-    stride, dilation = per_dim(stride, count), per_dim(dilation, count)
-    padding, extra = per_dim(padding, count), per_dim(output_padding, count)
+    stride, dilation = per_dim(given.stride, count), per_dim(given.dilation, count)
+    padding, extra = per_dim(given.padding, count), per_dim(given.output_padding, count)
     first = volume.ndim - count
     windows = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
@@ -150,20 +137,13 @@ def transposed_convolution(
     return add_bias_later(with_gradient(result, biases), biases)
 
 
-def _direct(
-    volume: ShardedVolume,
-    weight: torch.Size,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-    rehearse: Callable[[], None],
-) -> ConvolutionPlan | None:
+def _direct(given: Any, rehearse: Callable[[], None]) -> ConvolutionPlan | None:
     """Return how to convolve without the general exchange, if possible; planned once for each size and layer."""
+    volume, weight, padding, groups = given.input, given.weight.shape, given.padding, given.groups
     if (isinstance(padding, str) and padding != "valid") or len(volume.dims) != 1:
         return None
     context, count = volume.context, len(weight) - 2
-    stride, dilation = tuple(per_dim(stride, count)), tuple(per_dim(dilation, count))
+    stride, dilation = tuple(per_dim(given.stride, count)), tuple(per_dim(given.dilation, count))
     padding = (0,) * count if padding == "valid" else tuple(per_dim(padding, count))
 
     def make() -> ConvolutionPlan | None:

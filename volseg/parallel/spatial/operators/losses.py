@@ -190,27 +190,19 @@ def distance(func: Callable, input: Any, other: Any, p: float = 2.0) -> Any:
     return _length(difference, p, list(range(difference.ndim)), keepdim=False)
 
 
-@handles("Losses", "F.triplet_margin_loss", merged=True)
-def triplet_margin_loss(
-    func: Callable,
-    anchor: Any,
-    positive: Any,
-    negative: Any,
-    margin: float = 1.0,
-    p: float = 2.0,
-    eps: float = 1e-6,
-    swap: bool = False,
-    reduction: str = "mean",
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-) -> Any:
+TRIPLET = "anchor positive negative margin p eps swap reduction size_average reduce"
+
+
+@handles("Losses", "F.triplet_margin_loss", merged=True, treats=TRIPLET)
+def triplet_margin_loss(func: Callable, given: Any) -> Any:
     """Compare the distances of vectors in the last dim."""
-    near = pairwise_distance(func, anchor, positive, p, eps)
-    far = pairwise_distance(func, anchor, negative, p, eps)
-    if swap:
-        far = elementwise(torch.minimum, far, pairwise_distance(func, positive, negative, p, eps))
-    losses = elementwise(torch.clamp_min, elementwise(torch.sub, elementwise(torch.add, near, margin), far), 0)
-    return reduced(losses, legacy_reduction(size_average, reduce, reduction))
+    order = given.p, given.eps
+    near = pairwise_distance(func, given.anchor, given.positive, *order)
+    far = pairwise_distance(func, given.anchor, given.negative, *order)
+    if given.swap:
+        far = elementwise(torch.minimum, far, pairwise_distance(func, given.positive, given.negative, *order))
+    losses = elementwise(torch.clamp_min, elementwise(torch.sub, elementwise(torch.add, near, given.margin), far), 0)
+    return reduced(losses, legacy_reduction(given.size_average, given.reduce, given.reduction))
 
 
 def _length(operand: Any, p: float, dim: Any, keepdim: bool) -> Any:

@@ -209,6 +209,12 @@ QUOTIENTS = frozenset({torch.div, torch.divide, torch.true_divide, Tensor.div, T
 QUOTIENTS |= {Tensor.__truediv__}
 SUMS_IN_PLACE: frozenset[Any] = frozenset({Tensor.add_, Tensor.__iadd__})
 
+
+def both(*names: str) -> list[str]:
+    """Return functions and their forms in place."""
+    return [form for name in names for form in (name, f"{name}_")]
+
+
 CONVERSIONS = ["clone", "Tensor.type_as", "detach", "real", "imag"]
 
 
@@ -321,45 +327,44 @@ def where(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return pointwise(func, args, kwargs)
 
 
-@handles("Activations", "relu", "relu_", "F.leaky_relu", "F.leaky_relu_", rehearse=False, merged=True)
-@handles("Activations", "F.elu", "F.elu_", "silu", "silu_", "gelu", "gelu_", rehearse=False, merged=True)
-@handles("Pointwise arithmetic", "sigmoid", "sigmoid_", rehearse=False, merged=True)
-def activate(
-    func: Callable,
-    input: Any,
-    negative_slope: float = 0.01,
-    alpha: float = 1.0,
-    approximate: str = "none",
-    inplace: bool = False,
-) -> Any:
+TAKEN_ALONG = {
+    "relu": "leaky",
+    "leaky_relu": "leaky",
+    "elu": "elu",
+    "silu": "silu",
+    "gelu": "gelu",
+    "sigmoid": "sigmoid",
+}
+"""Kinds of activation (see ``Activation``) that a norm takes along."""
+
+ACTIVATED = "input negative_slope alpha approximate inplace"
+
+
+@handles("Activations", *both("relu", "F.leaky_relu"), rehearse=False, merged=True, treats=ACTIVATED)
+@handles("Activations", *both("F.elu", "silu", "gelu"), rehearse=False, merged=True, treats=ACTIVATED)
+@handles("Pointwise arithmetic", *both("sigmoid"), rehearse=False, merged=True, treats=ACTIVATED)
+def activate(func: Callable, given: Any) -> Any:
     """Leave it to the norm that waits in front, or apply it to each slab."""
-    if not isinstance(input, ShardedVolume):
+    volume, inplace = given.input, getattr(given, "inplace", False)
+    if not isinstance(volume, ShardedVolume):
         refuse("its input is not sharded")
-    settings: dict[str, Any] = {}
-    match func.__name__.removesuffix("_"):
-        case "relu":
-            chosen = Activation("leaky", 0.0)
-        case "leaky_relu":
-            chosen, settings = Activation("leaky", float(negative_slope)), {"negative_slope": negative_slope}
-        case "elu":
-            chosen, settings = Activation("elu", float(alpha)), {"alpha": alpha}
-        case "gelu":
-            chosen, settings = Activation("gelu"), {"approximate": approximate}
-        case "sigmoid":
-            chosen = Activation("sigmoid")
-        case _:
-            chosen = Activation("silu")
+    settings = {
+        name: getattr(given, name) for name in ("negative_slope", "alpha", "approximate") if hasattr(given, name)
+    }
+    kind: Any = TAKEN_ALONG[func.__name__.removesuffix("_")]
+    exact = settings.get("approximate", "none") == "none"
+    taken = exact and (kind in ("leaky", "elu") or fusions.is_on("activations"))
+    parameter = settings.get("alpha" if kind == "elu" else "negative_slope", 0.0)
+    waiting = volume.pending.activate(Activation(kind, float(parameter))) if taken else None
     written = inplace or func.__name__.endswith("_")
-    taken = approximate == "none" and (chosen.kind in ("leaky", "elu") or fusions.is_on("activations"))
-    waiting = input.pending.activate(chosen) if taken else None
     if waiting is None:
-        return (in_place if written else pointwise)(func, (input,), settings | ({"inplace": True} if inplace else {}))
+        return (in_place if written else pointwise)(func, (volume,), settings | ({"inplace": True} if inplace else {}))
     if written:
-        input.pending = waiting
-        increment_version(input)
-        return input
-    input.is_bypassed = True
-    return defer(waiting, input.dims, input.shape, input.context)
+        volume.pending = waiting
+        increment_version(volume)
+        return volume
+    volume.is_bypassed = True
+    return defer(waiting, volume.dims, volume.shape, volume.context)
 
 
 @handles("Activations", "prelu", "F.prelu", rehearse=False, merged=True)

@@ -221,20 +221,16 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
     return wrap(input, [func(slab, w, b) for slab, w, b in rows])
 
 
-@handles("Products", "F.scaled_dot_product_attention", merged=True)
-def attention(
-    func: Callable,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+@handles(
+    "Products",
+    "F.scaled_dot_product_attention",
+    merged=True,
+    treats="query key value attn_mask dropout_p is_causal scale enable_gqa",
+)
+def attention(func: Callable, given: Any) -> Any:
     """Let each query of a slab attend to all keys: the query stays cut, keys and values are gathered."""
-    if dropout_p:
+    query, key, value, attn_mask = given.query, given.key, given.value, given.attn_mask
+    if given.dropout_p:
         refuse("dropout of attention weights is not supported on slabs: pass dropout_p=0")
     batch = [str(-i) for i in range(max(t.ndim for t in (query, key, value)) - 2, 0, -1)]
     letters = [[*batch[len(batch) - t.ndim + 2 :], *own] for t, own in ((query, "me"), (key, "ne"), (value, "nv"))]
@@ -243,16 +239,16 @@ def attention(
         operands.append(attn_mask)
         letters.append([*batch, "m", "n"][-attn_mask.ndim :] if attn_mask.ndim else [])
     output = [*batch, "m", "v"]
-    settings: dict[str, Any] = {} if scale is None else {"scale": scale}
-    settings |= ({"is_causal": True} if is_causal else {}) | ({"enable_gqa": True} if enable_gqa else {})
+    asked = {name: getattr(given, name, None) for name in ("scale", "is_causal", "enable_gqa")}
+    settings = {name: value for name, value in asked.items() if value is not None and value is not False}
 
     def compute(*local: Tensor) -> Tensor:
         return func(*local[:3], attn_mask=local[3] if attn_mask is not None else None, **settings)
 
-    given = [(o, own) for o, own in zip(operands, letters, strict=True) if isinstance(o, ShardedVolume)]
-    cuts = [_cut(o, own) for o, own in given if set(_cut(o, own)) <= set(output)]
+    pairs = [(o, own) for o, own in zip(operands, letters, strict=True) if isinstance(o, ShardedVolume)]
+    cuts = [_cut(o, own) for o, own in pairs if set(_cut(o, own)) <= set(output)]
     if not cuts:  # keys and values alone are cut, or features: nothing of the result is
         return compute(*(o.full_tensor() if isinstance(o, ShardedVolume) else o for o in operands))
-    if (is_causal and "m" in cuts[0]) or (enable_gqa and set(cuts[0]) != {"m"}):
+    if ("is_causal" in settings and "m" in cuts[0]) or ("enable_gqa" in settings and set(cuts[0]) != {"m"}):
         refuse("a causal mask along the cut, or grouped heads that are cut, are not supported: pass attn_mask")
     return contract(compute, operands, letters, output)

@@ -331,20 +331,13 @@ def bucketize(func: Callable, input: Any, boundaries: Any, out_int32: bool = Fal
     return each_slab(lambda slab, own: func(slab.contiguous(), own, **settings), input, boundaries)
 
 
-@handles("Counts", "searchsorted", merged=True)
-def search_sorted(
-    func: Callable,
-    sorted_sequence: Any,
-    input: Any,
-    out_int32: bool = False,
-    right: bool = False,
-    side: str | None = None,
-) -> Any:
+@handles("Counts", "searchsorted", merged=True, treats="sorted_sequence input out_int32 right side")
+def search_sorted(func: Callable, given: Any) -> Any:
     """Return the number of each voxel's interval in one sorted sequence for all of them."""
-    if isinstance(sorted_sequence, ShardedVolume) or sorted_sequence.ndim != 1:
+    if isinstance(given.sorted_sequence, ShardedVolume) or given.sorted_sequence.ndim != 1:
         refuse("it needs one ordinary sequence for all voxels")
-    settings = {"out_int32": out_int32, "right": right, "side": side}
-    return each_slab(lambda slab, own: func(own, slab.contiguous(), **settings), input, sorted_sequence)
+    settings = {"out_int32": given.out_int32, "right": given.right, "side": given.side}
+    return each_slab(lambda slab, own: func(own, slab.contiguous(), **settings), given.input, given.sorted_sequence)
 
 
 @handles("Counts", "isin", merged=True)

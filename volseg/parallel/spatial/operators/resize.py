@@ -27,27 +27,17 @@ NEAREST = ("nearest", "nearest-exact")
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
-@handles("Interpolation", "F.upsample")
-def upsample(func: Callable, input: Any, size: Any = None, scale_factor: Any = None, **settings: Any) -> Any:
-    """Interpolate, by torch's former name for it."""
-    return interpolate(F.interpolate, input, size, scale_factor, **settings)
+RESIZED = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
 
 
-@handles("Interpolation", "F.interpolate")
-def interpolate(
-    func: Callable,
-    input: Any,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> Any:
+@handles("Interpolation", "F.upsample", treats="input size scale_factor")
+@handles("Interpolation", "F.interpolate", treats=f"input {' '.join(RESIZED)} antialias")
+def interpolate(func: Callable, settings: Any) -> Any:
     """Blend planes along the cut, then let torch interpolate within them: linear interpolation is separable."""
-    volume = input
-    given = {"size": size, "scale_factor": scale_factor, "mode": mode, "align_corners": align_corners}
-    given["recompute_scale_factor"] = recompute_scale_factor
+    volume, mode, antialias = settings.input, settings.mode, getattr(settings, "antialias", False)
+    given: dict[str, Any] = {
+        name: getattr(settings, name, None) for name in RESIZED
+    }  # upsample, its former name, has fewer
     count = volume.ndim - 2
     if mode == "area":
         sizes = _sizes(volume, given, count)
@@ -58,7 +48,7 @@ def interpolate(
         refuse(f"mode={mode!r} is none of {', '.join(NEAREST)}, {LINEAR[count]}, area")
     sizes = _sizes(volume, given, count)
     scales = _given_scales(given, count)
-    corners = bool(align_corners)
+    corners = bool(given["align_corners"])
     if _is_doubled(volume, mode, sizes, _given_scales(given, count), corners):
         return _double_in_own_type(volume, mode)
     # Where as many planes come out as went in, torch copies them, whatever factor was given: on a CPU along each dim by
@@ -92,7 +82,7 @@ def interpolate(
         return _within(slab, sizes, scales, cut, given)
 
     def whole(tensor: Tensor) -> Tensor:
-        return func(tensor, **given)
+        return F.interpolate(tensor, **given)
 
     return sharded_windows(volume, plans, local, whole)
 
@@ -196,30 +186,24 @@ def _given_scales(given: dict, count: int) -> list[float | None]:
     return [float(factor) for factor in per_dim(given["scale_factor"], count)]
 
 
-@handles("Interpolation", "F.grid_sample")
-def grid_sample(
-    func: Callable,
-    input: Any,
-    grid: Any,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-    align_corners: bool | None = None,
-) -> Any:
+@handles("Interpolation", "F.grid_sample", treats="input grid mode padding_mode align_corners")
+def grid_sample(func: Callable, given: Any) -> Any:
     """Sample the gathered input at a slab's places: they may be anywhere in it."""
-    settings = {"mode": mode, "padding_mode": padding_mode, "align_corners": align_corners}
-    volume: ShardedVolume = grid if isinstance(grid, ShardedVolume) else input
+    settings = {name: getattr(given, name) for name in ("mode", "padding_mode", "align_corners")}
+    source, grid = given.input, given.grid
+    volume: ShardedVolume = grid if isinstance(grid, ShardedVolume) else source
     context = volume.context
-    if isinstance(input, ShardedVolume):
+    if isinstance(source, ShardedVolume):
         context.say_once("F.grid_sample may read a volume anywhere: its input is gathered on every device")
     if not isinstance(grid, ShardedVolume):
         # Dim i of the places is dim i + 1 of the result.
-        dims = [dim - 1 for dim in input.dims]
-        if any(dim < 1 or grid.shape[dim] != size for dim, size in zip(dims, input.sizes, strict=True)):
-            return run_gathered(func, (input, grid), settings)
+        dims = [dim - 1 for dim in source.dims]
+        if any(dim < 1 or grid.shape[dim] != size for dim, size in zip(dims, source.sizes, strict=True)):
+            return run_gathered(func, (source, grid), settings)
         grid = from_whole(grid, dims, context)
     if any(dim in (0, grid.ndim - 1) for dim in grid.dims):
         refuse("batch and coordinates must not be cut")
-    wholes = context.spread(input.full_tensor() if isinstance(input, ShardedVolume) else input)
+    wholes = context.spread(source.full_tensor() if isinstance(source, ShardedVolume) else source)
     slabs = [func(own, places, **settings) for own, places in zip(wholes, grid.slabs, strict=True)]
     shape = [*slabs[0].shape[:2], *grid.shape[1:-1]]
     return ShardedVolume(slabs, [dim + 1 for dim in grid.dims], shape, context)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from volseg.parallel.spatial.operators import normalize
 from volseg.parallel.spatial.operators.operands import call_each, rewrap
+from volseg.parallel.spatial.signatures import fill
 from volseg.parallel.spatial.table import handles_samples, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
@@ -60,6 +61,6 @@ def batch_norm(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
 
     shape = (outer, channels, input.shape[0] // (outer * unit), unit, rest)
     planes = ShardedVolume([as_planes(slab) for slab in input.slabs], (2,), shape, input.context)
-    result = normalize.batch_norm(func, planes, **settings)
+    result = normalize.batch_or_instance_norm(func, fill(func, (planes,), settings))
     slabs: Sequence[Tensor] = result.slabs
     return wrap(input, [as_samples(slab, own) for slab, own in zip(slabs, input.slabs, strict=True)])
