@@ -12,12 +12,7 @@ from torch import Tensor, nn
 import volseg.parallel.spatial.operators  # noqa: F401  (fills the operator table)
 from volseg.device.gpus import has_values, is_recording
 from volseg.device.module_internals import ConvNd
-from volseg.device.torch_internals import (
-    as_plain,
-    tree_flatten,
-    tree_map,
-    tree_unflatten,
-)
+from volseg.device.torch_internals import as_plain, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.devices import count_launched, find_own_device, is_distributed, is_launched, name_devices
 from volseg.parallel.gradient_sums import GradientSums, is_trained

@@ -29,14 +29,7 @@ from torch import Tensor
 from volseg.device.torch_internals import nn_functions
 from volseg.parallel.spatial.signatures import returns_view
 
-__all__ = [
-    "composes",
-    "documented",
-    "handles",
-    "handles_samples",
-    "refuse",
-    "sharded_form",
-]
+__all__ = ["composes", "documented", "handles", "handles_samples", "refuse", "sharded_form"]
 
 Handler = Callable[..., Any]
 

@@ -213,10 +213,7 @@ class _Add(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        waiting: WaitingTerms,
-        fill: Callable[[Sequence[Terms]], list[Tensor]],
-        *tensors: Tensor,
+        ctx: Any, waiting: WaitingTerms, fill: Callable[[Sequence[Terms]], list[Tensor]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         norms = waiting.norms
         ctx.context, ctx.activation, ctx.room = waiting.context, waiting.outer, waiting.room

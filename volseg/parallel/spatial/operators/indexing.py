@@ -234,13 +234,7 @@ def index_select(func: Callable, input: Any, dim: int, index: Tensor) -> Any:
 )
 @handles("Slices and joins", "Tensor.index_add_", merged=True)
 def index_changed(
-    func: Callable,
-    input: Any,
-    dim: int,
-    index: Tensor,
-    value: Any = None,
-    source: Any = None,
-    alpha: float = 1,
+    func: Callable, input: Any, dim: int, index: Tensor, value: Any = None, source: Any = None, alpha: float = 1
 ) -> Any:
     """Fill, copy to or add to entries along a dim that is not cut."""
     if not isinstance(input, ShardedVolume) or isinstance(index, ShardedVolume) or dim % input.ndim in input.dims:

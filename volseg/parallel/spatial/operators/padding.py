@@ -69,13 +69,7 @@ def _pad_inside(volume: ShardedVolume, widths: list[int], rest: dict[str, Any]) 
 
 
 def _pad_cut(
-    volume: ShardedVolume,
-    dim: int,
-    pair: tuple[int, int],
-    mode: str,
-    value: float,
-    length: int,
-    inside: Sequence[int],
+    volume: ShardedVolume, dim: int, pair: tuple[int, int], mode: str, value: float, length: int, inside: Sequence[int]
 ) -> ShardedVolume | Tensor:
     """Pad along a cut dim, and by constants inside the slabs."""
     before, after = pair

@@ -53,10 +53,7 @@ def over_dims(
 
 
 def reduce_slabs(
-    volume: ShardedVolume,
-    dims: Sequence[int],
-    keepdim: bool,
-    function: Callable[[Tensor, Sequence[int], bool], Tensor],
+    volume: ShardedVolume, dims: Sequence[int], keepdim: bool, function: Callable[[Tensor, Sequence[int], bool], Tensor]
 ) -> ShardedVolume | Tensor:
     """Reduce each slab with ``function(tensor, dims, keepdim)``, then the slabs' results with the same function."""
     cut = [dim for dim in volume.dims if dim in dims]
@@ -244,14 +241,7 @@ def slab_counts(volume: ShardedVolume, dims: Sequence[int]) -> Tensor:
 
 
 @handles("Reductions", "torch.norm", "Tensor.norm", "linalg.vector_norm", merged=True)
-def norm(
-    func: Callable,
-    input: Any,
-    p: Any = "fro",
-    dim: Any = None,
-    keepdim: bool = False,
-    ord: Any = None,
-) -> Any:
+def norm(func: Callable, input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, ord: Any = None) -> Any:
     """Return a vector norm over dims."""
     order = p if ord is None else ord
     if not (order in ("fro", None) or isinstance(order, int | float)):

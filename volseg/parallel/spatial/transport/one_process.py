@@ -37,10 +37,7 @@ class LocalDevices(Communicator):
     """
 
     def __init__(
-        self,
-        devices: Sequence[str | int | torch.device],
-        grid: Sequence[int] | None = None,
-        fixed_order: bool = False,
+        self, devices: Sequence[str | int | torch.device], grid: Sequence[int] | None = None, fixed_order: bool = False
     ) -> None:
         self.fixed_order = fixed_order and len(devices) > 1
         self.devices = [torch.device(device) for device in devices]
