@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from volseg.device.torch_internals import find_backward_pass, find_saved_tensors_hooks
 from volseg.errors import ParallelError, UnsupportedOperatorError
-from volseg.parallel.spatial.parameters import Copies, Parameters, copy_plain
+from volseg.parallel.spatial.parameters import Copies, copy_plain
 from volseg.parallel.spatial.transport.communicator import Communicator
 from volseg.parallel.spatial.transport.over_replicas import SlabsOfReplicas
 
@@ -71,8 +71,8 @@ class Context:
         Those whose samples are one batch with the own ones, for norms over the batch; None where a batch is whole.
     over_replicas
         Their slabs and the own ones; None likewise.
-    parameters
-        Their copies on the shards' devices.
+    copies
+        Those of the parameters on the shards' devices, of the pass that runs, if one does.
     hooks
         The saved-tensor hooks around the pass, or around a block that is recomputed for ``checkpoint=``. Others are
         those of a checkpoint in the network's own code.
@@ -100,7 +100,7 @@ class Context:
         self.replicas: Replicas | None = None
         self.over_replicas: SlabsOfReplicas | None = None
         self._norms: Callable[[Replicas], AbstractContextManager[Any]] = nullcontext
-        self.parameters = Parameters(communicator)
+        self.copies: Copies | None = None
         self.hooks: Any = None
         self.cuts_large = False
         self.groups: dict[tuple[tuple[int, ...], int], int] = {}
@@ -113,7 +113,7 @@ class Context:
     @property
     def in_pass(self) -> bool:
         """Whether a forward pass runs, or a part of one again."""
-        return self.parameters.current is not None
+        return self.copies is not None
 
     @property
     def in_network(self) -> bool:
@@ -127,11 +127,20 @@ class Context:
     @contextmanager
     def forward_pass(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Run a forward pass with these parameters: each is copied, and its gradient summed, once."""
-        with self.parameters.used(Copies(self.communicator, parameters)), self.own_hooks():
+        with self.using(Copies(self.communicator, parameters)), self.own_hooks():
             try:
                 yield
             finally:
                 self._part_with_messages()
+
+    @contextmanager
+    def using(self, copies: Copies) -> Iterator[None]:
+        """Run a pass, or a part of one again, with these copies of parameters; nothing of them serves behind it."""
+        before, self.copies = self.copies, copies
+        try:
+            yield
+        finally:
+            self.copies = before
 
     @contextmanager
     def own_hooks(self) -> Iterator[None]:
@@ -170,8 +179,7 @@ class Context:
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Hand a whole value to the shards: a parameter's copies where it is one."""
-        copies = self.parameters.current
-        found = None if copies is None else copies.find(whole)
+        found = None if self.copies is None else self.copies.find(whole)
         if found is not None:
             return found
         if not (whole.requires_grad and torch.is_grad_enabled()):
@@ -189,8 +197,7 @@ class Context:
         """Return a parameter's copy in autocast's dtype: converted once per forward pass, however often it is used."""
         if copy.dtype == dtype:
             return copy
-        copies = self.parameters.current
-        return copy.to(dtype) if copies is None else copies.cast(copy, dtype)
+        return copy.to(dtype) if self.copies is None else self.copies.cast(copy, dtype)
 
     def spread_for(
         self, like: Tensor, weight: Tensor, bias: Tensor | None

@@ -204,7 +204,7 @@ class _Repetition:
     def __init__(self, block: nn.Module, draws: _DrawnStates, context: Context, lock: RLock) -> None:
         self._context, self._lock, self._block = context, lock, block
         self._state: Remembered = remember(block)
-        self._copies = context.parameters.current
+        self._copies = context.copies
         self._draws, self._key = draws, (block, self._state.modes)
         self._random = draws.before(block, self._key, context)
         self._done: set[int] = set()
@@ -230,7 +230,7 @@ class _Repetition:
                     if self._random is not None:
                         then.enter_context(self._random.lent())
                     if self._copies is not None:
-                        then.enter_context(self._context.parameters.used(self._copies))
+                        then.enter_context(self._context.using(self._copies))
                     then.enter_context(_noticing_changes())
                 yield due
 

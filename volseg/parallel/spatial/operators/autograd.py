@@ -62,6 +62,7 @@ FLAGS = [
 
 
 @handles("Metadata and autograd", *METADATA, rehearse=False, merged=True, rounded=True)
+@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS), rehearse=False, merged=True, rounded=True)
 def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Answer from the shape of the whole volume, or from a slab where all slabs agree."""
     volume, *rest = args
@@ -78,12 +79,6 @@ def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "__dir__":
         return object.__dir__(volume)
     return func(volume.slabs[0], *rest, **kwargs)
-
-
-@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS), rehearse=False, merged=True, rounded=True)
-def flag(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Read a property of the slabs."""
-    return func(args[0].slabs[0], *args[1:])
 
 
 @handles("Metadata and autograd", "Tensor.data", rehearse=False, merged=True)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from volseg.parallel.spatial.gathered import volumes
-from volseg.parallel.spatial.operators.operands import cut_like, elementwise
+from volseg.parallel.spatial.operators.operands import cut_alike, cut_like, elementwise
 from volseg.parallel.spatial.operators.reductions import norm, over_dims
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["cosine_similarity", "distance", "one_hot", "pairwise_distance", "triplet_margin_loss"]
 
@@ -115,12 +115,7 @@ def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if 1 in logits.dims or 0 in logits.dims:
         refuse("batch and classes must not be cut")
     probabilities = target.ndim == logits.ndim
-    if isinstance(target, ShardedVolume):
-        same = [dim - logits.ndim for dim in logits.dims] == [dim - target.ndim for dim in target.dims]
-        alike = same and target.sizes == logits.sizes
-        target = relaid(target, logits.merged) if alike else target.full_tensor()
-    if not isinstance(target, ShardedVolume):
-        target = cut_like(target, logits)
+    target = cut_alike(target, logits)
     smoothing = {} if func is F.nll_loss else {"label_smoothing": named.get("label_smoothing", 0.0)}
     weights = [None] * len(logits.slabs) if weight is None else logits.context.spread(weight)
     slabs = [

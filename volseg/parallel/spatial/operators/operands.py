@@ -19,6 +19,7 @@ from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wr
 __all__ = [
     "aligned",
     "call_each",
+    "cut_alike",
     "cut_like",
     "dims_of",
     "each_slab",
@@ -162,6 +163,16 @@ def wrap_reduced(
     return wrap(
         volume, slabs, volume.dims if keepdim else [cut - sum(dim < cut for dim in gone) for cut in volume.dims]
     )
+
+
+def cut_alike(operand: Tensor, like: ShardedVolume) -> ShardedVolume:
+    """Return a volume or an ordinary tensor of the same grid, cut as ``like`` is, counted from the last dim."""
+    if isinstance(operand, ShardedVolume):
+        same = [dim - operand.ndim for dim in operand.dims] == [dim - like.ndim for dim in like.dims]
+        if same and operand.sizes == like.sizes:
+            return relaid(operand, like.merged)
+        operand = operand.full_tensor()
+    return cut_like(operand, like)
 
 
 def cut_like(whole: Tensor, like: ShardedVolume) -> ShardedVolume:

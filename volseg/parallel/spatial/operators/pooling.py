@@ -45,13 +45,10 @@ def max_pool(func: Callable, given: Any) -> Any:
     plans = convolution_plans(volume, kernel, stride, padding, dilation, ceil_mode=ceil_mode, fill=-inf)
     inside = outside_cut(volume, padding)
 
-    def local(slab: Tensor, _windows: list[LocalWindow], _position: int) -> Tensor:
-        return func(slab, kernel, stride, inside, dilation, ceil_mode)
-
-    def whole(tensor: Tensor) -> Tensor:
+    def run(tensor: Tensor, padding: list[int]) -> Tensor:
         return func(tensor, kernel, stride, padding, dilation, ceil_mode)
 
-    return sharded_windows(volume, plans, local, whole)
+    return sharded_windows(volume, plans, lambda slab, *_: run(slab, inside), lambda tensor: run(tensor, padding))
 
 
 def _read_windows(given: Any, count: int) -> tuple[list[int], list[int], list[int]]:

@@ -127,29 +127,27 @@ def _drawn(
     return wrap(volume, [slab.requires_grad_(wanted) for slab in slabs])
 
 
-@handles("Activations", "F.rrelu", "torch.rrelu", "torch.rrelu_", merged=True)
-def rrelu(
-    func: Callable,
-    input: Any,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    inplace: bool = False,
-    generator: torch.Generator | None = None,
-) -> Any:
+LEAKED = "input lower upper training inplace generator"
+
+
+@handles("Activations", "F.rrelu", "torch.rrelu", "torch.rrelu_", merged=True, treats=LEAKED)
+def rrelu(func: Callable, given: Any) -> Any:
     """Scale negative voxels: by the mean slope, or in training each by a slope of its own."""
-    _refuse_generator(generator)
-    inplace = inplace or func.__name__.endswith("_")
-    if not training:
-        return (in_place if inplace else pointwise)(torch.rrelu_ if inplace else torch.rrelu, (input, lower, upper), {})
+    _refuse_generator(getattr(given, "generator", None))
+    volume, lower, upper = given.input, given.lower, given.upper
+    inplace = getattr(given, "inplace", False) or func.__name__.endswith("_")
+    if not given.training:
+        return (in_place if inplace else pointwise)(
+            torch.rrelu_ if inplace else torch.rrelu, (volume, lower, upper), {}
+        )
     if inplace:
-        input.context.change(input)
+        volume.context.change(volume)
     results = []
-    for slab, own in zip(input.slabs, generators(input), strict=True):
+    for slab, own in zip(volume.slabs, generators(volume), strict=True):
         slopes = torch.empty_like(slab, requires_grad=False).uniform_(lower, upper, generator=own)
         factors = torch.where(slab <= 0, slopes, 1.0)
         results.append(slab.mul_(factors) if inplace else slab * factors)
-    return input if inplace else wrap(input, results)
+    return volume if inplace else wrap(volume, results)
 
 
 def _refuse_generator(generator: torch.Generator | None) -> None:
@@ -167,39 +165,26 @@ def alpha_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 @handles("Dropout", "F.dropout", "torch.dropout", "torch.dropout_", rehearse=False, merged=True)
-def dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Drop voxels independently."""
-    _check_probability(p)
-    if not isinstance(input, ShardedVolume) or not training or p == 0:
-        return input
-    masks = voxel_masks(input, 1 - p)
-    factor = 1 / (1 - p) if p < 1 else 0.0
-    return _apply(input, masks, factor, inplace or func.__name__.endswith("_"))
-
-
 @handles("Dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d", "torch.feature_dropout", rehearse=False, merged=True)
-def channel_dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Drop whole channels, the same on all shards."""
-    _check_probability(p)
-    if not isinstance(input, ShardedVolume) or not training or p == 0:
-        return input
-    # Unbatched input (C, D, H, W): the channels come first.
-    spatial = [int(letter) for letter in func.__name__ if letter.isdigit()]
-    leading = 1 if spatial == [input.ndim - 1] else 2
-    if any(dim < leading for dim in input.dims):
-        refuse("batch and channels must not be cut")
-    shape = [*input.shape[:leading], *([1] * (input.ndim - leading))]
-    mask = channel_mask(input, shape, 1 - p)
-    factor = 1 / (1 - p) if p < 1 else 0.0
-    return _apply(input, input.context.spread(mask), factor, inplace)
-
-
-def _check_probability(p: float) -> None:
+def dropout(func: Callable, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Drop voxels independently, or whole channels, the same on all shards."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not isinstance(input, ShardedVolume) or not training or p == 0:
+        return input
+    name = func.__name__.removesuffix("_")
+    masks = _draw_voxels(input, 1 - p) if name == "dropout" else _draw_channels(input, name, 1 - p)
+    factor = 1 / (1 - p) if p < 1 else 0.0
+    pairs = zip(input.slabs, masks, strict=True)
+    if inplace or func.__name__.endswith("_"):
+        input.context.change(input)
+        for slab, mask in pairs:
+            slab.mul_(mask * factor)
+        return input
+    return wrap(input, [slab * (mask * factor) for slab, mask in pairs])
 
 
-def voxel_masks(volume: ShardedVolume, keep: float) -> list[Tensor]:
+def _draw_voxels(volume: ShardedVolume, keep: float) -> list[Tensor]:
     """Draw one mask per slab."""
     return [
         torch.empty_like(slab, requires_grad=False).bernoulli_(keep, generator=generator)
@@ -207,17 +192,13 @@ def voxel_masks(volume: ShardedVolume, keep: float) -> list[Tensor]:
     ]
 
 
-def channel_mask(volume: ShardedVolume, shape: list[int], keep: float) -> Tensor:
+def _draw_channels(volume: ShardedVolume, name: str, keep: float) -> list[Tensor]:
     """Draw one mask for all slabs."""
+    # Unbatched input (C, D, H, W): the channels come first.
+    spatial = [int(letter) for letter in name if letter.isdigit()]
+    leading = 1 if spatial == [volume.ndim - 1] else 2
+    if any(dim < leading for dim in volume.dims):
+        refuse("batch and channels must not be cut")
+    shape = [*volume.shape[:leading], *([1] * (volume.ndim - leading))]
     empty = torch.empty(shape, dtype=volume.dtype, device=volume.context.communicator.home)
-    return empty.bernoulli_(keep, generator=common_generator(volume))
-
-
-def _apply(volume: ShardedVolume, masks: list[Tensor], factor: float, in_place: bool) -> ShardedVolume:
-    pairs = zip(volume.slabs, masks, strict=True)
-    if in_place:
-        volume.context.change(volume)
-        for slab, mask in pairs:
-            slab.mul_(mask * factor)
-        return volume
-    return wrap(volume, [slab * (mask * factor) for slab, mask in pairs])
+    return volume.context.spread(empty.bernoulli_(keep, generator=common_generator(volume)))
