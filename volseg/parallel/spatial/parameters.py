@@ -9,8 +9,7 @@ One owner, with a rule for each mode:
   of ``forward`` reads its parameters as they are then, whoever changed them.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from volseg.device.torch_internals import as_savable, get_version
 from volseg.parallel.buckets import fill_buckets
 from volseg.parallel.spatial.transport.communicator import Communicator
 
-__all__ = ["Copies", "Parameters", "copy_plain"]
+__all__ = ["Copies", "copy_plain"]
 
 
 class _Copied(NamedTuple):
@@ -100,23 +99,6 @@ class Copies:
     def _noted(self, whole: Tensor, copies: list[Tensor]) -> _Copied:
         self._ids.update(map(id, copies))
         return _Copied(copies, get_version(whole), find_address(whole))
-
-
-class Parameters:
-    """The copies of the pass that is running, if one is."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self.current: Copies | None = None
-
-    @contextmanager
-    def used(self, copies: Copies) -> Iterator[None]:
-        """Run a pass, or a part of one again, with these copies; nothing of them serves behind it."""
-        before, self.current = self.current, copies
-        try:
-            yield
-        finally:
-            self.current = before
 
 
 def copy_plain(communicator: Communicator, whole: Tensor) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from volseg.device.first_order import first_order
 from volseg.device.torch_internals import is_view, with_overrides
-from volseg.parallel.spatial.lazy.vanishing import forget_vanishing
+from volseg.parallel.spatial.lazy.bias import forget_vanishing
 from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.pending import Shown
 from volseg.parallel.spatial.table import handles, refuse
@@ -61,7 +61,8 @@ FLAGS = [
 ]
 
 
-@handles("Metadata and autograd", *METADATA, rehearse=False, merged=True)
+@handles("Metadata and autograd", *METADATA, rehearse=False, merged=True, rounded=True)
+@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS), rehearse=False, merged=True, rounded=True)
 def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Answer from the shape of the whole volume, or from a slab where all slabs agree."""
     volume, *rest = args
@@ -80,12 +81,6 @@ def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(volume.slabs[0], *rest, **kwargs)
 
 
-@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS), rehearse=False, merged=True)
-def flag(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Read a property of the slabs."""
-    return func(args[0].slabs[0], *args[1:])
-
-
 @handles("Metadata and autograd", "Tensor.data", rehearse=False, merged=True)
 def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the voxels without their history."""
@@ -93,7 +88,7 @@ def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return wrap(volume, [slab.data for slab in volume.slabs])
 
 
-@handles("Metadata and autograd", "Tensor.requires_grad_", "Tensor.detach_", rehearse=False, merged=True)
+@handles("Metadata and autograd", "Tensor.requires_grad_", "Tensor.detach_", rehearse=False, merged=True, rounded=True)
 def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Do it to each slab, and return the volume."""
     volume = args[0]
@@ -106,7 +101,9 @@ def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return volume
 
 
-@handles("Metadata and autograd", "Tensor.retain_grad", "Tensor.record_stream", rehearse=False, merged=True)
+@handles(
+    "Metadata and autograd", "Tensor.retain_grad", "Tensor.record_stream", rehearse=False, merged=True, rounded=True
+)
 def told(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Tell it to each slab."""
     if func is Tensor.retain_grad:
@@ -115,7 +112,7 @@ def told(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         func(slab, *args[1:], **kwargs)
 
 
-@handles("Metadata and autograd", "Tensor.backward", rehearse=False, merged=True)
+@handles("Metadata and autograd", "Tensor.backward", rehearse=False, merged=True, rounded=True)
 def backward(
     func: Callable, input: Any, gradient: Any = None, retain_graph: bool | None = None, inputs: Any = None
 ) -> None:
@@ -123,7 +120,7 @@ def backward(
     backward_of_several(func, input, gradient, retain_graph, inputs=inputs)
 
 
-@handles("Metadata and autograd", "autograd.backward", rehearse=False, merged=True)
+@handles("Metadata and autograd", "autograd.backward", rehearse=False, merged=True, rounded=True)
 def backward_of_several(
     func: Callable, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, inputs: Any = None
 ) -> None:
@@ -135,32 +132,27 @@ def backward_of_several(
         torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=leaves)
 
 
-@handles("Metadata and autograd", "autograd.grad", rehearse=False, merged=True)
-def differentiate(
-    func: Callable,
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    allow_unused: bool | None = None,
-    materialize_grads: bool = False,
-) -> tuple[Tensor | None, ...]:
+GRADIENTS = "outputs inputs grad_outputs retain_graph allow_unused materialize_grads"
+
+
+@handles("Metadata and autograd", "autograd.grad", rehearse=False, merged=True, rounded=True, treats=GRADIENTS)
+def differentiate(func: Callable, given: Any) -> tuple[Tensor | None, ...]:
     """Return gradients with respect to volumes and ordinary tensors."""
-    roots, leaves = _sequence(outputs), _sequence(inputs)
-    given = _gradients(roots, grad_outputs)
+    roots, leaves = _sequence(given.outputs), _sequence(given.inputs)
+    gradients_given, retain = _gradients(roots, given.grad_outputs), given.retain_graph
     with with_overrides():
-        found = torch.autograd.grad(_flat(roots), _flat_leaves(leaves), given, retain_graph, allow_unused=True)
+        found = torch.autograd.grad(_flat(roots), _flat_leaves(leaves), gradients_given, retain, allow_unused=True)
     results: list[Tensor | None] = []
     for leaf in leaves:
         parts = _flat([leaf])
         gradients, found = found[: len(parts)], found[len(parts) :]
         unused = all(gradient is None for gradient in gradients)
-        if unused and not allow_unused and not materialize_grads:
+        if unused and not given.allow_unused and not given.materialize_grads:
             raise RuntimeError(  # as torch does
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
                 "if this is the desired behavior."
             )
-        if unused and not materialize_grads:
+        if unused and not given.materialize_grads:
             results.append(None)
             continue
         filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parts, gradients, strict=True)]
@@ -229,7 +221,7 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
     return found
 
 
-@handles("Metadata and autograd", "Tensor.register_hook", rehearse=False, merged=True)
+@handles("Metadata and autograd", "Tensor.register_hook", rehearse=False, merged=True, rounded=True)
 def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any:
     """Call ``hook`` with the gradient of the whole volume, which what it returns takes the place of."""
     if not input.requires_grad:

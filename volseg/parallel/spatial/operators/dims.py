@@ -10,40 +10,28 @@ from torch import Tensor
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
 from volseg.parallel.spatial.dispatch import in_planes
-from volseg.parallel.spatial.lazy.repeated import repeat_later
+from volseg.parallel.spatial.lazy.recipes import repeat_later
 from volseg.parallel.spatial.lazy.scores import reshape_scores, waits
-from volseg.parallel.spatial.operators.operands import cut_like
-from volseg.parallel.spatial.plan.shards import Merged, can_split, spans
+from volseg.parallel.spatial.operators.operands import cut_like, wrap_reduced
+from volseg.parallel.spatial.plan.shards import Fetch, Merged, can_split, spans
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
-__all__ = ["insert_dim", "say_gathered"]
+__all__ = ["permute", "say_gathered"]
 
 
 @handles("Dims", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", rehearse=False, merged=True)
+@handles("Dims", "unsqueeze", "t", merged=True)
 def permute(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Move dims; the cut moves along."""
-    volume, *rest = args if args else (kwargs["input"],)
-    named = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
+    """Move dims, or insert one of extent one; the cut moves along."""
+    volume, *rest = args if args else (next(v for v in kwargs.values() if isinstance(v, ShardedVolume)),)
+    named = {key: value for key, value in kwargs.items() if value is not volume}
     # A tiny tensor whose sizes are the dims' numbers tells where each dim went.
     tracer = torch.empty([dim + 2 for dim in range(volume.ndim)], device="meta")
     order = [size - 2 for size in func(tracer, *rest, **named).shape]
     slabs = [func(slab, *rest, **named) for slab in volume.slabs]
     return wrap(volume, slabs, [order.index(dim) for dim in volume.dims])
-
-
-@handles("Dims", "unsqueeze", merged=True)
-def unsqueeze(func: Callable, input: Any, dim: int) -> Any:
-    """Insert a dim of extent one."""
-    return insert_dim(input, dim)
-
-
-def insert_dim(volume: ShardedVolume, dim: int) -> ShardedVolume:
-    """Return the volume with a dim of extent one; the cut dims behind it move up."""
-    dim %= volume.ndim + 1
-    slabs = [slab.unsqueeze(dim) for slab in volume.slabs]
-    return wrap(volume, slabs, [cut + (dim <= cut) for cut in volume.dims])
 
 
 @handles("Dims", "squeeze", merged=True)
@@ -56,7 +44,7 @@ def squeeze(func: Callable, input: Any, dim: int | Sequence[int] | None = None) 
     slabs = list(input.slabs)
     for d in sorted(gone, reverse=True):
         slabs = [slab.squeeze(d) for slab in slabs]
-    return wrap(input, slabs, [cut - sum(d < cut for d in gone) for cut in input.dims])
+    return wrap_reduced(input, slabs, gone)
 
 
 @handles("Dims", "Tensor.expand", "Tensor.expand_as", "broadcast_to", merged=True)
@@ -211,7 +199,7 @@ def _merged_or_split(
             return volume.full_tensor().reshape(target)
         if cut == 1:
             context.groups[volume.dims, planes] = group
-        slabs = context.communicator.fetch(volume.slabs, 0, cut, planes, spans(planes, shards, group))
+        slabs = context.communicator.fetch(volume.slabs, Fetch(0, cut, planes, spans(planes, shards, group)))
         shape = (*volume.shape[:cut], extent, group, *volume.shape[cut + 1 :])
         slabs = [slab.unflatten(cut, (slab.shape[cut] // group, group)) for slab in slabs]
         volume, layout = ShardedVolume(slabs, (cut,), shape, context), Merged(outer, 1)
@@ -258,12 +246,6 @@ def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
         if size == old[dim] and prod(new[:candidate]) == before:
             return candidate
     return None
-
-
-@handles("Dims", "t", merged=True)
-def matrix_transposed(func: Callable, input: Any) -> Any:
-    """Transpose a matrix."""
-    return permute(torch.transpose, (input, 0, -1), {})
 
 
 @handles("Dims", "atleast_1d", "atleast_2d", "atleast_3d", merged=True)

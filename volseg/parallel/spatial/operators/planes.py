@@ -10,7 +10,7 @@ from torch import Tensor
 from volseg.device.first_order import first_order
 from volseg.device.gpus import keeping
 from volseg.parallel.spatial.dispatch import SEVERAL_RANGES
-from volseg.parallel.spatial.plan.shards import Merged, Span, can_split, spans, transfers
+from volseg.parallel.spatial.plan.shards import Fetch, Merged, Span, can_split, spans
 from volseg.parallel.spatial.plan.windows import Convolution, Window
 from volseg.parallel.spatial.table import refuse
 from volseg.parallel.spatial.transport.pieces import pad_slabs, start_total
@@ -106,13 +106,14 @@ def _fetch_windows(
             before = min(max(-start, 0), stop - start)
             after = min(max(stop - size, 0), stop - start)
             widths.append(_widen(plan.inside, volume.ndim - 1 - dim, before, after))
-        if reads_only and all(move.source == move.target for move in transfers(size, wanted, unit)):
-            owned = spans(size, communicator.grid[axis], unit)
-            places = [(owned[own[axis]], wanted[own[axis]]) for own in communicator.coordinates]
-            slabs = [_take_own(slab, dim, *place) for slab, place in zip(slabs, places, strict=True)]
+        fetch = Fetch(axis, dim, size, wanted, unit)
+        if reads_only and fetch.stays:
+            places = [fetch.find_own(own[axis]) for own in communicator.coordinates]
+            pairs = zip(slabs, places, strict=True)
+            slabs = [slab if own is None else _TakenPlanes.apply(slab, dim, *own, False) for slab, own in pairs]
             slabs = pad_slabs(slabs, widths, plan.fill)
         else:
-            slabs = communicator.fetch_padded(slabs, axis, dim, size, wanted, widths, plan.fill, unit)
+            slabs = communicator.fetch_padded(slabs, fetch, widths, plan.fill)
     return slabs, windows
 
 
@@ -136,16 +137,6 @@ def _widen(inside: Sequence[int], place: int, before: int, after: int) -> list[i
     widths = [*inside, *([0] * (2 * place + 2 - len(inside)))]
     widths[2 * place : 2 * place + 2] = before, after
     return widths
-
-
-def _take_own(slab: Tensor, dim: int, own: Span, wanted: Span) -> Tensor:
-    """Return the wanted planes of a slab, to be read alone: itself, or a view."""
-    (start, stop), first = wanted, own[0]
-    return (
-        slab
-        if own == wanted
-        else _TakenPlanes.apply(slab, dim, start - first if stop > start else 0, stop - start, False)
-    )
 
 
 class _TakenPlanes(torch.autograd.Function):
