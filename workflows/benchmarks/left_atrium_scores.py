@@ -4,8 +4,8 @@ python workflows/benchmarks/left_atrium_scores.py --data 80=DIR/LeftAtrium 16=DI
         --seeds 0 1 2 3 4 --gpus 4 --result workflows/benchmarks/results/left_atrium_h200.json
 
 ``datasets/left_atrium.py`` makes the two data sets. A row is one training by ``configs/left_atrium_NETWORK.yaml`` on
-all labelled cases, without validation, and its prediction of the 20 test cases. A row that has label maps of all test
-cases in ``--runs`` is scored without a training, so that a command that was stopped goes on.
+all labelled cases, without validation, and its prediction of the 20 test cases. Rows of ``--result`` stay. A row that
+has label maps of all test cases in ``--runs`` is scored without a training, so that a command that was stopped goes on.
 
 The scores follow ``code/test_util.py`` of the repository ``yulequan/UA-MT``, which calls medpy: surfaces are voxels
 that an erosion by six neighbours removes, distances are in voxels, HD95 is the 95th percentile over both directions
@@ -27,6 +27,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.ndimage import binary_erosion, distance_transform_edt
 from scipy.stats import t
@@ -109,6 +110,9 @@ def main() -> None:
     for gpu in range(chosen.gpus):
         gpus.put(gpu)
     rows: dict[str, dict[str, Any]] = {}
+    if chosen.result.exists():
+        rows = {row["name"]: row for row in json.loads(chosen.result.read_text(encoding="utf-8"))["rows"]}
+        jobs = [job for job in jobs if job.name not in rows]
 
     def finish(job: Job) -> None:
         gpu = gpus.get()
@@ -116,7 +120,7 @@ def main() -> None:
             rows[job.name] = _run(job, chosen, gpu if chosen.gpus > 1 else None)
         finally:
             gpus.put(gpu)
-        _write(chosen.result, [rows[other.name] for other in jobs if other.name in rows])
+        _write(chosen.result, [rows[name] for name in sorted(rows)])
 
     with ThreadPoolExecutor(chosen.gpus) as pool:
         waiting = {job.name: pool.submit(finish, job) for job in jobs}
@@ -150,7 +154,14 @@ def _run(job: Job, chosen: argparse.Namespace, gpu: int | None) -> dict[str, Any
         label.name.removesuffix(".nii.gz"): score(_read(run / "test" / label.name), _read(label)) for label in labels
     }
     means = {metric: float(np.mean([case[metric] for case in cases.values()])) for metric in METRICS}
-    row = {**asdict(job), "seconds": json.loads(clock.read_text(encoding="utf-8")), **means, "cases": cases}
+    row = {
+        "name": job.name,
+        **asdict(job),
+        "gpu": _name_gpu(),
+        "seconds": json.loads(clock.read_text(encoding="utf-8")),
+        **means,
+        "cases": cases,
+    }
     print(f"{job.name:<14}" + "  ".join(f"{metric} {value:.4f}" for metric, value in means.items()), flush=True)
     return row
 
@@ -159,6 +170,10 @@ def _call(gpu: int | None, *arguments: str) -> None:
     """Run a command of volseg on a GPU."""
     own = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     subprocess.run([sys.executable, "-m", "volseg", *arguments], env={**os.environ, **own}, check=True)
+
+
+def _name_gpu() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 
 def _read(path: Path) -> Mask:
