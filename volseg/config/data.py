@@ -25,6 +25,10 @@ class DataConfig(ConfigModel):
     main memory; batches are the same bits whatever lies where."""
     device_limit: Positive | None = None
     """GiB of the GPU that ``keep: auto`` may take for cases, in place of 30 % of what is free."""
+    weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    """How often patches of training cases are drawn, in relation to the others' weight of 1:
+    ``{pseudo_*: 0.3, case_07: 0}``, by names of cases or patterns of names; the last that fits counts. 0: never. They
+    replace the column ``weight`` of a table."""
     cache: str = "auto"
     """Folder in which preprocessed cases are kept for the next fold, restart or resume, and mapped from. ``auto``:
     ``$VOLSEG_CACHE``, else ``~/.cache/volseg``; ``none``: they are prepared anew and held in memory."""

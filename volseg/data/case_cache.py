@@ -290,7 +290,7 @@ def take_case(stored: StoredCase, case: Case, *, keep_reference: bool) -> Case:
 
 
 def _without_files(case: Case) -> Case:
-    return {name: value for name, value in case.items() if name not in ("case", "image", "label")}
+    return {name: value for name, value in case.items() if name not in ("case", "image", "label", "weight")}
 
 
 def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str, Any]:
@@ -298,7 +298,7 @@ def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str
     if preprocessing.components is None:
         raise ConfigError("cases can be stored that build_preprocessing prepares; set data.cache to none for others")
     about = {field.name: getattr(task, field.name) for field in fields(task)}
-    for name in ("root", "training", "test", "splits"):
+    for name in ("root", "training", "test", "splits", "columns"):
         del about[name]
     about["labels"] = sorted(task.labels.items())  # JSON's keys are texts
     # Which number stands for hidden background goes by what all cases were looked through for.
