@@ -192,3 +192,52 @@ def cross_validate(
     show(experiment.format_cross_validation(crossed))
     if crossed.failures:
         raise typer.Exit(1)
+
+
+@training_app.command(
+    cls=SuggestingCommand,
+    epilog="Example: volseg search configs/task04_unet.yaml --over search.yaml --trials 30 --gpus 4\n\n"
+    "A line of search.yaml: `optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}`, or a list of choices.",
+    rich_help_panel="Train",
+)
+def search(
+    config: ConfigFile,
+    over: Annotated[
+        Path,
+        typer.Option("--over", metavar="FILE", help="YAML file of keys, each with a range or a list of choices."),
+    ],
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the run folders trial_0 ...; default runs/NAME.")
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Trials in all: of earlier calls and of other machines too.")] = 20,
+    gpus: Annotated[int, typer.Option(min=1, help="Train so many trials at a time, each on a GPU of its own.")] = 1,
+    metric: Annotated[
+        str, typer.Option(help="What is compared, as TensorBoard shows it below val/, such as dice/LABEL.")
+    ] = "dice_mean",
+    minimize: Annotated[bool, typer.Option("--minimize", help="Smaller values of the metric are better.")] = False,
+    pruner: Annotated[
+        str, typer.Option(help="Optuna's, which stops bad trials: median, halving (successive halving) or none.")
+    ] = "median",
+    no_cache: NoCache = False,
+    components: Components = None,
+    json_logs: JsonLogs = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train with other values again and again, and find the best ones; run again, it goes on.
+
+    Machines that share the folder share the trials. Needs Optuna: pip install optuna.
+    """
+    del json_logs, quiet  # their callbacks have heard them
+    from volseg import experiment  # imports torch: not for --help
+    from volseg.config.loading import path_override
+
+    experiment.load_components(components or ())
+    overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
+    overrides += ["data.cache=none"] if no_cache else []
+    record = experiment.search(
+        config, over, overrides, trials=trials, gpus=gpus, metric=metric, minimize=minimize, pruner=pruner
+    )
+    show(experiment.format_search(record))
+    if record.best is None:
+        raise typer.Exit(1)

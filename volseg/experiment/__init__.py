@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from volseg.experiment.profiling import profile_training
     from volseg.experiment.quickstarting import quickstart
     from volseg.experiment.report import format_outcome
+    from volseg.experiment.searching import format_search, search
     from volseg.experiment.starting import require_weights
     from volseg.experiment.training import train
     from volseg.experiment.validating import validate, validate_and_format
@@ -48,6 +49,7 @@ __all__ = [
     "format_cross_validation",
     "format_outcome",
     "format_plan",
+    "format_search",
     "is_data_set",
     "is_main_process",
     "leave_processes",
@@ -64,6 +66,7 @@ __all__ = [
     "quickstart",
     "register",
     "require_weights",
+    "search",
     "serve_kernels",
     "serve_predictions",
     "train",
@@ -92,6 +95,7 @@ _MODULES = {
     "experiment.profiling": "profile_training",
     "experiment.quickstarting": "quickstart",
     "experiment.report": "format_outcome",
+    "experiment.searching": "format_search search",
     "experiment.starting": "require_weights",
     "experiment.training": "train",
     "experiment.validating": "validate validate_and_format",

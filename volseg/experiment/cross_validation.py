@@ -13,12 +13,10 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 
 from volseg.checkpointing.folder import RunFolder
-from volseg.commands import run_module
-from volseg.config.loading import dump_config, require_config
+from volseg.config.loading import require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task
 from volseg.data.json_files import read_json
@@ -36,25 +34,17 @@ from volseg.experiment.building import build_scoring, check_components
 from volseg.experiment.cross_validation_report import CrossValidated, as_json
 from volseg.experiment.folds import Fold, FoldResult, plan_folds
 from volseg.experiment.launching import choose_gpus, count_workers
-from volseg.experiment.own_components import components_arguments
 from volseg.experiment.report import attempt
+from volseg.experiment.several_runs import require_own_folder, train_each
 from volseg.experiment.training import train
 from volseg.monitoring.environment import environment
-from volseg.parallel.devices import is_launched
-from volseg.parallel.processes.workers import Worker, WorkerPool, run_queue
+from volseg.parallel.processes.workers import Worker
 from volseg.reporting import write_brief, write_report
 from volseg.reporting.cross_validation import RESULTS
-from volseg.workflow.interrupts import catch_signals
 
 __all__ = ["cross_validate", "train_in_processes"]
 
 logger = logging.getLogger(__name__)
-
-
-# Spread the folds of a cross-validation over GPUs: one process per fold, one fold at a time per GPU.
-#
-# Each process is a plain ``volseg train`` that sees one GPU and knows nothing of the others; a fold that fails leaves
-# the rest alone. Why not torch's launcher: its processes are one job, which ends when one of them fails.
 
 
 def train_in_processes(
@@ -78,31 +68,17 @@ def train_in_processes(
     dict
         Fold number to error, for the folds that failed.
     """
-    components_arguments()  # raises before anything is started
     failures: dict[int, ParallelError] = {}
-    with (
-        catch_signals() as interruption,
-        closing(run_queue(folds, gpus, _start, lambda: interruption.signal)) as ended,
-    ):
-        for fold, worker in ended:
-            if worker.process.returncode == 0:
-                on_finished(fold, worker.seconds)
-            elif not interruption:
-                failures[fold.number] = ParallelError(worker.describe_end(str(worker.log)))
-                logger.error("%s", failures[fold.number])
-    interruption.raise_as_signal()
+
+    def take(fold: Fold, worker: Worker) -> None:
+        if worker.process.returncode == 0:
+            on_finished(fold, worker.seconds)
+        else:
+            failures[fold.number] = ParallelError(worker.describe_end(str(worker.log)))
+            logger.error("%s", failures[fold.number])
+
+    train_each(folds, gpus, take)
     return failures
-
-
-def _start(pool: WorkerPool, fold: Fold, gpu: str | None) -> Worker:
-    folder = fold.config.folder
-    config_file = dump_config(fold.config, folder.with_name(f"{folder.name}.yaml"))
-    command = run_module("volseg", "train", str(config_file), *components_arguments())
-    command += ["--resume"] if fold.folder.exists else []
-    log = folder.with_name(f"{folder.name}.log")
-    worker = pool.start(f"fold {fold.number}", command, log, gpu=gpu)
-    logger.info("fold %d: training on %s, log %s", fold.number, "CPU" if gpu is None else f"GPU {gpu}", log)
-    return worker
 
 
 def cross_validate(
@@ -134,7 +110,7 @@ def cross_validate(
     """
     config = require_config(config)
     check_components(config)
-    _require_own_folder(config)
+    require_own_folder(config, "cross-validation", "there train fold by fold with `volseg train --set split.fold=K`")
     task = load_task(config.data.root, require_files=False)
     plan = plan_folds(config, task)
     chosen = _choose_folds(plan, folds)
@@ -226,18 +202,6 @@ def _write(gathered: CrossValidated) -> None:
     folder.write_json(RESULTS, as_json(gathered, environment()))
     attempt("report.md was not written", lambda: folder.write_text("report.md", write_brief(gathered.folder)))
     attempt("report.html was not written", lambda: write_report(gathered.folder))
-
-
-def _require_own_folder(config: ExperimentConfig) -> None:
-    if is_launched():
-        raise ConfigError(
-            "a cross-validation starts its own processes (--gpus) and cannot run under torchrun; there train fold by "
-            "fold with `volseg train --set split.fold=K`"
-        )
-    if RunFolder(config.folder).exists:
-        raise ConfigError(
-            f"{config.folder} holds a run of one training; choose another folder for the cross-validation by --output"
-        )
 
 
 def _choose_folds(plan: Sequence[Fold], numbers: Sequence[int] | None) -> list[Fold]:

@@ -55,6 +55,11 @@ class Fold:
     config: ExperimentConfig
 
     @property
+    def name(self) -> str:
+        """For messages."""
+        return f"fold {self.number}"
+
+    @property
     def folder(self) -> RunFolder:
         """The folder of the run."""
         return RunFolder(self.config.folder)

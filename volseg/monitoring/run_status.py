@@ -4,6 +4,7 @@ The age of the last heartbeat is judged by this machine's clock. Whether the pro
 machine, in the same space of process ids (a container has its own).
 """
 
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -90,12 +91,13 @@ class Look:
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Return the run folders at a path: itself, or the folds of a cross-validation; none where there is no run."""
+    """Return the run folders at a path: itself, the folds of a cross-validation, or the trials of a search."""
     folder = Path(folder)
     if _is_run(folder):
         return [folder]
-    folds = [fold for fold in folder.glob("fold_*") if fold.name[5:].isdigit() and _is_run(fold)]
-    return sorted(folds, key=lambda fold: int(fold.name[5:]))
+    runs = {run: re.fullmatch(r"(?:fold|trial)_(\d+)", run.name) for run in folder.glob("*_*") if _is_run(run)}
+    numbers = {run: int(match.group(1)) for run, match in runs.items() if match}
+    return sorted(numbers, key=numbers.__getitem__)
 
 
 def look_at(folder: str | Path) -> Look:

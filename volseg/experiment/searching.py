@@ -1,0 +1,414 @@
+"""Search for values of a config: every trial an ordinary run, all of them in one study of Optuna.
+
+::
+
+    runs/NAME/
+        trial_0/ trial_1/ ...    run folders
+        trial_0.yaml, trial_0.log    what its process was given, and what it said
+        journal.log              Optuna's journal, which several machines share
+        search.json, search.html    trials, best values and charts
+
+The trials train in processes that know nothing of the search. This process reads their ``history.jsonl``, tells Optuna
+each validation, and stops a trial that Optuna prunes.
+"""
+
+import logging
+import math
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from os import getpid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from volseg.checkpointing.compatible import may_differ, refuse
+from volseg.checkpointing.folder import RunFolder
+from volseg.config.base import validated
+from volseg.config.loading import differences, load_config, path_override
+from volseg.config.nearest import did_you_mean
+from volseg.config.schema import ExperimentConfig
+from volseg.config.search_space import RangeConfig, Space, read_space
+from volseg.data.cases import Task
+from volseg.data.layouts import load_task
+from volseg.errors import ConfigError, VolsegError
+from volseg.experiment.building import check_components
+from volseg.experiment.launching import choose_gpus
+from volseg.experiment.report import attempt
+from volseg.experiment.several_runs import require_own_folder, train_each
+from volseg.files import replace_nan
+from volseg.lifetime import is_running
+from volseg.monitoring.environment import environment
+from volseg.monitoring.loggers import import_package
+from volseg.monitoring.run_files import (
+    HISTORY,
+    STATUS,
+    TIMES,
+    find_process_space,
+    read_history,
+    read_status,
+    read_times,
+)
+from volseg.parallel.processes.workers import Worker
+from volseg.reporting import write_brief, write_report
+from volseg.reporting.search import SEARCH, SearchRecord, read_search
+from volseg.workflow.validation import SHOWN
+
+__all__ = ["format_search", "search"]
+
+logger = logging.getLogger(__name__)
+
+JOURNAL = "journal.log"
+
+PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "none": "NopPruner"}
+"""Names of ``--pruner``, and Optuna's."""
+
+LOST_SECONDS = 600.0
+"""After which a trial of another machine that says nothing is taken over."""
+
+LOOK_SECONDS = 1.0
+"""Between two looks at the history of a trial."""
+
+STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
+"""Of a trial, by Optuna's word."""
+
+TRIALS = ("trains each trial", "train one trial after another")
+
+
+@dataclass(kw_only=True, eq=False)
+class PlannedTrial:
+    """A trial that this process trains."""
+
+    name: str
+    config: ExperimentConfig
+    trial: Any
+    """Optuna's, to which validations are reported."""
+    reported: set[int] = field(default_factory=set)
+    """Epochs whose validation Optuna knows."""
+    next_look: float = 0.0
+    is_pruned: bool = False
+
+
+def search(
+    config: str | Path,
+    over: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    trials: int = 20,
+    gpus: int = 1,
+    metric: str = "dice_mean",
+    minimize: bool = False,
+    pruner: str = "median",
+) -> SearchRecord:
+    """Train a config with other values again and again, and find the best ones; return all trials.
+
+    A search that was begun goes on: unfinished trials are resumed. Several machines that share the folder share the
+    trials.
+
+    Parameters
+    ----------
+    config : path
+        YAML file; its ``output``, by default ``runs/NAME``, holds the trials.
+    over : path
+        YAML file of the values to try; see `read_space`.
+    overrides : sequence of str
+        Such as ``training.epochs=20``, for all trials.
+    trials : int
+        How many there are to be, those of earlier calls and of other machines included.
+    gpus : int
+        How many train at a time, each on a GPU of its own. One by one if 1, each as ``volseg train`` would.
+    metric : str
+        Number of each validation, as TensorBoard shows it below ``val/``.
+    minimize : bool
+        Whether smaller values of the metric are better.
+    pruner : str
+        What stops trials that are worse than others: ``median``, ``halving`` or ``none``.
+
+    Raises
+    ------
+    ConfigError
+        Before anything is trained, if Optuna is not installed, a config cannot be run, a key or metric is unknown, or
+        the folder holds another search.
+    """
+    optuna = import_package("optuna", distribution="optuna")
+    base, space = load_config(config, overrides), read_space(over)
+    check_components(base)
+    _require_known(space, config, overrides, over)
+    require_own_folder(base, "search", "run the same command once per machine")
+    if pruner not in PRUNERS:
+        raise ConfigError(f"no pruner is called {pruner!r}; {did_you_mean(pruner, PRUNERS)}")
+    task = load_task(base.data.root, require_files=False)
+    _require_metric(metric, base, task)
+    places = choose_gpus(base, gpus, TRIALS) if gpus > 1 else [None]
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = _Search(optuna, config, overrides, space, metric, minimize, pruner)
+    command = ["search", str(config), "--over", str(over), *(part for each in overrides for part in ("--set", each))]
+    study.facts = {"task": task.name, "wanted": trials, "command": command, "environment": environment()}
+    try:
+        train_each(study.take_trials(trials), places, study.finish, study.watch)
+    finally:
+        study.release()
+        study.write()
+    return read_search(base.folder)
+
+
+def format_search(record: SearchRecord) -> str:
+    """Return what a search ends by saying: its trials, and where the rest is."""
+    told = write_brief(record.folder)
+    return f"\n{told}\nAll trials are in {record.folder}; page: {record.folder / 'search.html'}"
+
+
+def _require_known(space: Space, config: str | Path, overrides: Sequence[str], over: str | Path) -> None:
+    """Raise for a key that the config does not have, or an end of a range or a choice that it does not take."""
+    for key, values in space.items():
+        for value in (values.low, values.high) if isinstance(values, RangeConfig) else values:
+            try:
+                check_components(load_config(config, [*overrides, f"{key}={value}"]))
+            except ConfigError as fault:
+                raise ConfigError(f"{over}: {fault}") from fault
+
+
+def _require_metric(metric: str, config: ExperimentConfig, task: Task) -> None:
+    if config.split.validation == "none" or config.training.validate_every is None:
+        raise ConfigError(
+            "a search compares validations during the training; set split.validation to fold, and "
+            "training.validate_every to a number"
+        )
+    labels = [name for key, name in task.structures.items() if key != 0]
+    named = [*(name.lower() for name in SHOWN), *(one.output for one in config.metrics)]
+    known = ["dice_mean", *(one.output for one in config.metrics)]
+    known += [f"{name}/{label}" for name in named for label in labels]
+    if metric not in known:
+        raise ConfigError(f"no validation gives the metric {metric!r}; {did_you_mean(metric, known)}")
+
+
+class _Search:
+    """A study in the folder of a search, and the trials of this process."""
+
+    facts: Mapping[str, Any]
+    """What ``search.json`` says besides the trials."""
+
+    def __init__(
+        self,
+        optuna: Any,
+        config: str | Path,
+        overrides: Sequence[str],
+        space: Space,
+        metric: str,
+        minimize: bool,
+        pruner: str,
+    ) -> None:
+        self.optuna, self.config_file, self.overrides, self.space = optuna, config, overrides, space
+        self.base = load_config(config, overrides)
+        self.folder, self.tag = self.base.folder, f"val/{metric}"
+        self._own: dict[int, Any] = {}
+        """Trials that this process has taken and not ended."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        journal = optuna.storages.journal
+        self._lock = journal.JournalFileSymlinkLock(str(self.folder / "taking"))
+        self.storage = optuna.storages.JournalStorage(journal.JournalFileBackend(str(self.folder / JOURNAL)))
+        terms = {
+            "config": self.base.located().model_dump(mode="json"),
+            "space": {
+                key: each.model_dump() if isinstance(each, RangeConfig) else list(each) for key, each in space.items()
+            },
+            "metric": metric,
+            "minimize": minimize,
+        }
+        with self._locked():
+            self.study = optuna.create_study(
+                storage=self.storage,
+                study_name="search",
+                direction="minimize" if minimize else "maximize",
+                pruner=getattr(optuna.pruners, PRUNERS[pruner])(),
+                load_if_exists=True,
+            )
+            begun = self.study.user_attrs.get("terms")
+            if begun is None:
+                self.study.set_user_attr("terms", terms)
+        self.terms = terms
+        if begun is not None:
+            self._require_same(begun)
+
+    def _require_same(self, begun: Mapping[str, Any]) -> None:
+        """Raise if the search was begun with another config, other values or another metric."""
+        before = validated(ExperimentConfig, begun["config"], str(self.folder / JOURNAL))
+        lines = differences(before, self.base.located())
+        changed = [line for line in lines if not may_differ(line.partition(":")[0], folds=True)]
+        terms = ("space", "metric", "minimize")
+        changed += [f"{key}: {begun[key]} -> {self.terms[key]}" for key in terms if begun[key] != self.terms[key]]
+        if changed:
+            refuse("every other key", self.folder, changes="; ".join(changed), kind="search")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other machines from taking trials."""
+        self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def take_trials(self, count: int) -> Iterator[PlannedTrial]:
+        """Yield trials that nobody trains any more, then new ones until the study has ``count`` of them."""
+        while True:
+            with self._locked():
+                trial = self._take(count)
+            if trial is None:
+                return
+            if (planned := self._plan(trial)) is not None:
+                yield planned
+
+    def _take(self, count: int) -> Any:
+        trials = self.study.get_trials(deepcopy=False)
+        left = [each for each in trials if not each.state.is_finished() and self._is_abandoned(each)]
+        if left:
+            study_id = self.storage.get_study_id_from_name("search")
+            trial_id = self.storage.get_trial_id_from_study_id_trial_number(study_id, left[0].number)
+            trial = self.optuna.trial.Trial(self.study, trial_id)
+        elif len(trials) < count:
+            # Another seed for each trial: processes that share a seed would try the same values.
+            (seed,) = np.random.SeedSequence((self.base.seed, len(trials))).generate_state(1)
+            self.study.sampler = self.optuna.samplers.TPESampler(seed=int(seed), constant_liar=True)
+            trial = self.study.ask({key: self._distribute(values) for key, values in self.space.items()})
+        else:
+            return None
+        trial.set_user_attr("owner", {**_describe_machine(), "pid": getpid(), "since": time.time()})
+        self._own[trial.number] = trial
+        return trial
+
+    def _distribute(self, values: RangeConfig | Sequence[str]) -> Any:
+        """Return Optuna's form of a range or of choices."""
+        kinds = self.optuna.distributions
+        if not isinstance(values, RangeConfig):
+            return kinds.CategoricalDistribution(values)
+        if values.is_whole:
+            return kinds.IntDistribution(values.low, values.high, log=values.log, step=values.step or 1)
+        return kinds.FloatDistribution(values.low, values.high, log=values.log, step=values.step)
+
+    def _is_abandoned(self, frozen: Any) -> bool:
+        """Return whether nobody trains a trial any more: its search has ended, or was not heard of for long."""
+        owner = frozen.user_attrs.get("owner")
+        if frozen.number in self._own:
+            return False
+        if not owner or (_is_here(owner) and (owner["pid"] == getpid() or not is_running(owner["pid"]))):
+            return True
+        status = read_status(self._find_folder(frozen.number) / STATUS)
+        return time.time() - max(owner["since"], 0.0 if status is None else status.time) > LOST_SECONDS
+
+    def _find_folder(self, number: int) -> Path:
+        return self.folder / f"trial_{number}"
+
+    def _plan(self, trial: Any) -> PlannedTrial | None:
+        """Return a trial with its config; None where its values do not go together, which ends it."""
+        settings = [f"{key}={trial.params[key]}" for key in self.space]
+        name, folder = f"trial {trial.number}", self._find_folder(trial.number)
+        try:
+            config = load_config(self.config_file, [*self.overrides, *settings, path_override("output", folder)])
+            check_components(config)
+        except VolsegError as fault:
+            self._fail(trial, str(fault))
+            return None
+        logger.info("%s: %s%s", name, "goes on with " if RunFolder(folder).exists else "", " ".join(settings))
+        return PlannedTrial(name=name, config=config, trial=trial, reported=set(self._read_values(trial)))
+
+    def _read_values(self, trial: Any) -> dict[int, float]:
+        """Return what Optuna knows of a trial's validations, by epoch."""
+        values: dict[int, float] = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+        return values
+
+    def watch(self, run: PlannedTrial, worker: Worker) -> None:
+        """Report the validations of a trial, and stop it if it is worse than others."""
+        if time.monotonic() < run.next_look or run.is_pruned:
+            return
+        run.next_look = time.monotonic() + LOOK_SECONDS
+        for epoch, value in self._report(run):
+            if epoch < run.config.training.epochs and run.trial.should_prune():
+                logger.info("%s: pruned after epoch %d, %s %.4f", run.name, epoch, self.terms["metric"], value)
+                run.is_pruned = True
+                worker.process.terminate()
+                return
+
+    def _report(self, run: PlannedTrial) -> Iterator[tuple[int, float]]:
+        """Tell Optuna each validation that it does not know, and yield its epoch and value."""
+        for line in read_history(run.config.folder / HISTORY):
+            if self.tag in line.scalars and line.epoch not in run.reported:
+                run.reported.add(line.epoch)
+                run.trial.report(line.scalars[self.tag], line.epoch)
+                yield line.epoch, line.scalars[self.tag]
+
+    def finish(self, run: PlannedTrial, worker: Worker) -> None:
+        """Tell Optuna how a trial ended."""
+        list(self._report(run))
+        values = self._read_values(run.trial)
+        value = values[max(values)] if values else math.nan
+        if run.is_pruned and worker.process.returncode != 0:
+            self._tell(run.trial, state=self.optuna.trial.TrialState.PRUNED)
+        elif worker.process.returncode != 0:
+            logger.error("%s", worker.describe_end(str(worker.log)))
+            self._fail(run.trial, _find_error(run, worker))
+        elif not math.isfinite(value):
+            self._fail(run.trial, f"{self.terms['metric']} is no finite number after the last epoch")
+        else:
+            self._tell(run.trial, values=value)
+            logger.info("%s: %s %.4f in %.0f s", run.name, self.terms["metric"], value, worker.seconds)
+        self.write()
+
+    def _fail(self, trial: Any, error: str) -> None:
+        logger.error("trial %d failed: %s", trial.number, error)
+        trial.set_user_attr("error", error)
+        self._tell(trial, state=self.optuna.trial.TrialState.FAIL)
+
+    def _tell(self, trial: Any, **result: Any) -> None:
+        self.study.tell(trial, **result)
+        del self._own[trial.number]
+
+    def release(self) -> None:
+        """Leave the trials that were stopped to the next search."""
+        for trial in self._own.values():
+            trial.set_user_attr("owner", None)
+
+    def write(self) -> None:
+        """Write what is known of all trials, and the page about them."""
+        content = {
+            "name": self.base.name,
+            **self.facts,
+            **self.terms,
+            "trials": [self._describe(each) for each in self.study.get_trials(deepcopy=False)],
+        }
+        RunFolder(self.folder).write_json(SEARCH, replace_nan(content))
+        attempt("search.html was not written", lambda: write_report(self.folder))
+
+    def _describe(self, frozen: Any) -> dict[str, Any]:
+        values, state = frozen.intermediate_values, STATES[frozen.state.name]
+        last = values[max(values)] if values else None
+        is_left = state == "running" and not frozen.user_attrs.get("owner")
+        return {
+            "number": frozen.number,
+            "state": "interrupted" if is_left else state,
+            "value": last if frozen.value is None else frozen.value,
+            "epochs": max(values, default=None),
+            "seconds": sum(part.seconds for part in read_times(self._find_folder(frozen.number) / TIMES)),
+            "values": frozen.params,
+            "error": frozen.user_attrs.get("error", ""),
+        }
+
+
+def _describe_machine() -> dict[str, str]:
+    """Return where process ids mean what they mean here."""
+    return {"host": socket.gethostname(), "space": find_process_space()}
+
+
+def _is_here(owner: Mapping[str, Any]) -> bool:
+    return _describe_machine().items() <= owner.items()
+
+
+def _find_error(run: PlannedTrial, worker: Worker) -> str:
+    """Return in short why a trial failed: what its run says, or the last line of its log."""
+    status = read_status(run.config.folder / STATUS)
+    if status is not None and status.state == "failed" and status.message:
+        return status.message
+    return worker.describe_end().splitlines()[-1].removeprefix("  | ").removeprefix("volseg: ")
