@@ -100,6 +100,12 @@ def predict(
     label_format: Annotated[
         str, typer.Option("--format", help="Of label maps: nifti, or of DICOM images dicom-seg or dicom-rtstruct.")
     ] = "nifti",
+    colour_tables: Annotated[
+        bool,
+        typer.Option(
+            "--colour-tables", help="Write the labels' names and colours for ITK-SNAP (labels.txt) and Slicer (.ctbl)."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what became of the cases as JSON.")] = False,
     components: Components = None,
 ) -> None:
@@ -126,6 +132,7 @@ def predict(
         probabilities=probabilities,
         uncertainty=uncertainty,
         label_format=label_format,
+        colour_tables=colour_tables,
     )
     show(json.dumps(predicted.as_json(), indent=2) if as_json else predicted.table())
     if predicted.failures:
