@@ -1,12 +1,15 @@
-"""The verbs about a run that there is: report, status and export."""
+"""The verbs about a run that there is: report, view, status and export."""
 
 import json
+import os
+import sys
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from volseg.cli.options import Checkpoint, Components, complete_run
+from volseg.cli.options import Checkpoint, Components, check_exists, check_overrides, complete_run
 from volseg.errors import VolsegError
 from volseg.streams import show
 
@@ -33,6 +36,67 @@ def report(
     if output is not None:
         require_new(output, overwrite=overwrite)
     show(write_report(run, output))
+
+
+@runs_app.command(epilog="Example: volseg view runs/task04_unet", rich_help_panel="Evaluate")
+def view(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|FOLDER|IMAGE",
+            autocompletion=complete_run,
+            callback=check_exists("name a run, a folder of predictions or images, a data set, or an image"),
+            help="A run or a cross-validation (its validation cases), a folder of predictions, a data set, or images.",
+        ),
+    ],
+    labels: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[LABELS]...",
+            callback=check_exists("name a label map, or a folder with one for each case"),
+            help="Label maps to show beside each other: files, or folders with CASE.nii.gz.",
+        ),
+    ] = None,
+    cases: Annotated[
+        list[str] | None, typer.Option("--case", metavar="ID", help="Show this case; again for each. Default all.")
+    ] = None,
+    channel: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Of the images; default logging.channel of the run, else 0.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", callback=check_overrides, help="Of a run whose data set moved: data.root=DIR."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Default view.html in the run or the predictions, else here."
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the FILE if it is there.")] = False,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Only write the page.")] = False,
+) -> None:
+    """Show slices with label maps in a browser: one HTML page with the volumes in it, which loads nothing else.
+
+    A run's page has the prediction beside the reference. Large volumes are thinned, and the page states the spacing.
+    """
+    from volseg import experiment  # imports torch: not for --help
+
+    page = experiment.view(
+        source,
+        labels or (),
+        cases=cases or (),
+        channel=channel,
+        overrides=settings or (),
+        output=output,
+        overwrite=overwrite,
+    )
+    show(page)
+    # Without a screen, a browser of the terminal would take it over.
+    if not no_open and (sys.platform != "linux" or os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}):
+        webbrowser.open(page.absolute().as_uri())
 
 
 STALE, NO_RUN = 1, 2
