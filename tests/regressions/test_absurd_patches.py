@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from volseg.cli.root import app
+from volseg.cli import app
 from volseg.estimate.auto_strategy import describe_network
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.candidate_list import Freedom
