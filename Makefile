@@ -55,7 +55,7 @@ test-kernels: $(if $(READY),$(INTERPRETER))
 
 # What `volseg view` puts into its pages: NiiVue, fetched by npm and compared with its SHA-512. Wheels built here hold it.
 viewer: $(INSTALLED)
-	$(BIN)/python -m volseg.reporting.niivue
+	$(BIN)/python -m volseg.reporting.viewer
 
 # Built, installed into an environment of its own, and used from an empty folder.
 wheel: $(INSTALLED)

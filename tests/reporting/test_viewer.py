@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from volseg.errors import ConfigError, DataError
-from volseg.reporting import niivue, viewer
+from volseg.reporting import viewer
 from volseg.reporting.viewer import ViewedCase, write_viewer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "site"))
@@ -33,16 +33,16 @@ def script(tmp_path_factory):
     if find_chromium() is None:
         pytest.skip("needs a browser (Debian: apt install chromium)")
     with pytest.MonkeyPatch.context() as patch:
-        if not niivue.SCRIPT.is_file():
+        if not viewer.SCRIPT.is_file():
             if shutil.which("npm") is None:
                 pytest.skip("needs npm, which fetches NiiVue (Debian: apt install npm)")
             try:
-                fetched = niivue.fetch_niivue(tmp_path_factory.mktemp("niivue") / "niivue.js")
+                fetched = viewer.fetch_niivue(tmp_path_factory.mktemp("niivue") / "niivue.js")
             except ConfigError as fault:
                 if "failed with status" not in str(fault):
                     raise
                 pytest.skip(f"needs a registry of npm packages: {fault}")
-            patch.setattr(niivue, "SCRIPT", fetched)
+            patch.setattr(viewer, "SCRIPT", fetched)
         yield
 
 
@@ -209,18 +209,18 @@ def test_label_maps_that_do_not_fit_are_refused(cases, tmp_path, monkeypatch):
 
 def test_niivue_is_the_pinned_one_or_none(tmp_path, monkeypatch):
     """What npm brings is compared before anything is taken out of it."""
-    monkeypatch.setattr(niivue, "SCRIPT", tmp_path / "niivue.js")
-    with pytest.raises(ConfigError, match=r"needs .*niivue\.js.*: make viewer, or .* -m volseg\.reporting\.niivue"):
-        niivue.read_niivue()
+    monkeypatch.setattr(viewer, "SCRIPT", tmp_path / "niivue.js")
+    with pytest.raises(ConfigError, match=r"needs .*niivue\.js.*: make viewer, or .* -m volseg\.reporting\.viewer"):
+        viewer.read_niivue()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="npm fetches NiiVue, and is not installed"):
-        niivue.fetch_niivue()
+        viewer.fetch_niivue()
     npm = tmp_path / "npm"
     npm.write_text("#!/bin/sh\necho no such package >&2\nexit 3\n", encoding="utf-8")
     npm.chmod(0o755)
     with pytest.raises(ConfigError, match=r"npm pack @niivue/niivue@\S+ failed with status 3: no such package"):
-        niivue.fetch_niivue()
+        viewer.fetch_niivue()
     npm.write_text("#!/bin/sh\necho another > niivue.tgz\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"npm returned another @niivue/niivue .*: its SHA-512 is \S+, needed \S+"):
-        niivue.fetch_niivue()
-    assert not niivue.SCRIPT.exists()
+        viewer.fetch_niivue()
+    assert not viewer.SCRIPT.exists()
