@@ -30,7 +30,7 @@ CODE := volseg tests workflows docker docs/site
 UNIT := $(filter-out tests/docs/ tests/equivalence/ tests/experiment/ tests/properties/ tests/regressions/,$(wildcard tests/*/)) \
 	$(wildcard tests/test_*.py) --ignore=tests/parallel/spatial/test_operator_database.py
 
-.PHONY: quickstart check test test-all test-gpu test-kernels test-image wheel lint format docs clean
+.PHONY: quickstart check test test-all test-gpu test-kernels test-image viewer wheel lint format docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/volseg quickstart
@@ -53,8 +53,13 @@ test-gpu: $(READY)
 test-kernels: $(if $(READY),$(INTERPRETER))
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(TESTER) -m pytest -q -n $(WORKERS) -m kernels tests
 
+# What `volseg view` puts into its pages: NiiVue, fetched by npm and compared with its SHA-512. Wheels built here hold it.
+viewer: $(INSTALLED)
+	$(BIN)/python -m volseg.reporting.viewer
+
 # Built, installed into an environment of its own, and used from an empty folder.
 wheel: $(INSTALLED)
+	test -f volseg/reporting/niivue.js || $(MAKE) viewer || echo "a wheel without what volseg view needs"
 	$(BIN)/python tests/try_wheel.py --types
 
 # Builds docker/Dockerfile without Docker and trains in it; needs Linux, root, buildah and mmdebstrap, else it skips.

@@ -23,7 +23,10 @@ NEEDED = (
     "volseg/configs/quickstart.yaml",
     "volseg/configs/task04_unet.yaml",
     "volseg/configs/msd/task09_spleen.yaml",
+    "volseg/reporting/niivue.LICENSE",
 )
+VIEWER = "volseg/reporting/niivue.js"
+"""In wheels where `make viewer` fetched it before."""
 
 USER = """import torch
 import volseg
@@ -57,11 +60,14 @@ def build(folder: Path) -> Path:
         if name and (ROOT / name).is_file():
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, clone / name)
+    if (ROOT / VIEWER).is_file():
+        shutil.copyfile(ROOT / VIEWER, clone / VIEWER)
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, clone, folder=folder)
     (wheel,) = folder.glob("volseg-*.whl")
     with zipfile.ZipFile(wheel) as content:
         names = set(content.namelist())
-    assert not (missing := [name for name in NEEDED if name not in names]), missing
+    needed = [*NEEDED, *([VIEWER] if (ROOT / VIEWER).is_file() else [])]
+    assert not (missing := [name for name in needed if name not in names]), missing
     assert not (strange := sorted(name for name in names if name.startswith(("tests/", "workflows/")))), strange
     shutil.rmtree(clone)
     return wheel
@@ -96,6 +102,9 @@ def use(scripts: Path, folder: Path) -> None:
     said = run(volseg, "quickstart", "--output", "first", *short, folder=folder)
     assert "Next:" in said
     assert (folder / "first" / "config.yaml").is_file()
+    has_viewer = (ROOT / VIEWER).is_file()
+    viewed = run(volseg, "view", "first", "--no-open", folder=folder, status=0 if has_viewer else 1)
+    assert ("first/view.html" if has_viewer else "-m volseg.reporting.viewer") in viewed, viewed
     for command in (line.strip() for line in said.splitlines() if " train " in line and "--resume" not in line):
         refused = run(volseg, "train", command.split(" train ")[1].split()[0], folder=folder, status=1)
         assert "Task04_Hippocampus" in refused, f"{command}: {refused}"  # the config is found, by its name or its path

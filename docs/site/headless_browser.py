@@ -27,6 +27,8 @@ OPTIONS = (
     "--headless=new",
     "--no-sandbox",  # which root and containers cannot have; only our own pages are opened
     "--disable-gpu",
+    "--use-angle=swiftshader",  # WebGL on the CPU
+    "--enable-unsafe-swiftshader",
     "--disable-dev-shm-usage",
     "--disable-extensions",
     "--disable-background-networking",
@@ -175,6 +177,12 @@ class Tab:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not true within {SECONDS:.0f} s: {expression}")
             time.sleep(0.1)
+
+    def click(self, x: float, y: float) -> None:
+        """Press and release the left button at a pixel of the window."""
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+            self._browser.call("Input.dispatchMouseEvent", self._session, type=kind, x=x, y=y, **button)
 
     def list_requests(self) -> list[str]:
         """Return the address of everything that the page asked for, itself included; what lies in it is no request."""

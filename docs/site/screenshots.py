@@ -1,4 +1,4 @@
-"""Take the pictures of the docs: a run's report and its TensorBoard, in a browser without a window.
+"""Take the pictures of the docs: a run's report, viewer and TensorBoard, in a browser without a window.
 
     python docs/site/screenshots.py DIR/Task04_Hippocampus         trains for some minutes on a CPU first
     python docs/site/screenshots.py --run runs/task04_unet         of a run that is there
@@ -28,7 +28,7 @@ BOARD = """localStorage.setItem('_tb_global_settings', JSON.stringify({
     timeSeriesCardMinWidth: 500}))"""
 """What a user of TensorBoard would set: no pane of settings, wide cards, axes that hold the whole of each curve."""
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 300_000
+MOST_BYTES, MOST_OF_VIEWER = 300_000, 150_000
 SMALL = (
     "network.filters=[8,16,24,32]",
     "training={epochs: 16, iterations: 25, validate_every: 4, clip: 12, ema: 0.97}",
@@ -55,9 +55,7 @@ def main() -> None:
         train_small(given.data, given.run)
     given.output.mkdir(parents=True, exist_ok=True)
     with Browser() as browser:
-        for picture in chain(
-            take_report(browser, given.run, given.output), take_board(browser, given.run, given.output)
-        ):
+        for picture in chain(*(take(browser, given.run, given.output) for take in (take_report, take_viewer, take_board))):
             print(f"{picture}: {picture.stat().st_size / 1000:.0f} kB")
 
 
@@ -78,6 +76,18 @@ def take_report(browser: Browser, run: Path, output: Path) -> Iterator[Path]:
     tab.evaluate("document.querySelector('section:has(.pictures)').scrollIntoView()")
     yield shrink(tab, output / "report_cases.png")
     yield shrink(browser.open(url, width=390, height=844), output / "report_phone.png")
+
+
+def take_viewer(browser: Browser, run: Path, output: Path) -> Iterator[Path]:
+    """Photograph the case with the lowest Dice, and the same with one label switched off."""
+    from volseg.experiment import view  # imports torch, which other pictures do not need
+
+    tab = browser.open(view(run).absolute().as_uri(), width=1100, height=620)
+    tab.wait_for("document.body.dataset.shown")
+    yield shrink(tab, output / "view_both.png", MOST_OF_VIEWER)
+    tab.evaluate("document.querySelector('#labels input').click()")
+    tab.evaluate("new Promise((done) => setTimeout(done, 500))")  # drawn in a later frame
+    yield shrink(tab, output / "view_label.png", MOST_OF_VIEWER)
 
 
 def take_board(browser: Browser, run: Path, output: Path) -> Iterator[Path]:
@@ -118,15 +128,15 @@ def serve_board(folder: Path) -> Iterator[str]:
         server.wait()
 
 
-def shrink(tab: Tab, file: Path) -> Path:
+def shrink(tab: Tab, file: Path, most_bytes: int = MOST_BYTES) -> Path:
     """Photograph a page in as many colours as keep the file small: of grey slices and few hues, 64 look the same."""
     tab.photograph(file)
     image = Image.open(io.BytesIO(file.read_bytes())).convert("RGB")
     for colours in (256, 128, 64, 32):
         image.quantize(colours, dither=Image.Dither.NONE).save(file, optimize=True)
-        if file.stat().st_size <= MOST_BYTES:
+        if file.stat().st_size <= most_bytes:
             return file
-    raise RuntimeError(f"{file} is of {file.stat().st_size} bytes, more than the {MOST_BYTES} that docs may hold")
+    raise RuntimeError(f"{file} is of {file.stat().st_size} bytes, more than the {most_bytes} that docs may hold")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ BY_NAME = {gatherer.name: gatherer for gatherer in GATHERERS}
 def answer(command: list[str], name: str) -> object:
     """Run a gatherer's process behind another command, and read its section."""
     ran = subprocess.run(
-        [*command, sys.executable, "-m", "volseg.diagnosis.child", name], capture_output=True, encoding="utf-8"
+        [*command, sys.executable, "-m", "volseg.diagnosis.gathering", name], capture_output=True, encoding="utf-8"
     )
     assert ran.returncode == 0, ran.stderr
     return TypeAdapter(BY_NAME[name].section).validate_json(ran.stdout)
@@ -207,7 +207,7 @@ def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path, monkeypatc
 def test_what_libraries_print_does_not_get_into_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import os; os.write(1, b'NCCL INFO'); raise ImportError", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
-    ran = subprocess.run([sys.executable, "-m", "volseg.diagnosis.child", "torch"], capture_output=True)
+    ran = subprocess.run([sys.executable, "-m", "volseg.diagnosis.gathering", "torch"], capture_output=True)
     assert ran.stdout == b""
     assert b"NCCL INFO" in ran.stderr
 

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import volseg
-from volseg.cli.root import app
+from volseg.cli import app
 from volseg.errors import ConfigError, DataError, ParallelError
 from volseg.estimate import PlanReport
 from volseg.estimate.allocator import MemoryUse

@@ -69,8 +69,12 @@ def test_volumes_of_labels_are_written_also_of_cases_done_before(own_run, images
     first = whole.label_maps[expected[0]["case"]]
     first.unlink()
     (output / "volumes.csv").unlink()
-    predict(own_run, [images], output, resume=True)
+    assert not [*output.glob("labels.*")]
+    predict(own_run, [images], output, resume=True, colour_tables=True)
     assert (output / "volumes.csv").read_text(encoding="utf-8") == written
+    own = (output / "labels.txt").read_text(encoding="utf-8").splitlines()[1:]
+    assert [(int(row.split()[0]), row.split('"')[1]) for row in own] == [*names.items()]
+    assert len((output / "labels.ctbl").read_text(encoding="utf-8").splitlines()) == 1 + len(names)
 
 
 def test_cases_are_called_without_the_runs_channel_and_evaluated_by_case(own_run, task, tmp_path):

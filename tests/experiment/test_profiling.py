@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from volseg.cli.root import app
+from volseg.cli import app
 from volseg.errors import ConfigError
 from volseg.experiment import load_config, profile_training
 from volseg.experiment.data_facts import find_facts

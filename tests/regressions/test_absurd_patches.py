@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from volseg.cli.root import app
+from volseg.cli import app
 from volseg.estimate.candidate import Candidate, Freedom
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.gpu_kinds import find_kind

@@ -1,6 +1,5 @@
 """The command line: each verb a few lines onto `volseg.experiment`, in a module by what it is about."""
 
-from volseg.cli.root import app
-from volseg.cli.running import main, run_to_end
+from volseg.cli.running import app, main, run_to_end
 
 __all__ = ["app", "main", "run_to_end"]

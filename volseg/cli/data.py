@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from volseg.cli.options import DATA_SET, Components
 from volseg.streams import show
@@ -15,7 +16,7 @@ __all__ = ["cache_app", "data_app"]
 cache_app = typer.Typer(name="cache", help="List, clear and verify the cache of prepared cases.", no_args_is_help=True)
 
 CacheFolder = Annotated[
-    str, typer.Option("--folder", help="The cache; default $VOLSEG_CACHE, else volseg in the user's cache folder.")
+    str, Option("--folder", help="The cache; default $VOLSEG_CACHE, else volseg in the user's cache folder.")
 ]
 
 
@@ -30,7 +31,7 @@ def list_cache(folder: CacheFolder = "auto") -> None:
 @cache_app.command("clear", epilog="Example: volseg data cache clear --unused 30")
 def clear_cache(
     folder: CacheFolder = "auto",
-    unused: Annotated[float, typer.Option(min=0, metavar="DAYS", help="Only what was not used for so long.")] = 0,
+    unused: Annotated[float, Option(min=0, metavar="DAYS", help="Only what was not used for so long.")] = 0,
 ) -> None:
     """Remove prepared cases. A running training keeps the cases that it has opened."""
     from volseg.data.cache_folder import find_cache_folder, remove_entries  # imports torch: not for --help
@@ -69,7 +70,7 @@ def list_tasks() -> None:
 
 @data_app.command(epilog="Example: volseg data info Task04_Hippocampus")
 def info(
-    name: Annotated[str, typer.Argument(metavar="TASK|FOLDER", help="A public task, a folder, or a table (CSV).")],
+    name: Annotated[str, Argument(metavar="TASK|FOLDER", help="A public task, a folder, or a table (CSV).")],
     components: Components = None,
 ) -> None:
     """Describe a data set: cases, channels, labels, sizes and spacings. Every image is read."""
@@ -91,11 +92,9 @@ def info(
 
 @data_app.command(epilog="Example: volseg data fetch Task04_Hippocampus --output data")
 def fetch(
-    name: Annotated[str, typer.Argument(metavar="TASK", help="One of `volseg data list`, such as Task04 or spleen.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder in which the task's own folder is made.")
-    ] = Path(),
-    url: Annotated[str | None, typer.Option(help="A mirror of the archive, which must be the same file.")] = None,
+    name: Annotated[str, Argument(metavar="TASK", help="One of `volseg data list`, such as Task04 or spleen.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the task's folder.")] = Path(),
+    url: Annotated[str | None, Option(help="A mirror of the archive, which must be the same file.")] = None,
 ) -> None:
     """Fetch a public task. An interrupted download continues."""
     from volseg.data.catalogue import find_public_task  # imports torch: not for --help
@@ -109,17 +108,16 @@ def fetch(
 
 @data_app.command(epilog="Example: volseg data make Task09_Twin --like Task09_Spleen --cases 8")
 def make(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New or empty folder.")],
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="New or empty folder.")],
     like: Annotated[
-        str | None,
-        typer.Option(metavar="TASK", help="Task of the Decathlon whose channels, labels, units and grids to take."),
+        str | None, Option(metavar="TASK", help="Decathlon task whose channels, labels, units and grids to imitate.")
     ] = None,
-    cases: Annotated[int, typer.Option(help="Cases with labels.")] = 24,
-    tests: Annotated[int, typer.Option(help="Cases without labels.")] = 4,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same files.")] = 0,
+    cases: Annotated[int, Option(help="Cases with labels.")] = 24,
+    tests: Annotated[int, Option(help="Cases without labels.")] = 4,
+    seed: Annotated[int, Option(help="The same seed writes the same files.")] = 0,
     scale: Annotated[
         float | None,
-        typer.Option(help="With --like: sides as a fraction of the task's; by default 48 voxels along the longest."),
+        Option(help="With --like: sides as a fraction of the task's; default 48 voxels along the longest."),
     ] = None,
 ) -> None:
     """Generate a synthetic data set in MSD layout, or a small imitation of a Decathlon task."""
@@ -137,28 +135,20 @@ def make(
 
 @data_app.command(epilog="Example: volseg data check Task04_Hippocampus -o check.json --fix Task04_mended")
 def check(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A data set in any of the layouts.", callback=DATA_SET)
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write all that was found as JSON.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit status 1 for what should be looked at too.")] = False,
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
+    output: Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Write the findings as JSON.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it is there.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit status 1 for what should be looked at too.")] = False,
     split: Annotated[
-        Path | None,
-        typer.Option(help="Split file; default the five folds. No image and no patient may train and validate."),
+        Path | None, Option(help="Split file, whose sides may share no image and no patient; default the five folds.")
     ] = None,
-    group: Annotated[
-        str | None,
-        typer.Option(metavar="PATTERN|COLUMN", help="As split.group: which cases are of one patient; or none."),
-    ] = None,
+    group: Annotated[str | None, Option(metavar="PATTERN|COLUMN", help="Patients, as split.group; or none.")] = None,
     fix: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write a corrected copy, as far as no guess is needed; bad cases left out."),
+        Option(metavar="DIR", help="Write a corrected copy, as far as no guess is needed, without bad cases."),
     ] = None,
-    keep_bad: Annotated[bool, typer.Option("--keep-bad", help="With --fix: copy bad cases as they are.")] = False,
+    keep_bad: Annotated[bool, Option("--keep-bad", help="With --fix: copy bad cases as they are.")] = False,
     components: Components = None,
 ) -> None:
     """Check every file of a data set: what is wrong, what is unusual, how to fix it.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 from volseg.config.nearest import find_near_sibling
@@ -154,16 +155,16 @@ class SuggestingCommand(TyperCommand):
 
 ConfigFile = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="CONFIG",
         help="YAML file of the experiment.",
         autocompletion=complete_config,
         callback=check_config,
     ),
 ]
-Channels = Annotated[int | None, typer.Option(min=1, help="Of the images, where the data set is not there.")]
+Channels = Annotated[int | None, Option(min=1, help="Of the images, where the data set is not there.")]
 Classes = Annotated[
-    int | None, typer.Option(min=2, help="Of the label maps, with the background, where the data set is not there.")
+    int | None, Option(min=2, help="Of the label maps, with the background, where the data set is not there.")
 ]
 
 
@@ -177,7 +178,7 @@ def check_overrides(given: list[str] | None) -> list[str] | None:
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="KEY=VALUE",
         callback=check_overrides,
@@ -185,18 +186,16 @@ Overrides = Annotated[
         autocompletion=complete_key,
     ),
 ]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Prepare all cases anew, and keep none: data.cache=none.")]
+NoCache = Annotated[bool, Option("--no-cache", help="Prepare all cases anew, and keep none: data.cache=none.")]
 Components = Annotated[
     list[Path] | None,
-    typer.Option(
+    Option(
         "--components", metavar="FILE", help="Run this file of Python first, which registers components of your own."
     ),
 ]
 Checkpoint = Annotated[
     str,
-    typer.Option(
-        help="latest (the end of the training), best (on the validation cases) or previous (the latest before it)."
-    ),
+    Option(help="latest (the end of the training), best (on the validation cases) or previous (the latest before it)."),
 ]
 
 
@@ -213,12 +212,12 @@ def _take(form: Literal["json", "quiet"]) -> Callable[[bool], bool]:
 
 JsonLogs = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--json-logs",
         callback=_take("json"),
         help="Write a JSON object for each line and epoch to standard error; for all commands: VOLSEG_LOGS=json.",
     ),
 ]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", callback=_take("quiet"), help="Show only warnings and errors; or VOLSEG_LOGS=quiet.")
+    bool, Option("--quiet", callback=_take("quiet"), help="Show only warnings and errors; or VOLSEG_LOGS=quiet.")
 ]

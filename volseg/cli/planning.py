@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from volseg.cli.options import (
     Channels,
@@ -33,35 +34,23 @@ NOTHING_FITS = 3
 def plan(
     config: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="YAML file of the experiment.",
-            autocompletion=complete_config,
-            callback=check_config,
+        Argument(
+            metavar="CONFIG", help="YAML file of the experiment.", autocompletion=complete_config, callback=check_config
         ),
     ] = None,
     overrides: Overrides = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of one machine; default 1.")] = None,
-    gpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of each of them, such as 16GiB.")] = None,
-    gpu: Annotated[str | None, typer.Option(metavar="KIND", help="What they are, such as V100.")] = None,
-    instance: Annotated[
-        str | None, typer.Option(metavar="NAME", help="In place of these: a rented machine, such as p3.8xlarge.")
-    ] = None,
-    here: Annotated[bool, typer.Option("--here", help="In place of these: the GPUs of this machine.")] = False,
-    max_volume: Annotated[
-        bool, typer.Option("--max-volume", help="Find the largest patch that can be trained on, in each way.")
-    ] = False,
-    calibrate: Annotated[
-        bool,
-        typer.Option("--calibrate", help="Measure the GPUs of this machine once, minutes, and keep what was found."),
-    ] = False,
+    gpus: Annotated[int | None, Option(min=1, help="GPUs of one machine; default 1.")] = None,
+    gpu_memory: Annotated[str | None, Option(metavar="SIZE", help="Of each of them, such as 16GiB.")] = None,
+    gpu: Annotated[str | None, Option(metavar="KIND", help="What they are, such as V100.")] = None,
+    instance: Annotated[str | None, Option(metavar="NAME", help="Or a rented machine, such as p3.8xlarge.")] = None,
+    here: Annotated[bool, Option("--here", help="Or the GPUs of this machine.")] = False,
+    max_volume: Annotated[bool, Option("--max-volume", help="Find the largest patch for each way.")] = False,
+    calibrate: Annotated[bool, Option("--calibrate", help="Measure this machine's GPUs once (minutes).")] = False,
     channels: Channels = None,
     classes: Classes = None,
-    thorough: Annotated[bool, typer.Option("--all", help="Look at those ways too that cannot be the fastest.")] = False,
-    numbers: Annotated[
-        bool, typer.Option("--numbers", help="Say how much every way needs that does not fit, too; takes longer.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; docs/what-fits.md says what is in it.")] = False,
+    thorough: Annotated[bool, Option("--all", help="Look at those ways too that cannot be the fastest.")] = False,
+    numbers: Annotated[bool, Option("--numbers", help="Also estimate what does not fit (slower).")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON; docs/what-fits.md says what is in it.")] = False,
     components: Components = None,
 ) -> None:
     """Estimate memory, time and price of a training without a GPU, and choose how to share GPUs.
@@ -104,18 +93,17 @@ def plan(
 def profile(
     config: ConfigFile,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are watched, after as many that are timed.")] = 5,
+    steps: Annotated[int, Option(min=1, help="Steps that are watched, after as many that are timed.")] = 5,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write page, table and trace there.")
+        Path | None, Option("--output", "-o", metavar="FOLDER", help="Write page, table and trace there.")
     ] = None,
     gpu: Annotated[
-        str | None,
-        typer.Option(metavar="KIND", help="Forecast the step for a GPU that is not here, such as h200; runs nothing."),
+        str | None, Option(metavar="KIND", help="Forecast the step for another GPU, such as h200; runs nothing.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="With --gpu: how many; default what the config asks.")] = None,
+    gpus: Annotated[int | None, Option(min=1, help="With --gpu: how many; default what the config asks.")] = None,
     channels: Channels = None,
     classes: Classes = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; docs/profile.md says what is in it.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON; docs/profile.md says what is in it.")] = False,
     components: Components = None,
 ) -> None:
     """Show where the time of a training step goes: kernels by layer and direction, waiting, bounds.
@@ -149,7 +137,7 @@ def profile(
 )
 def compile_(
     config: ConfigFile,
-    gpu: Annotated[str, typer.Option(metavar="KIND", help="What will train, such as h200; it need not be here.")],
+    gpu: Annotated[str, Option(metavar="KIND", help="What will train, such as h200; it need not be here.")],
     overrides: Overrides = None,
     channels: Channels = None,
     classes: Classes = None,

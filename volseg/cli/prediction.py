@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from volseg.cli.options import MADE_FOLDER, Checkpoint, Components, check_exists, check_overrides, complete_run
 from volseg.streams import show
@@ -18,7 +19,7 @@ LABEL_MAPS = check_exists("name a folder with a label map for each case")
 
 SourceArgument = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="SOURCE",
         autocompletion=complete_run,
         help="What predicts: a run folder, a cross-validation's (all finished folds together), a file that "
@@ -29,9 +30,18 @@ SourceArgument = Annotated[
         ),
     ),
 ]
+MadeFolder = Annotated[
+    Path,
+    Argument(
+        metavar="RUN|CV",
+        autocompletion=complete_run,
+        callback=MADE_FOLDER,
+        help="Folder of `volseg train` or `volseg cross-validate`.",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="KEY=VALUE",
         callback=check_overrides,
@@ -48,59 +58,38 @@ def predict(
     source: SourceArgument,
     images: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             metavar="IMAGES...",
             help="NIfTI, MHA or NRRD files, folders of them, DICOM folders, or tables (CSV).",
             callback=check_exists("name image files, folders of them, DICOM folders, or tables (CSV)"),
         ),
     ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for the label maps; default SOURCE/predictions.")
-    ] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="Default SOURCE/predictions.")] = None,
     others: Annotated[
         list[Path] | None,
-        typer.Option("--with", metavar="SOURCE", help="One more that predicts; their probabilities are averaged."),
+        Option("--with", metavar="SOURCE", help="One more that predicts; the probabilities are averaged."),
     ] = None,
     checkpoint: Checkpoint = "latest",
     settings: Settings = None,
-    series: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="UID|TEXT", help="Of DICOM only the series with this UID, or this text in their description."
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a prediction that was interrupted; its label maps stay.")
-    ] = False,
-    skip_existing: Annotated[
-        bool, typer.Option("--skip-existing", help="Keep label maps that are there, whatever made them.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace label maps that are there.")] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Read all images before the first is predicted; end at the first failure.")
-    ] = False,
+    series: Annotated[list[str] | None, Option(metavar="UID|TEXT", help="DICOM series by UID or description.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Continue an interrupted prediction.")] = False,
+    skip_existing: Annotated[bool, Option("--skip-existing", help="Keep all existing label maps.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace existing label maps.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Read all images first; stop at the first failure.")] = False,
     gpus: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Predict on N GPUs: a process for each, or, of fewer cases than GPUs, each case cut over all.",
-        ),
+        Option(min=1, metavar="N", help="Predict on N GPUs, each its own cases; fewer cases than N are cut over all."),
     ] = None,
-    postprocessing: Annotated[
-        bool, typer.Option(help="Apply what `volseg postprocess SOURCE` measured to help, where it did.")
-    ] = True,
-    probabilities: Annotated[
-        bool, typer.Option("--probabilities", help="Write those of every class to DIR/probabilities as well.")
-    ] = False,
+    postprocessing: Annotated[bool, Option(help="Apply what `volseg postprocess SOURCE` found to help.")] = True,
+    probabilities: Annotated[bool, Option("--probabilities", help="Also write DIR/probabilities.")] = False,
     uncertainty: Annotated[
-        bool,
-        typer.Option("--uncertainty", help="Write the probabilities' entropy, 0 to 1, to DIR/uncertainty as well."),
+        bool, Option("--uncertainty", help="Also write the probabilities' entropy (0 to 1) to DIR/uncertainty.")
     ] = False,
     label_format: Annotated[
-        str, typer.Option("--format", help="Of label maps: nifti, or of DICOM images dicom-seg or dicom-rtstruct.")
+        str, Option("--format", help="Of label maps: nifti, or for DICOM images dicom-seg or dicom-rtstruct.")
     ] = "nifti",
-    as_json: Annotated[bool, typer.Option("--json", help="Print what became of the cases as JSON.")] = False,
+    colour_tables: Annotated[bool, Option("--colour-tables", help="For ITK-SNAP and 3D Slicer.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the result of each case as JSON.")] = False,
     components: Components = None,
 ) -> None:
     """Write a label map for each image, as NIfTI on the image's grid.
@@ -126,6 +115,7 @@ def predict(
         probabilities=probabilities,
         uncertainty=uncertainty,
         label_format=label_format,
+        colour_tables=colour_tables,
     )
     show(json.dumps(predicted.as_json(), indent=2) if as_json else predicted.table())
     if predicted.failures:
@@ -146,23 +136,10 @@ def predict_cases(components: Components = None) -> None:
     rich_help_panel="Use",
 )
 def postprocess(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN|CV",
-            autocompletion=complete_run,
-            help="Folder of `volseg train` or `volseg cross-validate`.",
-            callback=MADE_FOLDER,
-        ),
-    ],
-    apply: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Change these label maps; what was measured before is not measured again."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="With --apply: folder for the changed ones.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --apply: replace those that are there.")] = False,
+    source: MadeFolder,
+    apply: Annotated[Path | None, Option(metavar="DIR", help="Apply the measured steps to these label maps.")] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="With --apply: folder for the results.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="With --apply: replace those that are there.")] = False,
     components: Components = None,
 ) -> None:
     """Try largest components and hole filling on the validation cases; keep what helps."""
@@ -184,21 +161,11 @@ def postprocess(
     epilog="Example: volseg validate runs/task04_unet --set inference.mirror=true", rich_help_panel="Evaluate"
 )
 def validate(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN|CV",
-            autocompletion=complete_run,
-            callback=MADE_FOLDER,
-            help="Folder of `volseg train`, or of `volseg cross-validate`.",
-        ),
-    ],
+    run: MadeFolder,
     checkpoint: Checkpoint = "latest",
     settings: Settings = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder to write to; default in RUN, named by the settings.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a validation that is there.")] = False,
+    output: Annotated[Path | None, Option("--output", "-o", help="Default in RUN, named by the settings.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace a validation that is there.")] = False,
     components: Components = None,
 ) -> None:
     """Predict and score the validation cases of a run, or of all finished folds."""
@@ -217,36 +184,26 @@ def validate(
 )
 def evaluate(
     predictions: Annotated[
-        Path, typer.Option(metavar="DIR", help="A label map for each case, from any program.", callback=LABEL_MAPS)
+        Path, Option(metavar="DIR", help="Label maps by case, from any program.", callback=LABEL_MAPS)
     ],
     labels: Annotated[
-        Path,
-        typer.Option(metavar="DIR|TABLE", help="The true label maps, a data set, or a table.", callback=LABEL_MAPS),
+        Path, Option(metavar="DIR|TABLE", help="Reference label maps, data set or table.", callback=LABEL_MAPS)
     ],
-    names: Annotated[
-        str | None,
-        typer.Option(help="A dataset.json, or 1=liver,2=tumour; default the data set's, else the values found."),
-    ] = None,
-    metrics: Annotated[
-        list[str] | None, typer.Option(help="What the table shows: dice, nsd, hd95, assd ...; again for each.")
-    ] = None,
-    tolerance: Annotated[
-        float | None, typer.Option(min=0, metavar="MM", help="Of NSD; default the public task's of that name.")
-    ] = None,
+    names: Annotated[str | None, Option(help="A dataset.json, or 1=liver,2=tumour; default from the files.")] = None,
+    metrics: Annotated[list[str] | None, Option(help="dice, nsd, hd95, assd ...; repeatable.")] = None,
+    tolerance: Annotated[float | None, Option(min=0, metavar="MM", help="Of NSD; default the public task's.")] = None,
     lesions: Annotated[
-        list[str] | None, typer.Option(metavar="LABEL", help="A label whose lesions are counted; again for each.")
+        list[str] | None, Option(metavar="LABEL", help="A label whose lesions are counted; repeatable.")
     ] = None,
-    allow_missing: Annotated[
-        bool, typer.Option("--allow-missing", help="Leave cases out that nobody predicted.")
-    ] = False,
+    allow_missing: Annotated[bool, Option("--allow-missing", help="Leave out cases without prediction.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="DIR", help="For summary.json and cases.csv; default among the predictions."
+        Option(
+            "--output", "-o", metavar="DIR", help="For summary.json and cases.csv; default the predictions' folder."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print summary.json in place of the table.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace these files if they are there.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print summary.json in place of the table.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace these files if they are there.")] = False,
 ) -> None:
     """Score label maps per case and label. Exit status 1 if a case could not be scored."""
     from volseg.evaluation import judging  # imports torch: not for --help
@@ -275,16 +232,14 @@ def evaluate(
 def compare(
     methods: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             metavar="RUN RUN...",
             help="Runs, cross-validations, or evaluated predictions.",
             callback=check_exists("name runs, cross-validations, or evaluated predictions"),
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="For CSV, JSON and picture.")] = Path(
-        "comparison"
-    ),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    output: Annotated[Path, Option("--output", "-o", metavar="DIR", help="For the results.")] = Path("comparison"),
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """Compare methods case by case: mean difference with interval, wins and losses, Wilcoxon's test."""
     from volseg.evaluation import judging  # imports torch: not for --help

@@ -1,4 +1,4 @@
-"""The process around a verb: what signals do to it, its last words and exit status, alone or among others.
+"""The command line as a whole, and the process around a verb: signals, last words and exit status.
 
 What volseg raises on purpose is printed as one message without a traceback, with exit status 1, and so is what the
 system refuses (a full disk); Ctrl-C ends with 130, SIGTERM with 143, SIGHUP with 129 (`volseg.signals`).
@@ -10,20 +10,59 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
+from typer import Option
 
-from volseg.cli.root import app
+from volseg.cli.data import data_app
+from volseg.cli.options import JsonLogs, Quiet
+from volseg.cli.planning import planning_app
+from volseg.cli.prediction import prediction_app
+from volseg.cli.runs import runs_app
+from volseg.cli.tools import start_app, tools_app
+from volseg.cli.training import training_app
 from volseg.errors import VolsegError
 from volseg.files import require_text
 from volseg.launched import OWN_LAUNCHER, Launch, find_launch
 from volseg.lifetime import count_from_beginning, end_at_exit, end_with_launcher, is_exit_others, say_last
 from volseg.monitoring.console import add_to_logs, are_logs_json, close_bars, set_up_logs
 from volseg.signals import INTERRUPTED, describe_resume, unwinding_on_signals, use_default_handlers
-from volseg.streams import guard_streams, make_printable
+from volseg.streams import guard_streams, make_printable, show
+from volseg.version import __version__
 
-__all__ = ["main", "run_to_end"]
+__all__ = ["app", "main", "run_to_end"]
+
+app = typer.Typer(
+    name="volseg",
+    help="Train 3D medical segmentation networks; several GPUs behave as one large one.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.add_typer(start_app)
+app.add_typer(data_app, rich_help_panel="Data")
+for verbs in (training_app, planning_app, prediction_app, runs_app, tools_app):  # panels keep this order
+    app.add_typer(verbs)  # without a name: its verbs are those of the program
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        show(f"volseg {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+    json_logs: JsonLogs = False,
+    quiet: Quiet = False,
+) -> None:
+    """Hold the options that come before a verb."""
+    del version, json_logs, quiet  # their callbacks have heard them
+
 
 FOREIGN = (
     # torch 2.13 renames these collectives, and calls them by their old names itself (in its device mesh, in DDP).

@@ -1,12 +1,16 @@
-"""The verbs about a run that there is: report, status and export."""
+"""The verbs about a run that there is: report, view, status and export."""
 
 import json
+import os
+import sys
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from volseg.cli.options import Checkpoint, Components, complete_run
+from volseg.cli.options import Checkpoint, Components, check_exists, check_overrides, complete_run
 from volseg.errors import VolsegError
 from volseg.streams import show
 
@@ -17,11 +21,9 @@ runs_app = typer.Typer()
 
 @runs_app.command(epilog="Example: volseg report runs/task04_unet -o task04.html", rich_help_panel="Evaluate")
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or that of a cross-validation.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default RUN/report.html, which is replaced.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the FILE if it is there.")] = False,
+    run: Annotated[Path, Argument(metavar="RUN", help="A run folder, or that of a cross-validation.")],
+    output: Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Default RUN/report.html.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the FILE if it is there.")] = False,
 ) -> None:
     """Write the report of a run as one HTML page, also while the run trains or after it failed.
 
@@ -35,17 +37,70 @@ def report(
     show(write_report(run, output))
 
 
+@runs_app.command(epilog="Example: volseg view runs/task04_unet", rich_help_panel="Evaluate")
+def view(
+    source: Annotated[
+        Path,
+        Argument(
+            metavar="RUN|FOLDER|IMAGE",
+            autocompletion=complete_run,
+            callback=check_exists("name a run, a folder of predictions or images, a data set, or an image"),
+            help="A run or a cross-validation (its validation cases), a folder of predictions, a data set, or images.",
+        ),
+    ],
+    labels: Annotated[
+        list[Path] | None,
+        Argument(
+            metavar="LABELS",
+            callback=check_exists("name a label map, or a folder with one for each case"),
+            help="Label maps to show beside each other: files, or folders with CASE.nii.gz.",
+        ),
+    ] = None,
+    cases: Annotated[list[str] | None, Option("--case", metavar="ID", help="Only this case; repeatable.")] = None,
+    channel: Annotated[
+        int | None, Option(min=0, metavar="N", help="Of the images; default logging.channel of the run, else 0.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=VALUE", callback=check_overrides, help="Such as data.root=DIR.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="FILE", help="Default view.html in the run or predictions, else here."),
+    ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the FILE if it is there.")] = False,
+    no_open: Annotated[bool, Option("--no-open", help="Only write the page.")] = False,
+) -> None:
+    """Show slices with label maps in a browser: one HTML page with the volumes in it, which loads nothing else.
+
+    A run's page has the prediction beside the reference. Large volumes are thinned, and the page states the spacing.
+    """
+    from volseg import experiment  # imports torch: not for --help
+
+    page = experiment.view(
+        source,
+        labels or (),
+        cases=cases or (),
+        channel=channel,
+        overrides=settings or (),
+        output=output,
+        overwrite=overwrite,
+    )
+    show(page)
+    # Without a screen, a browser of the terminal would take it over.
+    if not no_open and (sys.platform != "linux" or os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}):
+        webbrowser.open(page.absolute().as_uri())
+
+
 STALE, NO_RUN = 1, 2
 """Exit statuses, besides 0 for what is fine."""
 
 
 @runs_app.command(epilog="Example: volseg status runs/task04_unet --max-age 10m", rich_help_panel="Evaluate")
 def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN|CV", help="Folder of a training or of a cross-validation.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    run: Annotated[Path, Argument(metavar="RUN|CV", help="Folder of a training or of a cross-validation.")],
+    as_json: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
     max_age: Annotated[
-        str | None,
-        typer.Option(metavar="AGE", help="Exit status 1 for a last heartbeat older than 10m, and for a failure."),
+        str | None, Option(metavar="AGE", help="Exit status 1 for a failure, and for a last heartbeat older than 10m.")
     ] = None,
 ) -> None:
     """Show the state, epoch, score, remaining time and last heartbeat of a training.
@@ -77,31 +132,21 @@ def status(
 def export(
     source: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="SOURCE",
             autocompletion=complete_run,
             help="Folder of `volseg train` or `volseg cross-validate`; for other programs, whatever predicts.",
         ),
     ],
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="To write, such as model.zip; with monai-bundle a new folder."
-        ),
+        Path, Option("--output", "-o", metavar="FILE", help="Such as model.zip; for monai-bundle a new folder.")
     ],
     to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            metavar="FORMAT",
-            help="archive (one file for volseg predict), torchscript, onnx or monai-bundle: of one network.",
-        ),
+        str, Option("--to", metavar="FORMAT", help="archive (for volseg predict), torchscript, onnx or monai-bundle.")
     ] = "archive",
     checkpoint: Checkpoint = "latest",
-    licence: Annotated[
-        str, typer.Option(help="Under which the weights may be used, such as CC-BY-4.0.")
-    ] = "not stated",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    licence: Annotated[str, Option(help="Of the weights, such as CC-BY-4.0.")] = "not stated",
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing file.")] = False,
     components: Components = None,
 ) -> None:
     """Write a trained network as one file: a volseg archive, TorchScript, ONNX or a MONAI bundle.

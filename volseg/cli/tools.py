@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from volseg.cli.options import (
     Components,
@@ -28,25 +29,20 @@ start_app, tools_app = typer.Typer(), typer.Typer()
 def verify(
     config: ConfigFile,
     overrides: Overrides = None,
-    devices: Annotated[
-        int, typer.Option(min=2, help="Shards or stages; without as many GPUs, one device stands for all.")
-    ] = 4,
+    devices: Annotated[int, Option(min=2, help="Shards or stages, simulated without as many GPUs.")] = 4,
     shape: Annotated[
-        tuple[int, int, int] | None,
-        typer.Option(metavar="D H W", help="Sides in voxels; default small ones that the network takes."),
+        tuple[int, int, int] | None, Option(metavar="D H W", help="In voxels; default small sides.")
     ] = None,
     network: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME",
             help="Another network than the config's; parameters by --set network.KEY=VALUE.",
             autocompletion=complete_network,
         ),
     ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="spatial or pipeline; default the config's, spatial where it names none.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything that was compared as JSON.")] = False,
+    strategy: Annotated[str | None, Option(help="spatial or pipeline; default the config's, else spatial.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print everything that was compared as JSON.")] = False,
     components: Components = None,
 ) -> None:
     """Compare a network on several devices with the same network on one, in all modes.
@@ -66,10 +62,7 @@ def verify(
 
 @start_app.command(epilog="Example: volseg quickstart --output first_run", rich_help_panel="Start")
 def quickstart(
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder for data and run; default runs/quickstart, numbered if taken."),
-    ] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="For data and run; default runs/quickstart.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Generate data, train a small network on it, validate and predict: minutes, without a GPU."""
@@ -84,7 +77,7 @@ def quickstart(
 def list_components(
     kind: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[KIND]", help="network, loss, transform, ...; default all kinds.", autocompletion=complete_kind
         ),
     ] = None,
@@ -100,14 +93,10 @@ def list_components(
 
 @tools_app.command(epilog="Example: volseg doctor --json > doctor.json", rich_help_panel="Machine")
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print findings and facts as JSON.")] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Only what takes no computing: no sums between processes, no kernel.")
-    ] = False,
-    cache: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Of prepared cases; default $VOLSEG_CACHE, ~/.cache/volseg.")
-    ] = None,
-    runs: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Of the runs; default runs.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print findings and facts as JSON.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Leave out what computes (sums, kernel).")] = False,
+    cache: Annotated[Path | None, Option(metavar="FOLDER", help="Default $VOLSEG_CACHE, ~/.cache/volseg.")] = None,
+    runs: Annotated[Path | None, Option(metavar="FOLDER", help="Of the runs; default runs.")] = None,
 ) -> None:
     """Check this machine (GPUs, driver, torch, memory, disks, limits) and say how to fix what is wrong.
 
@@ -130,20 +119,20 @@ def doctor(
     rich_help_panel="Start",
 )
 def init(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The config to write.")] = Path(
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config to write.")] = Path(
         "experiment.yaml"
     ),
-    data: Annotated[Path | None, typer.Option(metavar="FOLDER", help="The data set to train on.")] = None,
+    data: Annotated[Path | None, Option(metavar="FOLDER", help="The data set to train on.")] = None,
     like: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME",
             help="Take the values of a config that comes with volseg: task04_unet, ...",
             autocompletion=complete_shipped,
         ),
     ] = None,
-    minimal: Annotated[bool, typer.Option("--minimal", help="Only what differs from the defaults.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+    minimal: Annotated[bool, Option("--minimal", help="Only what differs from the defaults.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it is there.")] = False,
 ) -> None:
     """Write a config in which every value is explained."""
     from volseg.commands import spell  # what follows imports torch: not for --help
@@ -159,7 +148,7 @@ def init(
 @start_app.command("schema", epilog="Example: volseg schema > volseg.schema.json", rich_help_panel="Start")
 def schema(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Written anew; default: print it.")
+        Path | None, Option("--output", "-o", metavar="FILE", help="Replaced; default: print it.")
     ] = None,
     components: Components = None,
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from volseg.cli.options import (
     DATA_SET,
@@ -28,26 +29,22 @@ training_app = typer.Typer()
 
 @training_app.command(epilog="Example: volseg configure Task04_Hippocampus -o my_task.yaml", rich_help_panel="Data")
 def configure(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The config to write.")],
-    preset: Annotated[
-        str, typer.Option(help="unet, resenc (residual encoder), vnet, or whole (whole volumes, cut over GPUs).")
-    ] = "unet",
-    gpu_memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of the GPU that is planned for, such as 24GiB.")
-    ] = "8GiB",
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config to write.")],
+    preset: Annotated[str, Option(help="unet, resenc (residual encoder), vnet, whole (cut over GPUs).")] = "unet",
+    gpu_memory: Annotated[str, Option(metavar="SIZE", help="Of the GPU, such as 24GiB.")] = "8GiB",
     like: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="SOURCE",
             autocompletion=complete_run,
             help="A trained network, as `volseg predict` takes it: take over its spacing, patch and network, begin "
             "with its weights.",
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the experiment; default the task's and the preset's.")] = None,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Plan and train without the bad cases.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+    name: Annotated[str | None, Option(help="Of the experiment; default the task's and the preset's.")] = None,
+    skip_bad: Annotated[bool, Option("--skip-bad", help="Plan and train without the bad cases.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it is there.")] = False,
     components: Components = None,
 ) -> None:
     """Analyse a data set and write a training config; each value is commented with its reason."""
@@ -72,7 +69,7 @@ def configure(
 def train(
     config: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="CONFIG",
             help="YAML file of the experiment, or a data set to plan for.",
             autocompletion=complete_config,
@@ -80,32 +77,17 @@ def train(
         ),
     ],
     overrides: Overrides = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint, and validate at the end.")
-    ] = False,
-    restart: Annotated[
-        bool,
-        typer.Option(
-            "--restart",
-            help="For a command that is run again and again: begin, or go on, or print the report if all is done.",
-        ),
-    ] = False,
+    output: Annotated[Path | None, Option("--output", "-o", help="Run folder; default runs/NAME.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint, and validate.")] = False,
+    restart: Annotated[bool, Option("--restart", help="Begin, continue, or print the report if all is done.")] = False,
     gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="Train on so many GPUs: the batch is dealt to them where its samples fit, else cut."),
+        int | None, Option(min=1, help="Train on so many GPUs: samples are shared among them where they fit, else cut.")
     ] = None,
-    max_restarts: Annotated[
-        int, typer.Option(min=0, help="Start all processes again, so often, after one has failed.")
-    ] = 0,
+    max_restarts: Annotated[int, Option(min=0, help="How often to start all processes again after a failure.")] = 0,
     no_cache: NoCache = False,
     components: Components = None,
-    preset: Annotated[
-        str | None, typer.Option(help="With a data set: what is planned, as in `volseg configure`; default unet.")
-    ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="With a data set: of one GPU; default 8GiB.")
-    ] = None,
+    preset: Annotated[str | None, Option(help="For a data set, as `volseg configure`; default unet.")] = None,
+    gpu_memory: Annotated[str | None, Option(metavar="SIZE", help="For a data set; default 8GiB.")] = None,
     json_logs: JsonLogs = False,
     quiet: Quiet = False,
 ) -> None:
@@ -160,16 +142,12 @@ def train(
 )
 def cross_validate(
     config: ConfigFile,
-    more_folds: Annotated[list[int] | None, typer.Argument(hidden=True)] = None,
+    more_folds: Annotated[list[int] | None, Argument(hidden=True)] = None,
     overrides: Overrides = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the run folders fold_0 ...; default runs/NAME.")
-    ] = None,
-    folds: Annotated[
-        list[int] | None, typer.Option("--folds", metavar="K...", help="Which folds to train; default all.")
-    ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="Train so many folds at a time, each on a GPU of its own.")] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with folds that were begun.")] = False,
+    output: Annotated[Path | None, Option("--output", "-o", help="For fold_0, fold_1 ...; default runs/NAME.")] = None,
+    folds: Annotated[list[int] | None, Option("--folds", metavar="K...", help="Default all.")] = None,
+    gpus: Annotated[int, Option(min=1, help="Train so many folds at a time, each on a GPU of its own.")] = 1,
+    resume: Annotated[bool, Option("--resume", help="Go on with folds that were begun.")] = False,
     no_cache: NoCache = False,
     components: Components = None,
     json_logs: JsonLogs = False,

@@ -23,6 +23,8 @@ from volseg.losses.targets import Targets
 
 __all__ = [
     "LABEL_COLOURS",
+    "choose_colour",
+    "format_colour_tables",
     "format_label_table",
     "measure_volumes",
     "num_indices",
@@ -153,6 +155,32 @@ def _with_metadata(voxels: Tensor, label_map: Tensor) -> Tensor:
     return MetaTensor(voxels).copy_meta_from(label_map) if isinstance(label_map, MetaTensor) else voxels
 
 
+def choose_colour(value: int) -> tuple[int, int, int]:
+    """Return the colour (RGB, 0 to 255) of a value of label maps."""
+    return LABEL_COLOURS[(value - 1) % len(LABEL_COLOURS)]
+
+
+def format_colour_tables(names: Mapping[int, str]) -> dict[str, str]:
+    """Return names and colours of labels as files by their names: for ITK-SNAP and for 3D Slicer.
+
+    Examples
+    --------
+    >>> files = format_colour_tables({1: "left kidney"})
+    >>> print(files["labels.txt"], files["labels.ctbl"], end="")
+    0 0 0 0 0 0 0 "Clear Label"
+    1 230 80 60 1 1 1 "left kidney"
+     0 background 0 0 0 0
+    1 left_kidney 230 80 60 255
+    """
+    snap, slicer = ['0 0 0 0 0 0 0 "Clear Label"'], ["0 background 0 0 0 0"]
+    for value, name in names.items():
+        red, green, blue = choose_colour(value)
+        plain = " ".join(name.replace('"', "'").split())
+        snap.append(f'{value} {red} {green} {blue} 1 1 1 "{plain}"')
+        slicer.append(f"{value} {plain.replace(' ', '_')} {red} {green} {blue} 255")
+    return {"labels.txt": "\n".join(snap) + "\n", "labels.ctbl": "\n".join(slicer) + "\n"}
+
+
 def format_label_table(names: Mapping[int, str]) -> bytes:
     """Return the names and colours of labels as the XML of a NIfTI header extension, as TotalSegmentator writes it.
 
@@ -165,7 +193,7 @@ def format_label_table(names: Mapping[int, str]) -> bytes:
     """
     rows = []
     for value, name in names.items():
-        red, green, blue = (colour / 255 for colour in LABEL_COLOURS[(value - 1) % len(LABEL_COLOURS)])
+        red, green, blue = (colour / 255 for colour in choose_colour(value))
         colour = f'Red="{red:.4f}" Green="{green:.4f}" Blue="{blue:.4f}" Alpha="1"'
         rows.append(f'<Label Key="{value}" {colour}><![CDATA[{name.replace("]]>", "]] >")}]]></Label>\n')
     table = f"<LabelTable>\n{''.join(rows)}</LabelTable>"

@@ -2,14 +2,19 @@
 
 Each gatherer is a process of its own group: what hangs (a GPU that fell off the bus, a dead network disk, a sum whose
 partner never comes) is ended with all that it started, and named. One that cannot even be ended is left behind.
+
+``python -m volseg.diagnosis.gathering NAME [ROLE=FOLDER ...]`` is such a process. Only its answer goes to the standard
+output; what libraries print (NCCL does) goes to the standard error.
 """
 
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +37,7 @@ class Gatherer:
     """After which it is ended: many times what it takes on a slow machine."""
     is_quick: bool = True
     command: Sequence[str] | None = None
-    """By default this interpreter, with ``volseg.diagnosis.child``."""
+    """By default this interpreter, with ``volseg.diagnosis.gathering``."""
 
 
 GATHERERS: tuple[Gatherer, ...] = (
@@ -83,7 +88,7 @@ def gather(
 def _run(gatherer: Gatherer, places: Mapping[str, str]) -> Any:
     """Return the section that a gatherer's process writes, or why there is none."""
     command = gatherer.command or run_module(
-        "volseg.diagnosis.child", gatherer.name, *(f"{role}={path}" for role, path in places.items())
+        "volseg.diagnosis.gathering", gatherer.name, *(f"{role}={path}" for role, path in places.items())
     )
     try:
         process = subprocess.Popen(  # noqa: S603 - our own command
@@ -130,3 +135,27 @@ def _end(process: "subprocess.Popen[str]", gatherer: Gatherer) -> facts.NotGathe
 def _last_words(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     return lines[-1][-LAST_WORDS:] if lines else ""
+
+
+MODULES = {
+    **dict.fromkeys(("python", "packages", "imports", "compiler"), "software"),
+    **dict.fromkeys(("system", "folders", "driver"), "machine"),
+    **dict.fromkeys(("torch", "links", "all_reduce"), "gpus"),
+}
+"""Section to the module of `volseg.diagnosis.gatherers` whose ``gather_SECTION`` finds it."""
+
+
+def _answer(name: str, *assigned: str) -> None:
+    """Gather a section, and write it as JSON."""
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    # By name: only the process that needs torch imports it.
+    gather = getattr(import_module(f"volseg.diagnosis.gatherers.{MODULES[name]}"), f"gather_{name}")
+    places = dict(one.split("=", 1) for one in assigned)
+    section = gather(places) if name == "folders" else gather()
+    with os.fdopen(answer, "wb") as output:
+        output.write(TypeAdapter(type(section)).dump_json(section))
+
+
+if __name__ == "__main__":
+    _answer(*sys.argv[1:])

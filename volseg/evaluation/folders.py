@@ -26,7 +26,7 @@ from volseg.errors import ConfigError, DataError, GridError
 from volseg.evaluation.scoring import Scoring, choose_scoring
 from volseg.evaluation.summary import EvaluatedCase, Summary, evaluate_files, summarise
 
-__all__ = ["EvaluatedFolders", "Pairs", "evaluate_folders", "find_names", "pair_files"]
+__all__ = ["EvaluatedFolders", "Pairs", "evaluate_folders", "find_names", "pair_files", "strip_id"]
 
 WORDS = (*LABEL_WORDS, "pred", "preds", "prediction", "predicted")
 """Last word of a name that says what the file is, not which case."""
@@ -110,7 +110,7 @@ def pair_files(predictions: str | Path, labels: str | Path) -> Pairs:
 
 
 def _pair_names(predicted: Mapping[str, Path], true: Mapping[str, Path], predictions: Path, labels: Path) -> Pairs:
-    strip = partial(_strip, channels=_read_channels(predictions, labels))
+    strip = partial(strip_id, channels=_read_channels(predictions, labels))
     matched = {case: (predicted[case], path) for case, path in true.items() if case in predicted}
     spare = {case: path for case, path in predicted.items() if case not in matched}
     alone = [case for case in true if case not in matched]
@@ -197,10 +197,10 @@ def _read_record(record: Path) -> Mapping[str, Any]:
     return made_by if isinstance(made_by, dict) else {}
 
 
-def _strip(case: str, channels: Sequence[str] = ()) -> str:
+def strip_id(case: str, channels: Sequence[str] = ()) -> str:
     """Return an id without the first channel or a channel's name, and without a last word that says what the file is.
 
-    >>> _strip("liver_001_0000"), _strip("liver_001_seg"), _strip("liver_0011"), _strip("liver_001_ct", ["CT"])
+    >>> strip_id("liver_001_0000"), strip_id("liver_001_seg"), strip_id("liver_0011"), strip_id("liver_001_ct", ["CT"])
     ('liver_001', 'liver_001', 'liver_0011', 'liver_001')
     """
     case = case.removesuffix(FIRST_CHANNEL)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from volseg.experiment.training import train
     from volseg.experiment.validating import validate, validate_and_format
     from volseg.experiment.verifying import verify
+    from volseg.experiment.viewing import view
     from volseg.parallel.devices import is_main_process
     from volseg.parallel.processes.group import leave_processes
 
@@ -74,6 +75,7 @@ __all__ = [
     "validate",
     "validate_and_format",
     "verify",
+    "view",
 ]
 
 _MODULES = {
@@ -100,6 +102,7 @@ _MODULES = {
     "experiment.training": "train",
     "experiment.validating": "validate validate_and_format",
     "experiment.verifying": "verify",
+    "experiment.viewing": "view",
     "parallel.devices": "is_main_process",
     "parallel.processes.group": "leave_processes",
 }

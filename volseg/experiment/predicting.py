@@ -13,6 +13,7 @@ from pydantic_core import to_jsonable_python
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.data.cases import Case
+from volseg.data.labels import format_colour_tables
 from volseg.data.readers import list_files
 from volseg.errors import ConfigError, DataError
 from volseg.experiment.images import resolve_images
@@ -50,6 +51,7 @@ def predict(
     probabilities: bool = False,
     uncertainty: bool = False,
     label_format: str = "nifti",
+    colour_tables: bool = False,
 ) -> Predicted:
     """Predict images and write each label map as ``CASE.nii.gz`` on its image's own grid.
 
@@ -86,6 +88,8 @@ def predict(
         Write these as well; see `volseg.experiment.prediction_files`.
     label_format : str
         Of label maps: ``nifti`` or ``dicom-seg``.
+    colour_tables : bool
+        Write names and colours of the labels beside the label maps; see `format_colour_tables`.
 
     Raises
     ------
@@ -130,6 +134,9 @@ def predict(
     with count_up(len(cases), "predicting", done=len(done)) as count:
         results |= queue.run(count, () if cut_over else devices, for_worker)
     record.write_volumes()
+    for name, text in format_colour_tables(trained.task.foreground).items() if colour_tables else ():
+        with replacing(files.folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
     return Predicted(folder=files.folder, cases=tuple(results[case["case"]] for case in cases))
 
 

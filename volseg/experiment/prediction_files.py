@@ -33,7 +33,7 @@ from volseg.inference.original_grid import Prediction
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.writing import require_room, write_entropy, write_prediction, write_probabilities
 
-__all__ = ["SUFFIXES", "CaseResult", "Predicted", "PredictionFiles", "PredictionRecord", "identify"]
+__all__ = ["SUFFIXES", "CaseResult", "Predicted", "PredictionFiles", "PredictionRecord", "identify", "list_predicted"]
 
 
 SUFFIXES = {"nifti": ".nii.gz", "dicom-seg": ".dcm", "dicom-rtstruct": ".dcm"}
@@ -296,6 +296,13 @@ def _parse(line: str) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return entry if isinstance(entry, dict) else {}
+
+
+def list_predicted(folder: Path) -> dict[str, list[Path]]:
+    """Return the images of the cases whose label maps `PredictionRecord` recorded in a folder."""
+    entries = map(_parse, (folder / RECORD).read_text(encoding="utf-8", errors="replace").splitlines())
+    # Behind the paths are the number of files, their bytes, and a time.
+    return {entry["case"]: list(map(Path, entry["image"][:-3])) for entry in entries if entry.get("image")}
 
 
 def identify(case: Case) -> list[Any] | None:

@@ -32,7 +32,7 @@ from volseg.experiment.sources import path_of, require_runs
 from volseg.experiment.trained import PREDICTION_KEYS, Trained, open_run, require_keys
 from volseg.workflow.validation import Validated, read_evaluated
 
-__all__ = ["VALIDATION_KEYS", "validate", "validate_and_format", "validate_folds"]
+__all__ = ["VALIDATION_KEYS", "choose_validated", "validate", "validate_and_format", "validate_folds"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def validate(
     trained = open_run(folder, checkpoint, overrides).build()
     target = Path(output) if output is not None else folder.path / _name(folder, checkpoint, overrides)
     _require_new(target, overwrite=overwrite, is_named=output is not None)
-    chosen = _choose(folder, trained.config)
+    chosen = choose_validated(folder, trained.config)
     with explaining_memory(trained.config):
         validated = _validate(trained, chosen, target)
     logger.info("%s holds the label maps and summary.json", target)
@@ -167,7 +167,7 @@ def _require_new(target: Path, *, overwrite: bool, is_named: bool) -> None:
         )
 
 
-def _choose(folder: RunFolder, config: ExperimentConfig) -> ChosenCases:
+def choose_validated(folder: RunFolder, config: ExperimentConfig) -> ChosenCases:
     """Return the cases that the run validates on, and no others.
 
     Raises

@@ -219,7 +219,7 @@ def _draw_curves(record: CrossedRecord) -> list[content.Block]:
 
 def _show_cases(record: CrossedRecord) -> list[content.Block]:
     overlays = {case: file for fold in record.folds.values() for case, file in fold.overlays.items()}
-    return [] if record.scores is None else show_cases(record.scores, overlays)
+    return [] if record.scores is None else show_cases(record.scores, overlays, record.folder)
 
 
 def _describe_time(record: CrossedRecord) -> list[content.Block]:

@@ -7,7 +7,7 @@ nothing besides (Content-Security-Policy), so that a name that got through as ma
 import base64
 import hashlib
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import resources
 
 from PIL import Image
@@ -15,7 +15,7 @@ from PIL import Image
 from volseg.reporting import content
 from volseg.reporting.drawing import Markup, draw_boxes, draw_chart, draw_legend, draw_shares, join, tag
 
-__all__ = ["write_page"]
+__all__ = ["read_part", "write_document", "write_page"]
 
 LONG = 24
 """Rows from which a table scrolls within its own box."""
@@ -23,34 +23,50 @@ LONG = 24
 
 def write_page(report: content.ReportContent) -> str:
     """Return the page."""
-    style, script = (
-        Markup(resources.files(__package__).joinpath(f"report.{end}").read_text("utf-8")) for end in ("css", "js")
-    )
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    named = [(f"s{number}", section) for number, section in enumerate(report.sections) if not section.only_brief]
+    links = [tag("li", tag("a", section.title, href=f"#{name}")) for name, section in named]
+    body = [
+        _write_header(report),
+        tag("nav", tag("ul", *links), aria_label="Sections"),
+        tag("main", *(_write_section(name, section) for name, section in named)),
+    ]
+    return write_document(f"{report.title}: {report.subtitle}", body, "report.css", [read_part("report.js")])
+
+
+def read_part(name: str) -> Markup:
+    """Return a file of this package that pages contain as it is."""
+    return Markup(resources.files(__package__).joinpath(name).read_text("utf-8"))
+
+
+def write_document(title: str, body: Sequence[Markup], style: str, scripts: Sequence[Markup]) -> str:
+    """Return a page that loads nothing and runs only ``scripts``.
+
+    Parameters
+    ----------
+    title : str
+        Of the window.
+    body : sequence of Markup
+        What the page shows.
+    style : str
+        File of this package.
+    scripts : sequence of Markup
+        Run in this order, below the body.
+    """
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    sources = " ".join(f"'sha256-{digest}'" for digest in digests)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {sources}"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
-        tag("title", f"{report.title}: {report.subtitle}"),
+        tag("title", title),
         tag("link", rel="icon", href="data:,"),  # else a browser asks a server for one
-        tag("style", style),
+        tag("style", read_part(style)),
     )
-    named = [(f"s{number}", section) for number, section in enumerate(report.sections) if not section.only_brief]
-    body = tag(
-        "body",
-        _write_header(report),
-        tag(
-            "nav",
-            tag("ul", *(tag("li", tag("a", section.title, href=f"#{name}")) for name, section in named)),
-            aria_label="Sections",
-        ),
-        tag("main", *(_write_section(name, section) for name, section in named)),
-        tag("script", script),
-    )
-    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
+    shown = tag("body", *body, *(tag("script", script) for script in scripts))
+    return f"<!DOCTYPE html>\n{tag('html', head, shown, lang='en')}\n"
 
 
 def _write_header(report: content.ReportContent) -> Markup:

@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from volseg.commands import spell
 from volseg.formatting import format_duration, format_moment, format_value
 from volseg.reporting import content
 from volseg.reporting.reading import RunRecord, Scores
@@ -46,7 +47,8 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, state), warns=True),
         compose.section(
-            "Cases to look at closely", lambda: [] if scores is None else show_cases(scores, record.overlays)
+            "Cases to look at closely",
+            lambda: [] if scores is None else show_cases(scores, record.overlays, record.folder),
         ),
         compose.section(
             "Out of memory", lambda: [content.Text(record.told.replanned)] if record.told.replanned else [], brief=True
@@ -234,8 +236,8 @@ def _name_line(tag: str) -> str:
     return (name if name == "step" else name.removeprefix("step_")).replace("_", " ") or kind
 
 
-def show_cases(scores: Scores, overlays: Mapping[str, Path]) -> list[content.Block]:
-    """Return the pictures of the cases with the lowest and the highest Dice."""
+def show_cases(scores: Scores, overlays: Mapping[str, Path], folder: Path) -> list[content.Block]:
+    """Return the pictures of the cases with the lowest and the highest Dice, and the command that shows all slices."""
     shown: list[content.Block] = []
     worst, best = choose_extremes(scores.cases)
     for title, cases in (("Lowest Dice", worst), ("Highest Dice", best)):
@@ -253,7 +255,9 @@ def show_cases(scores: Scores, overlays: Mapping[str, Path]) -> list[content.Blo
             shown.append(
                 content.Pictures(title=title, pictures=pictures, legend=() if shown else list(scores.labels.values()))
             )
-    return [content.Text(EXPLAINED), *shown] if shown else []
+    lowest = "".join(f" --case {quote(case.name)}" for case in worst)
+    scroll = ("All slices of the lowest:", spell(f"volseg view {quote(str(folder))}{lowest}"))
+    return [content.Text(EXPLAINED), *shown, content.Commands([scroll])] if shown else []
 
 
 EXPLAINED = (

@@ -1,0 +1,283 @@
+"""Cases as one page in which NiiVue shows slices in three planes, with label maps over them.
+
+The page holds the volumes, compressed, and asks nothing of any other file or machine. A volume that is too large for a
+page is thinned: every n-th voxel along the axes with the finest spacing is kept, so that each shown value is one of the
+file. The page states the spacing that is left.
+
+The repository does not hold NiiVue. ``make viewer`` runs ``python -m volseg.reporting.viewer``, and so does the build
+of a wheel: npm fetches the package, which is compared and of which one file is kept beside this module. Nothing of the
+package runs on this machine.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import shlex
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+from isal import igzip
+from monai.data import MetaTensor
+from nibabel.affines import voxel_sizes
+
+from volseg.commands import run_module
+from volseg.data.cases import LARGEST_VALUE, Task
+from volseg.data.labels import choose_colour
+from volseg.data.readers import Files, name_files, read_label, read_volume
+from volseg.errors import ConfigError, DataError
+from volseg.files import replacing
+from volseg.reporting.drawing import Markup, tag
+from volseg.reporting.page import read_part, write_document
+from volseg.streams import show
+from volseg.transforms.grid import Grid
+from volseg.version import __version__
+
+__all__ = ["SCRIPT", "ViewedCase", "fetch_niivue", "read_niivue", "write_viewer"]
+
+MOST_OF_CASE, MOST_OF_PAGE = 2**25, 2**27
+"""Voxels of an image: 512 x 512 x 128, and four such images, take 50 to 200 MB in a page."""
+
+FEWEST = 2**21
+"""Voxels (128 x 128 x 128) below which an image is not thinned; fewer cases fit then."""
+
+COMPRESSION = 2
+"""ISA-L's level."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewedCase:
+    """An image and the label maps that are shown over it."""
+
+    name: str
+    image: Files
+    layers: Mapping[str, Path] = field(default_factory=dict)
+    """Title, such as ``prediction``, to the file of the label map."""
+    remark: str = ""
+    """Behind the name in the list of cases."""
+
+
+def write_viewer(
+    cases: Sequence[ViewedCase],
+    file: str | Path,
+    *,
+    title: str,
+    names: Mapping[int, str],
+    task: Task | None = None,
+    channel: int = 0,
+) -> Path:
+    """Write the page, in one step or not at all; return its path.
+
+    Parameters
+    ----------
+    cases : sequence of ViewedCase
+        In the order of the page's list.
+    file : path
+        Of the page.
+    title : str
+        Of the page.
+    names : mapping
+        Names of labels by value; others are called by their value.
+    task : Task, optional
+        What labels in DICOM are read by; see `read_label`.
+    channel : int
+        Of the images.
+
+    Raises
+    ------
+    ConfigError
+        NiiVue was not fetched, the cases are too many to be shown together, or no image has this channel.
+    DataError
+        A volume cannot be read, holds no labels, or does not lie on the grid of its image.
+    """
+    scripts = [Markup(read_niivue()), read_part("viewer.js")]
+    page = _Page(names, task, channel, most=min(MOST_OF_CASE, MOST_OF_PAGE // len(cases)))
+    described = json.dumps({"cases": [*map(page.add, cases)], "labels": [*page.list_labels()]})
+    blocks = {"viewed": described.replace("<", "\\u003c"), **page.blocks}
+    choices = [
+        tag("label", "Case ", tag("select", id="case")),
+        tag("label", "Labels ", tag("input", id="opacity", type="range", min=0, max=1, step=0.05, value=0.5)),
+    ]
+    body = [
+        tag("header", tag("h1", title), *choices, tag("div", id="labels")),
+        tag("main"),
+        tag("footer", tag("span", id="note"), tag("span", f"volseg {__version__}. {HINT}")),
+        *(tag("script", Markup(text), id=name, type="application/octet-stream") for name, text in blocks.items()),
+    ]
+    text = write_document(title, body, "viewer.css", scripts)
+    with replacing(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+    return Path(file)
+
+
+HINT = "Click to move the crosshair, scroll to change the slice, drag with the right button for brightness."
+
+
+class _Page:
+    """The volumes of a page, and the labels that occur in them."""
+
+    def __init__(self, names: Mapping[int, str], task: Task | None, channel: int, most: int) -> None:
+        self._names, self._task, self._channel, self._most = names, task, channel, most
+        self._indices: dict[int, int] = {value: index for index, value in enumerate(sorted(names), start=1)}
+        self._found: set[int] = set()
+        self.blocks: dict[str, str] = {}
+
+    def list_labels(self) -> Iterator[dict[str, Any]]:
+        """Yield what the page says of each index, from 1 on."""
+        for value in self._indices:
+            name = self._names.get(value, f"label {value}")
+            yield {"name": name, "colour": choose_colour(value), "occurs": value in self._found}
+
+    def add(self, case: ViewedCase) -> dict[str, Any]:
+        """Keep the volumes of a case; return what the page's script reads of them."""
+        image = read_volume(case.image)
+        if not 0 <= self._channel < len(image):
+            raise ConfigError(f"{name_files(case.image)} has {len(image)} channel(s), and no channel {self._channel}")
+        grid = Grid.of(image)
+        steps = self._choose_steps(grid, case.name)
+        affine = grid.affine.numpy() @ np.diag([*steps, 1])
+        slices = tuple(slice(None, None, step) for step in steps)
+        voxels = np.nan_to_num(image[self._channel].numpy(force=True)[slices])
+        layers: list[dict[str, str]] = []
+        centre = [side // 2 for side in voxels.shape]
+        for title, file in case.layers.items():
+            indices = self._index(read_label(file, image, self._task), grid, file)[slices]
+            if not layers and len(places := np.argwhere(indices)):
+                middle = np.median(places, axis=0)
+                centre = places[np.abs(places - middle).sum(axis=1).argmin()].tolist()
+            layers.append({"title": title, "volume": self._pack(indices, affine)})
+        low, high = np.iinfo(np.int16).min, np.iinfo(np.int16).max
+        is_short = low <= voxels.min() <= voxels.max() <= high and np.array_equal(voxels, voxels.round())
+        return {
+            "title": " ".join(filter(None, (case.name, case.remark))),
+            "note": _describe(grid, steps),
+            "centre": (affine @ [*centre, 1])[:3].tolist(),
+            "image": self._pack(voxels.astype(np.int16) if is_short else voxels, affine),
+            "layers": layers,
+        }
+
+    def _choose_steps(self, grid: Grid, name: str) -> list[int]:
+        """Return every how manyth voxel is kept along each axis."""
+        steps = [1, 1, 1]
+        while math.prod(-(-side // step) for side, step in zip(grid.shape, steps, strict=True)) > self._most:
+            if self._most < FEWEST:
+                raise ConfigError(
+                    f"a page holds {MOST_OF_PAGE:,} voxels, and {name} has {math.prod(grid.shape):,}: too many cases "
+                    "are to be shown together; choose some by --case"
+                )
+            steps[int(np.argmin(_find_spacing(grid) * steps))] += 1
+        return steps
+
+    def _index(self, labels: MetaTensor, grid: Grid, file: Path) -> np.ndarray:
+        """Return a label map as the indices of the page's labels."""
+        if fault := grid.fault_of(Grid.of(labels), "image"):
+            raise DataError(f"{file} {fault}; a label map is shown on the grid of its image")
+        values = labels[0].numpy(force=True)
+        found = np.unique(values)
+        if not (0 <= found[0] <= found[-1] <= LARGEST_VALUE and np.array_equal(found, found.round())):
+            raise DataError(f"{file} holds {found[0]:g} to {found[-1]:g}; a label map holds whole numbers from 0 on")
+        table = np.zeros(int(found[-1]) + 1, dtype=np.uint16)
+        for value in map(int, found[found > 0]):
+            table[value] = self._indices.setdefault(value, len(self._indices) + 1)
+            self._found.add(value)
+        return table[values.astype(np.int64)]
+
+    def _pack(self, voxels: np.ndarray, affine: np.ndarray) -> str:
+        """Keep a volume as NIfTI; return the name of its block."""
+        name = f"v{len(self.blocks)}"
+        content = nib.Nifti1Image(voxels, affine).to_bytes()
+        self.blocks[name] = base64.b64encode(igzip.compress(content, COMPRESSION)).decode()
+        return name
+
+
+def _describe(grid: Grid, steps: Sequence[int]) -> str:
+    spacing = _find_spacing(grid)
+    whole = f"{' x '.join(map(str, grid.shape))} voxels of {_join(spacing)} mm"
+    if max(steps) == 1:
+        return f"{whole}."
+    return f"Thinned to {_join(spacing * steps)} mm; the file has {whole}."
+
+
+def _find_spacing(grid: Grid) -> np.ndarray:
+    return voxel_sizes(grid.affine.numpy())
+
+
+def _join(lengths: np.ndarray) -> str:
+    return " x ".join(f"{length:.3g}" for length in lengths)
+
+
+# The script that draws volumes in a browser.
+
+
+PACKAGE, VERSION, LICENCE = "@niivue/niivue", "0.69.0", "BSD-2-Clause"
+INTEGRITY = "YMjQvJgD1W2b7DuoxkwlC4VxbrgIePRJ5qyQzXKxi2v2MBVg285P/CIQyg46oDDGDIcaNlbd+MhtO/edMbXJkA=="
+"""SHA-512 of the package's archive, in base64."""
+
+MEMBER = "package/dist/niivue.umd.js"
+SCRIPT = Path(__file__).with_name("niivue.js")
+
+
+def fetch_niivue(file: Path = SCRIPT) -> Path:
+    """Fetch the pinned package by npm and write its script, below its licence, to ``file``.
+
+    Raises
+    ------
+    ConfigError
+        npm is absent or fails, or the archive is another one than the pinned one.
+    """
+    npm = shutil.which("npm")
+    if npm is None:
+        raise ConfigError("npm fetches NiiVue, and is not installed (Debian: apt install npm)")
+    with tempfile.TemporaryDirectory(prefix="volseg_niivue_") as folder:
+        command = [npm, "pack", "--ignore-scripts", "--pack-destination", folder, f"{PACKAGE}@{VERSION}"]
+        ran = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", check=False)  # noqa: S603
+        archives = [*Path(folder).glob("*.tgz")]
+        if ran.returncode or len(archives) != 1:
+            raise ConfigError(f"npm pack {PACKAGE}@{VERSION} failed with status {ran.returncode}: {ran.stderr.strip()}")
+        script = _unpack(archives[0])
+    licence = SCRIPT.with_suffix(".LICENSE").read_text(encoding="utf-8")
+    with replacing(file) as partial:
+        partial.write_text(f"/*! {PACKAGE} {VERSION}, {LICENCE}\n\n{licence}*/\n{script}", encoding="utf-8")
+    return file
+
+
+def _unpack(archive: Path) -> str:
+    """Return the script in an archive that is the pinned one."""
+    found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+    if found != INTEGRITY:
+        raise ConfigError(f"npm returned another {PACKAGE} {VERSION}: its SHA-512 is {found}, needed {INTEGRITY}")
+    with tarfile.open(archive) as content:
+        member = content.extractfile(MEMBER)
+        assert member is not None, "the pinned archive holds the file"
+        return member.read().decode("utf-8")
+
+
+def read_niivue() -> str:
+    """Return the script.
+
+    Raises
+    ------
+    ConfigError
+        It was not fetched; the message says how to do that.
+    """
+    if not SCRIPT.is_file():
+        raise ConfigError(
+            f"volseg view needs {SCRIPT}, which holds {PACKAGE} {VERSION}. Wheels contain it; in a checkout, fetch it "
+            f"once: make viewer, or {shlex.join(run_module('volseg.reporting.viewer'))} (npm is needed)"
+        )
+    return SCRIPT.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        show(fetch_niivue())
+    except ConfigError as fault:
+        raise SystemExit(f"{fault}") from None
