@@ -33,7 +33,7 @@ from volseg.device.torch_internals import TorchDispatchMode, check_gradients, re
 from volseg.errors import FollowError, VolsegError
 from volseg.estimate.constant_values import ConstantValues
 from volseg.estimate.gpu_autocast import casting_like_gpus
-from volseg.estimate.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
+from volseg.estimate.gpu_operators import GPU_OPERATORS, WITH_RESULT, composing_like_gpus
 from volseg.estimate.inplace_gradients import IN_PLACE, NEW_STRIDED
 from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.operator_work import by_operator, list_tensors
@@ -173,7 +173,7 @@ class _Noting(TorchDispatchMode):
         return out
 
     def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plain = None if func in WITHOUT_RESULT else self.known.run(func, args, kwargs)
+        plain = self.known.run(func, args, kwargs) if func in WITH_RESULT else None
         with self:  # what the handler calls is noted too
             return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
 
