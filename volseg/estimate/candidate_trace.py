@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from volseg.device.fake_gpu import GpuLike
 from volseg.device.gpus import host_values, observer
+from volseg.device.torch_internals import tree_leaves
 from volseg.errors import NotRecordedError, ParallelError
 from volseg.estimate.candidate import Candidate
 from volseg.estimate.gpu_kinds import GpuKind
+from volseg.estimate.operator_work import list_tensors
 from volseg.estimate.single_rank import Exchange, be_process
 from volseg.estimate.trace import KernelRun, StepTrace
 from volseg.estimate.tracing import TracedStep, tracing
@@ -280,15 +282,7 @@ def _end_forward(module: nn.Module, args: Any, output: Any) -> None:  # noqa: AR
             observer().on_mark("backward")
         is_over = True
 
-    for tensor in _list_tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(turn)
-
-
-def _list_tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, ShardedVolume):
-        return list(output.slabs)
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
-    return [tensor for value in values for tensor in _list_tensors(value)]
+    for leaf in tree_leaves(output):
+        for tensor in leaf.slabs if isinstance(leaf, ShardedVolume) else list_tensors(leaf):
+            if tensor.requires_grad:
+                tensor.register_hook(turn)

@@ -108,7 +108,7 @@ def find_largest(
         if high - low <= 1:
             break
         # Now and then by halves: a line may miss again and again.
-        step = _guess({} if tries % 4 == 3 and high <= MOST_STEPS else known, low, high, capacity, aspect, divisors)
+        step = _guess({} if tries % 6 == 5 and high <= MOST_STEPS else known, low, high, capacity, aspect, divisors)
     if best is None:
         return None
     limit = scale_sides(high, aspect, divisors) if high <= MOST_STEPS else None

@@ -61,7 +61,6 @@ class TracedStep(GpuObserver):
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blocks = 0
         self._checked: set[int] = set()
-        self._of_changes: set[int] = set()
         self._multiplied: set[tuple[torch.device, int, bool]] = set()
 
     def traces(self) -> tuple[StepTrace, ...]:
@@ -77,8 +76,9 @@ class TracedStep(GpuObserver):
         if self._listener is not None:
             self._listener(name)
 
-    on_mark = mark
-    """The strategies' own marks."""
+    def on_mark(self, name: str) -> None:
+        """Say that a part begins: the strategies' own marks."""
+        self.mark(name)
 
     def listen(self, listener: Callable[[str], None] | None) -> None:
         """Tell a function of each mark from now on, or nobody: what it raises ends the step there."""
@@ -145,19 +145,6 @@ class TracedStep(GpuObserver):
             number = self._give_back(key)
             self._take(key, number, storage.nbytes(), tensor.device)
 
-    def note_scattered(self, gradient: Tensor) -> None:
-        """Put down that a gradient was written to memory of its own, unless a change in place has made it."""
-        key = get_storage_key(gradient.untyped_storage())
-        if key in self._held and key not in self._of_changes:
-            number, size, block, _ = self._held[key]
-            self._sizes[number] -= size
-            self._take(key, number, size, gradient.device)
-            self._put(number, Free(block))
-
-    def note_of_change(self, gradient: Tensor) -> None:
-        """Remember a gradient that a change in place makes: the change before it gets it as it is."""
-        self._of_changes.add(get_storage_key(gradient.untyped_storage()))
-
     def _take(self, key: int, number: int, size: int, device: torch.device) -> None:
         self._blocks += 1
         stream = find_current_stream(device).number
@@ -182,7 +169,6 @@ class TracedStep(GpuObserver):
 
     def _give_back(self, key: int) -> int:
         self._checked.discard(key)
-        self._of_changes.discard(key)
         number, size, block, _ = self._held.pop(key)
         self._sizes[number] -= size
         if size:

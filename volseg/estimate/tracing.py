@@ -33,8 +33,8 @@ from volseg.device.torch_internals import TorchDispatchMode, check_gradients, re
 from volseg.errors import FollowError, VolsegError
 from volseg.estimate.constant_values import ConstantValues
 from volseg.estimate.gpu_autocast import casting_like_gpus
-from volseg.estimate.gpu_operators import GPU_OPERATORS, WITHOUT_RESULT, composing_like_gpus
-from volseg.estimate.inplace_gradients import IN_PLACE, NEW_STRIDED
+from volseg.estimate.gpu_operators import GPU_OPERATORS, WITH_RESULT, composing_like_gpus
+from volseg.estimate.inplace_gradients import IN_PLACE
 from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.operator_work import by_operator, list_tensors
 from volseg.estimate.trace import KernelRun, StepTrace
@@ -49,7 +49,7 @@ aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default})
 
 find_handler = by_operator(GPU_OPERATORS.get)
-is_of_autograd = by_operator({*IN_PLACE, NEW_STRIDED}.__contains__)
+has_form_in_place = by_operator(IN_PLACE.__contains__)
 sets_storage, multiplies = by_operator(OF_STORAGES.__contains__), by_operator(PRODUCTS.__contains__)
 
 FIND_DEVICE = torch.ops.prim.device.default
@@ -143,12 +143,8 @@ class _Noting(TorchDispatchMode):
             value = 0.0 if self.followed.is_checked(args[0]) else self.values.read(args[0])
             if value is not None:
                 return value
-        is_scattered = False
-        if is_of_autograd(func):
+        if has_form_in_place(func):
             func = self.followed.in_place.replace(func, args)
-            is_scattered = self.followed.in_place.is_scattered(func)
-        if is_scattered:
-            self.followed.note_scattered(args[0])
         known = None
         if sets_storage(func):
             out = self.known.run_anew(func, args, kwargs)
@@ -158,8 +154,6 @@ class _Noting(TorchDispatchMode):
         if type(out) is FakeTensor or isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
-            if is_scattered:
-                self.followed.note_of_change(out)
             if multiplies(func):
                 self.followed.note_product(out.device)
         elif isinstance(out, list | tuple):
@@ -173,7 +167,7 @@ class _Noting(TorchDispatchMode):
         return out
 
     def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plain = None if func in WITHOUT_RESULT else self.known.run(func, args, kwargs)
+        plain = self.known.run(func, args, kwargs) if func in WITH_RESULT else None
         with self:  # what the handler calls is noted too
             return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
 
