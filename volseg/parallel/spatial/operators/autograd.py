@@ -18,51 +18,19 @@ from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap
 
 __all__ = ["backward", "differentiate", "metadata", "register_hook"]
 
-METADATA = [
-    "Tensor.size",
-    "Tensor.dim",
-    "Tensor.numel",
-    "Tensor.nelement",
-    "Tensor.ndimension",
-    "Tensor.element_size",
-    "Tensor.is_floating_point",
-    "Tensor.is_complex",
-    "Tensor.is_signed",
-    "Tensor.get_device",
-    "Tensor.is_contiguous",
-    "numel",
-    "is_floating_point",
-    "is_complex",
-    "Tensor.is_same_size",
-    "Tensor.__dir__",
-]
+SIZES = ("size", "dim", "numel", "nelement", "ndimension", "element_size", "get_device")
+LAYOUTS = ("is_contiguous", "is_same_size", "grad_fn", "layout", "itemsize", "retains_grad", "output_nr")
+KINDS = ("floating_point", "complex", "signed", "inference")
+BACKENDS = ("cpu", "meta", "sparse", "sparse_csr", "quantized", "mkldnn", "mps", "xpu", "vulkan", "nested", "ipu")
 
-FLAGS = [
-    "grad_fn",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "is_sparse_csr",
-    "is_quantized",
-    "is_mkldnn",
-    "is_mps",
-    "is_xpu",
-    "is_vulkan",
-    "is_nested",
-    "layout",
-    "itemsize",
-    "is_inference",
-    "retains_grad",
-    "output_nr",
-    "_version",
-    "is_ipu",
-    "is_maia",
-    "is_mtia",
+METADATA = [
+    *(f"Tensor.{name}" for name in (*SIZES, *LAYOUTS, "_version", "__dir__")),
+    *(f"Tensor.is_{kind}" for kind in (*KINDS, *BACKENDS, "maia", "mtia")),
+    *("numel", "is_floating_point", "is_complex"),
 ]
 
 
 @handles("Metadata and autograd", *METADATA, rehearse=False, merged=True, rounded=True)
-@handles("Metadata and autograd", *(f"Tensor.{name}" for name in FLAGS), rehearse=False, merged=True, rounded=True)
 def metadata(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Answer from the shape of the whole volume, or from a slab where all slabs agree."""
     volume, *rest = args
@@ -283,16 +251,10 @@ class _Hooked(torch.autograd.Function):
         return None, None, *_hooked(ctx.joined, list(ctx.hooks.values()), gradients)
 
 
-@handles(
-    "Metadata and autograd",
-    "Tensor.new_zeros",
-    "Tensor.new_ones",
-    "Tensor.new_empty",
-    "Tensor.new_full",
-    "Tensor.new_tensor",
-    rehearse=False,
-    merged=True,
-)
+FILLS = ("zeros", "ones", "empty", "full", "tensor")
+
+
+@handles("Metadata and autograd", *(f"Tensor.new_{kind}" for kind in FILLS), rehearse=False, merged=True)
 def new_whole(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Make an ordinary tensor with the volume's dtype and home device."""
     volume, *rest = args
@@ -306,34 +268,13 @@ def formatted(func: Callable, args: tuple, kwargs: dict[str, Any]) -> str:
     return repr(args[0])
 
 
-@handles(
-    "Metadata and autograd",
-    "Tensor.numpy",
-    "Tensor.__array__",
-    "Tensor.tolist",
-    "Tensor.item",
-    "Tensor.__bool__",
-    "Tensor.__float__",
-    "Tensor.__int__",
-    "Tensor.__index__",
-    "Tensor.__complex__",
-    "Tensor.__reduce_ex__",
-    "Tensor.untyped_storage",
-    "Tensor.storage",
-    "Tensor.data_ptr",
-    "Tensor.__dlpack__",
-    "Tensor.__dlpack_device__",
-    "Tensor.__contains__",
-    "Tensor.share_memory_",
-    "Tensor.is_shared",
-    "Tensor.pin_memory",
-    "Tensor.is_pinned",
-    "Tensor.stride",
-    "Tensor.storage_offset",
-    "Tensor.__deepcopy__",
-    rehearse=False,
-    merged=True,
-)
+AS_VALUES = ("array", "bool", "float", "int", "index", "complex", "reduce_ex", "dlpack", "dlpack_device", "contains")
+READ = ("numpy", "tolist", "item", "untyped_storage", "storage", "data_ptr", "__deepcopy__")
+STORED = ("share_memory_", "is_shared", "pin_memory", "is_pinned", "stride", "storage_offset")
+
+
+@handles("Metadata and autograd", *(f"Tensor.__{kind}__" for kind in AS_VALUES), rehearse=False, merged=True)
+@handles("Metadata and autograd", *(f"Tensor.{name}" for name in (*READ, *STORED)), rehearse=False, merged=True)
 def values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Refuse to read or save values of which each shard has some."""
     volume = next(value for value in args if isinstance(value, ShardedVolume))
