@@ -13,7 +13,7 @@ from volseg.device.torch_internals import is_view, with_overrides
 from volseg.parallel.spatial.lazy.bias import forget_vanishing
 from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.pending import Shown
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, relaid, wrap
 
 __all__ = ["backward", "differentiate", "metadata", "register_hook"]
@@ -179,8 +179,7 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
         if not isinstance(root, ShardedVolume):
             found.append(gradient.full_tensor() if isinstance(gradient, ShardedVolume) else gradient)
             continue
-        if gradient is None:
-            refuse("it needs the gradient of each voxel, or a loss that is one number")
+        refuse_if(gradient is None, "it needs the gradient of each voxel, or a loss that is one number")
         if gradient.shape != root.shape:
             raise RuntimeError(f"a gradient of shape {tuple(gradient.shape)} for a volume of {tuple(root.shape)}")
         if not isinstance(gradient, ShardedVolume) or gradient.dims != root.dims:

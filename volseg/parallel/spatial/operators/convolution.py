@@ -29,7 +29,7 @@ from volseg.parallel.spatial.operators.planes import (
 )
 from volseg.parallel.spatial.plan.shards import can_split, spans
 from volseg.parallel.spatial.plan.windows import TransposedConvolution
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["convolution"]
@@ -44,8 +44,7 @@ def convolution(func: Callable, given: Any) -> Any:
     volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
     stride, padding, dilation = given.stride, given.padding, given.dilation
     count = weight.ndim - 2
-    if not spatial_only(volume, count):
-        refuse("the input must be cut along a spatial dim, and the weight not at all")
+    refuse_if(not spatial_only(volume, count), "the input must be cut along a spatial dim, and the weight not at all")
 
     def rehearse() -> None:
         rehearsed(func, (volume, weight, bias, stride, padding, dilation, groups), {}, volume)
@@ -81,8 +80,7 @@ def transposed_convolution(func: Callable, given: Any) -> Any:
     """Run a transposed convolution on the planes that reach a slab's outputs."""
     volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
     count = weight.ndim - 2
-    if not spatial_only(volume, count):
-        refuse("the input must be cut along a spatial dim, and the weight not at all")
+    refuse_if(not spatial_only(volume, count), "the input must be cut along a spatial dim, and the weight not at all")
     stride, dilation = per_dim(given.stride, count), per_dim(given.dilation, count)
     padding, extra = per_dim(given.padding, count), per_dim(given.output_padding, count)
     first = volume.ndim - count

@@ -21,7 +21,7 @@ from volseg.parallel.spatial.lazy.tiled_addition import add_later
 from volseg.parallel.spatial.lazy.uncut import SUMS
 from volseg.parallel.spatial.operators.operands import aligned, each_slab, rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
 __all__ = ["activation", "in_place", "pointwise", "prelu", "where"]
@@ -305,8 +305,7 @@ ACTIVATED = "input negative_slope alpha approximate inplace"
 def activate(func: Callable, given: Any) -> Any:
     """Leave it to the norm that waits in front, or apply it to each slab."""
     volume, inplace = given.input, getattr(given, "inplace", False)
-    if not isinstance(volume, ShardedVolume):
-        refuse("its input is not sharded")
+    refuse_if(not isinstance(volume, ShardedVolume), "its input is not sharded")
     settings = {
         name: getattr(given, name) for name in ("negative_slope", "alpha", "approximate") if hasattr(given, name)
     }

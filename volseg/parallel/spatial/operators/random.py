@@ -16,7 +16,7 @@ from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.operators.operands import aligned
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 from volseg.parallel.state.random import mix
@@ -66,8 +66,7 @@ FILLS = ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "
 def fill_randomly(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Fill a volume in place."""
     volume, *settings = args
-    if not isinstance(volume, ShardedVolume):
-        refuse("a probability per voxel belongs to a volume that is cut alike")
+    refuse_if(not isinstance(volume, ShardedVolume), "a probability per voxel belongs to a volume that is cut alike")
     _refuse_generator(kwargs.get("generator"))
     volume.context.change(volume)
     columns = [aligned(value, volume) for value in settings]
@@ -151,16 +150,14 @@ def rrelu(func: Callable, given: Any) -> Any:
 
 
 def _refuse_generator(generator: torch.Generator | None) -> None:
-    if generator is not None:
-        refuse("a generator= draws on one device; seed torch with torch.manual_seed instead")
+    refuse_if(generator is not None, "a generator= draws on one device; seed torch with torch.manual_seed instead")
 
 
 @handles("Dropout", "F.alpha_dropout", "torch.alpha_dropout", "F.feature_alpha_dropout", rehearse=False, merged=True)
 def alpha_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the volume in eval mode."""
     named = bind(func, args, kwargs)
-    if named.get("training", False) and named.get("p", 0.5) != 0:
-        refuse("alpha dropout has no sharded form")
+    refuse_if(named.get("training", False) and named.get("p", 0.5) != 0, "alpha dropout has no sharded form")
     return named["input"]
 
 
@@ -197,8 +194,7 @@ def _draw_channels(volume: ShardedVolume, name: str, keep: float) -> list[Tensor
     # Unbatched input (C, D, H, W): the channels come first.
     spatial = [int(letter) for letter in name if letter.isdigit()]
     leading = 1 if spatial == [volume.ndim - 1] else 2
-    if any(dim < leading for dim in volume.dims):
-        refuse("batch and channels must not be cut")
+    refuse_if(any(dim < leading for dim in volume.dims), "batch and channels must not be cut")
     shape = [*volume.shape[:leading], *([1] * (volume.ndim - leading))]
     empty = torch.empty(shape, dtype=volume.dtype, device=volume.context.communicator.home)
     return volume.context.spread(empty.bernoulli_(keep, generator=common_generator(volume)))

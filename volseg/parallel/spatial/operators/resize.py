@@ -17,7 +17,7 @@ from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, cons
 from volseg.parallel.spatial.operators.pooling import adaptive_pool
 from volseg.parallel.spatial.pending import PLAIN
 from volseg.parallel.spatial.plan.windows import Chosen, Resize, nearest_planes
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
 
@@ -201,8 +201,7 @@ def grid_sample(func: Callable, given: Any) -> Any:
         if any(dim < 1 or grid.shape[dim] != size for dim, size in zip(dims, source.sizes, strict=True)):
             return run_gathered(func, (source, grid), settings)
         grid = from_whole(grid, dims, context)
-    if any(dim in (0, grid.ndim - 1) for dim in grid.dims):
-        refuse("batch and coordinates must not be cut")
+    refuse_if(any(dim in (0, grid.ndim - 1) for dim in grid.dims), "batch and coordinates must not be cut")
     wholes = context.spread(source.full_tensor() if isinstance(source, ShardedVolume) else source)
     slabs = [func(own, places, **settings) for own, places in zip(wholes, grid.slabs, strict=True)]
     shape = [*slabs[0].shape[:2], *grid.shape[1:-1]]
