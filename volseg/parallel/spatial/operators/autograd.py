@@ -56,28 +56,22 @@ def data(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return wrap(volume, [slab.data for slab in volume.slabs])
 
 
-@handles("Metadata and autograd", "Tensor.requires_grad_", "Tensor.detach_", rehearse=False, merged=True, rounded=True)
+EACH = ("requires_grad_", "detach_", "retain_grad", "record_stream")
+
+
+@handles("Metadata and autograd", *(f"Tensor.{name}" for name in EACH), rehearse=False, merged=True, rounded=True)
 def per_slab(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Do it to each slab, and return the volume."""
+    """Do it to each slab, and return the volume if that is changed in place."""
     volume = args[0]
     if func is Tensor.detach_ and any(is_view(slab) for slab in volume.slabs):
         refuse("its slabs are views of another tensor, which torch does not detach in place: use detach()")
     if func is Tensor.detach_:
         volume.context.write_waiting()
+    if func is Tensor.retain_grad:
+        _check_not_bypassed(volume)
     for slab in volume.slabs:
         func(slab, *args[1:], **kwargs)
-    return volume
-
-
-@handles(
-    "Metadata and autograd", "Tensor.retain_grad", "Tensor.record_stream", rehearse=False, merged=True, rounded=True
-)
-def told(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Tell it to each slab."""
-    if func is Tensor.retain_grad:
-        _check_not_bypassed(args[0])
-    for slab in args[0].slabs:
-        func(slab, *args[1:], **kwargs)
+    return volume if func.__name__.endswith("_") else None
 
 
 @handles("Metadata and autograd", "Tensor.backward", rehearse=False, merged=True, rounded=True)

@@ -65,18 +65,11 @@ def _settings(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[dict
     return named, legacy_reduction(*old, named.pop("reduction", "mean"))
 
 
-@handles("Losses", *(f"F.{name}" for name in VOXELWISE), merged=True)
+@handles("Losses", *(f"F.{name}" for name in (*VOXELWISE, *WEIGHTED)), merged=True)
 def voxel_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Compute the loss of each voxel, then reduce."""
+    """Compute the loss of each voxel, then reduce; a weighted mean is one over the weights, except for Huber's."""
     named, reduction = _settings(func, args, kwargs)
-    return reduced(elementwise(func, **named, reduction="none"), reduction)
-
-
-@handles("Losses", *(f"F.{name}" for name in WEIGHTED), merged=True)
-def weighted_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Compute the loss of each voxel, then reduce; the mean is one over the weights, except for Huber's."""
-    named, reduction = _settings(func, args, kwargs)
-    weight = named.pop("weight", None)
+    weight = named.pop("weight", None) if func.__name__ in WEIGHTED else None
     if func is F.l1_loss and weight is None:
         weight = _weight_that_torch_drops()
     if weight is None:

@@ -88,21 +88,18 @@ def bernoulli(func: Callable, input: Any, p: float | None = None, generator: tor
     return wrap(input, [torch.bernoulli(slab, *chance, generator=own) for slab, own in pairs])
 
 
-@handles("Random numbers", "torch.rand_like", "torch.randn_like", rehearse=False, merged=True)
+FILLED: dict[str, Any] = {"rand_like": Tensor.uniform_, "randn_like": Tensor.normal_, "randint_like": Tensor.random_}
+
+
+@handles("Random numbers", "torch.rand_like", "torch.randn_like", "torch.randint_like", rehearse=False, merged=True)
 def random_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Draw a volume of random numbers, cut as the given one."""
-    fill = Tensor.uniform_ if func.__name__ == "rand_like" else Tensor.normal_
-    return _drawn(*_like(args, kwargs), lambda empty, generator: fill(empty, generator=generator))
-
-
-@handles("Random numbers", "torch.randint_like", rehearse=False, merged=True)
-def random_integers_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Draw a volume of random integers, cut as the given one."""
     named = dict(kwargs)
     limits = [*args[1:], *(named.pop(name) for name in ("low", "high") if name in named)]
-    limits = limits if len(limits) == 2 else [0, *limits]
+    fill = FILLED[func.__name__]
+    limits = limits if len(limits) != 1 else [0, *limits]
     volume, settings = _like(args[:1], named)
-    return _drawn(volume, settings, lambda empty, generator: empty.random_(*limits, generator=generator))
+    return _drawn(volume, settings, lambda empty, generator: fill(empty, *limits, generator=generator))
 
 
 def _like(args: tuple, kwargs: dict[str, Any]) -> tuple[ShardedVolume, dict[str, Any]]:

@@ -295,16 +295,11 @@ def allclose(
 
 
 @handles("Reductions", "masked_select", rehearse=False, merged=True)
-def masked_select(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return the chosen voxels as an ordinary tensor, in the volume's order: the operands are gathered for it."""
-    return run_gathered(func, args, kwargs)
-
-
 @handles(
     "Counts", "argwhere", "bincount", "histc", "nonzero", "unique", "unique_consecutive", rehearse=False, merged=True
 )
 def gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return positions, counts or values of voxels: an ordinary tensor, of the gathered volume."""
+    """Return positions, counts or chosen values of voxels in the volume's order: an ordinary tensor, of the whole."""
     return run_gathered(func, args, kwargs)
 
 
