@@ -78,7 +78,7 @@ def stacked(volume: ShardedVolume, partials: Sequence[Tensor], dims: Sequence[in
 
 
 def _squeeze(tensor: Tensor, dims: Sequence[int]) -> Tensor:
-    """Remove dims of extent one, none of which is cut."""
+    """Remove uncut dims of extent one."""
     if isinstance(tensor, ShardedVolume):
         return wrap_reduced(tensor, [_squeeze(slab, dims) for slab in tensor.slabs], dims)
     for dim in sorted(dims, reverse=True):
