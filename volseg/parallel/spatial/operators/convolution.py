@@ -56,7 +56,7 @@ def convolution(func: Callable, given: Any) -> Any:
     kernel = weight.shape[2:]
     stride, dilation = per_dim(stride, count), per_dim(dilation, count)
     before, after = _padding(padding, kernel, dilation)
-    plans = convolution_plans(volume, kernel, stride, before, dilation, after=after)
+    plans = convolution_plans(volume, (kernel, stride, before, dilation), after)
     cut = [dim - (volume.ndim - count) for dim in volume.dims]
     inside = outside_cut(volume, before)
     if any(before[i] != after[i] for i in range(count) if i not in cut):
@@ -149,7 +149,7 @@ def _direct(given: Any, rehearse: Callable[[], None]) -> ConvolutionPlan | None:
         whole = Settings(stride, padding, dilation, False, (0,) * count, groups)
         along = replace(whole, padding=tuple(outside_cut(volume, padding)))
         kernel, i = weight[2:], volume.dims[0] - (volume.ndim - count)
-        (plan,) = convolution_plans(volume, kernel, stride, padding, dilation)
+        (plan,) = convolution_plans(volume, (kernel, stride, padding, dilation))
         if not can_split(plan.outputs, context.communicator.num_shards):
             return None
         return plan_convolution(volume, plan.window, plan.outputs, whole, along, (kernel[i] - 1) * dilation[i] + 1)

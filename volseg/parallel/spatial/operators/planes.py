@@ -56,22 +56,19 @@ class LocalWindow:
     skip: int
 
 
+Windows = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
+"""Kernel, stride, padding in front and dilation per spatial dim."""
+
+
 def convolution_plans(
-    volume: ShardedVolume,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    before: Sequence[int],
-    dilation: Sequence[int],
-    *,
-    after: Sequence[int] | None = None,
-    ceil_mode: bool = False,
-    fill: float = 0.0,
+    volume: ShardedVolume, sides: Windows, after: Sequence[int] = (), ceil_mode: bool = False, fill: float = 0.0
 ) -> list[AxisPlan]:
     """Return the plan of a convolution or pooling along each cut dim, from its values per spatial dim."""
+    kernel, _, before, _ = sides
     plans = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
         i = dim - (volume.ndim - len(kernel))
-        window = Convolution(kernel[i], stride[i], before[i], dilation[i])
+        window = Convolution(*(values[i] for values in sides))
         plans.append(AxisPlan(window, window.outputs(size, (after or before)[i], ceil_mode), fill))
     return plans
 
@@ -157,12 +154,14 @@ def take(slab: Tensor, dim: int, start: int, count: int, *, apart: bool = False)
     return taken
 
 
+Local = Callable[[Tensor, list[LocalWindow], int], Tensor]
+"""Computes a slab's outputs from the extended slab, its windows and its position among this process's slabs."""
+
+Whole = Callable[[Tensor], Any]
+
+
 def sharded_windows(
-    volume: ShardedVolume,
-    plans: Sequence[AxisPlan],
-    local: Callable[[Tensor, list[LocalWindow], int], Tensor],
-    whole: Callable[[Tensor], Any],
-    reads_only: bool = False,
+    volume: ShardedVolume, plans: Sequence[AxisPlan], local: Local, whole: Whole, reads_only: bool = False
 ) -> Any:
     """Run an operator that looks along the cut dims.
 

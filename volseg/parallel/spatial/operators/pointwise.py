@@ -189,11 +189,9 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if later is not None:
             return later
     if func in SUMS and len(args) == 2 and not kwargs:
-        waiting = _add_later(*args)
-        waiting = add_waiting(*args) if waiting is None else waiting
-        waiting = add_with_room(*args) if waiting is None else waiting
-        if waiting is not None:
-            return waiting
+        for add in (_add_later, add_waiting, add_with_room):
+            if (added := add(*args)) is not None:
+                return added
     if func in PRODUCTS and len(args) == 2 and not kwargs:
         volume, gate = sorted(args, key=lambda given: isinstance(given, ShardedVolume) and given.shape[1:2] == (1,))
         if _is_gated(volume, gate):

@@ -42,7 +42,7 @@ def max_pool(func: Callable, given: Any) -> Any:
         refuse("it pools floating point volumes cut along spatial dims, without indices")
     kernel, stride, padding = _read_windows(given, count)
     dilation = per_dim(given.dilation, count)
-    plans = convolution_plans(volume, kernel, stride, padding, dilation, ceil_mode=ceil_mode, fill=-inf)
+    plans = convolution_plans(volume, (kernel, stride, padding, dilation), ceil_mode=ceil_mode, fill=-inf)
     inside = outside_cut(volume, padding)
 
     def run(tensor: Tensor, padding: list[int]) -> Tensor:
@@ -67,7 +67,7 @@ def average_pool(func: Callable, given: Any) -> Any:
     refuse_if(not spatial_only(volume, count), "the volume must be cut along spatial dims")
     kernel, stride, padding = _read_windows(given, count)
     include, divisor = given.count_include_pad, getattr(given, "divisor_override", None)  # of two or three dims
-    plans = convolution_plans(volume, kernel, stride, padding, [1] * count, ceil_mode=ceil_mode)
+    plans = convolution_plans(volume, (kernel, stride, padding, [1] * count), ceil_mode=ceil_mode)
     inside = outside_cut(volume, padding)
     first = volume.ndim - count
     # Windows that lie inside the volume everywhere along the cut are counted alike by the plain operator.
