@@ -29,7 +29,7 @@ from torch import Tensor
 from volseg.device.torch_internals import nn_functions
 from volseg.parallel.spatial.signatures import returns_view
 
-__all__ = ["composes", "documented", "handles", "handles_samples", "refuse", "sharded_form"]
+__all__ = ["composes", "documented", "handles", "handles_samples", "refuse", "refuse_if", "sharded_form"]
 
 Handler = Callable[..., Any]
 
@@ -101,6 +101,12 @@ class Refusal(Exception):  # noqa: N818  (never reaches a user)
 def refuse(reason: str) -> NoReturn:
     """End a handler: the call cannot be run on slabs, for this reason."""
     raise Refusal(reason)
+
+
+def refuse_if(stands_against: object, reason: str) -> None:
+    """End a handler where something stands against the call: it cannot be run on slabs, for this reason."""
+    if stands_against:
+        refuse(reason)
 
 
 TABLE: dict[Any, Entry] = {}

@@ -155,7 +155,7 @@ class _Convolve(torch.autograd.Function):
         rows = [] if ctx.write is None else split_rows(kept, ctx.sizes)
         pairs_kept = list(zip(rows[::2], rows[1::2], strict=True))
         if ctx.plan.in_parts and _can_derive_in_parts(ctx):
-            found = _derive_in_parts(ctx, laid, weights, pairs_kept, needs_weight, needs_bias)
+            found = _derive_in_parts(ctx, laid, weights, pairs_kept, (True, needs_weight, needs_bias))
         else:
             # Planes travel while the input is computed again, and are there before the weights' gradient begins: its
             # blocks fill the GPU exactly once, and those that find a processor taken by the exchange crowd the others.
@@ -257,13 +257,12 @@ def _can_derive_in_parts(ctx: Any) -> bool:
     )
 
 
+Kept = Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]
+"""Of each slab: copies of its halo, and what it is written from."""
+
+
 def _derive_in_parts(
-    ctx: Any,
-    gradients: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    kept: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
-    needs_weight: bool,
-    needs_bias: bool,
+    ctx: Any, gradients: Sequence[Tensor], weights: Sequence[Tensor], kept: Kept, asked: tuple[bool, bool, bool]
 ) -> list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]]:
     """Return, for each slab, the gradients of inputs, weight and bias of a convolution of joined channels.
 
@@ -283,11 +282,11 @@ def _derive_in_parts(
             weight.narrow(1, first, count).contiguous(memory_format=layout)
             for weight, layout in zip(weights, layouts, strict=True)
         ]
-        by_part.append(derive(buffers, narrow, (True, needs_weight, needs_bias and first == 0)))
+        by_part.append(derive(buffers, narrow, (*asked[:2], asked[2] and first == 0)))
     found: list[tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]] = []
     for of_slab in zip(*by_part, strict=True):
         inputs, parts_of_weight, biases = zip(*of_slab, strict=True)
-        whole = torch.cat([part for part in parts_of_weight if part is not None], 1) if needs_weight else None
+        whole = torch.cat([part for part in parts_of_weight if part is not None], 1) if asked[1] else None
         found.append((inputs, whole, biases[0]))
     return found
 

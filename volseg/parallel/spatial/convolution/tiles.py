@@ -29,7 +29,7 @@ from volseg.device.first_order import first_order
 from volseg.device.layout import DIM, layout_of
 from volseg.parallel.spatial.convolution.plan import ConvolutionPlan
 from volseg.parallel.spatial.lazy.recipes import Copy
-from volseg.parallel.spatial.plan.shards import spans
+from volseg.parallel.spatial.plan.shards import Span, spans
 from volseg.parallel.spatial.recipe import Recipe, Write, add_in_float32, find_asked, mask_asked, split_rows
 from volseg.parallel.spatial.transport.halo import Halo, start_filling
 from volseg.parallel.spatial.volume import ShardedVolume
@@ -57,6 +57,10 @@ def convolve_by_tiles(
     shape = list(results[0].shape)
     shape[volume.dims[0]] = plan.outputs
     return ShardedVolume(results, volume.dims, shape, context)
+
+
+Needed = tuple[bool, bool, bool]
+"""Whether gradients of input, weight and bias are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +214,10 @@ def _convolve(slab: _Surrounded, weight: Tensor, bias: Tensor | None, plan: Conv
 
 
 def _differentiate(
-    ctx: Any, gradient: _Surrounded, slab: _Surrounded, weight: Tensor, needed: tuple[bool, bool, bool]
+    ctx: Any, gradient: _Surrounded, slab: _Surrounded, weight: Tensor, needed: Needed
 ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]:
     """Return the gradients of the volumes that are joined in a slab, of the weight and of the bias."""
     plan, needs_input = ctx.plan, needed[0]
-    bias_sizes = [weight.shape[0]] if needed[2] else None
     sums: list[Tensor | None] = [None, None]
     parts: list[Tensor | None] = [None] * len(ctx.columns)
     if needs_input:
@@ -222,7 +225,7 @@ def _differentiate(
         device = gradient.row[0].device
         parts = [torch.empty(s, dtype=dtype, device=device, memory_format=slab.layout) for s, dtype in own]
     for start, stop in spans(slab.shape[DIM], plan.tiles):
-        of_input, *found = _differentiate_tile(plan, (start, stop), gradient, slab, weight, bias_sizes, needed)
+        of_input, *found = _differentiate_tile(plan, (start, stop), gradient, slab, weight, needed)
         sums = [add_in_float32(total, part) for total, part in zip(sums, found, strict=True)]
         if of_input is not None:
             _hand_out(of_input, parts, start)
@@ -240,16 +243,11 @@ def _hand_out(tile: Tensor, parts: Sequence[Tensor | None], start: int) -> None:
 
 
 def _differentiate_tile(
-    plan: ConvolutionPlan,
-    tile: tuple[int, int],
-    gradient: _Surrounded,
-    slab: _Surrounded,
-    weight: Tensor,
-    bias_sizes: list[int] | None,
-    needed: tuple[bool, bool, bool],
+    plan: ConvolutionPlan, tile: Span, gradient: _Surrounded, slab: _Surrounded, weight: Tensor, needed: Needed
 ) -> Sequence[Tensor | None]:
     """Return the gradients of the input's planes in a tile, and the parts of its output in those of weight and bias."""
     (start, stop), pad, last = tile, _find_pad(plan), plan.channels_last
+    bias_sizes = [weight.shape[0]] if needed[2] else None
     own = gradient.row[0].narrow(DIM, start, stop - start)
     given = slab.cut(start - pad, stop + pad)
     # One pass may compute all of it where a voxel reaches no other plane.

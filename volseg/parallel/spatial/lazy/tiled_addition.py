@@ -208,12 +208,12 @@ def _add_sums(write: _Addition, gradient: Tensor, row: Sequence[Tensor], mean: T
     return torch.cat(parts)
 
 
+Column = tuple[int, torch.dtype | None]
+"""Channels of a volume that is joined, and the type of its gradient; none where nobody asks for it."""
+
+
 def _differentiate(
-    write: _Addition,
-    gradient: Tensor,
-    row: Sequence[Tensor],
-    found: tuple[Tensor, Tensor],
-    columns: Sequence[tuple[int, torch.dtype | None]],
+    write: _Addition, gradient: Tensor, row: Sequence[Tensor], found: tuple[Tensor, Tensor], columns: Sequence[Column]
 ) -> list[Tensor | None]:
     """Return the gradients of the norm's input, and of each volume that is joined in the other, of the types given."""
     slab = row[0]

@@ -11,7 +11,7 @@ from volseg.parallel.spatial.operators.operands import each_slab, elementwise, r
 from volseg.parallel.spatial.operators.pointwise import pointwise
 from volseg.parallel.spatial.operators.reductions import HALF, extremes, norm, over_dims
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["along_dim"]
@@ -120,8 +120,7 @@ def quantile(
 @handles("Along channels", "F.normalize", merged=True)
 def normalize(func: Callable, input: Any, p: float = 2.0, dim: int | Sequence[int] = 1, eps: float = 1e-12) -> Any:
     """Divide by the norm along dims, cut ones too."""
-    if not isinstance(input, ShardedVolume):
-        refuse("its input is not sharded")
+    refuse_if(not isinstance(input, ShardedVolume), "its input is not sharded")
     length = norm(torch.linalg.vector_norm, input, p, dim, keepdim=True)
     return elementwise(torch.div, input, elementwise(torch.clamp_min, length, eps))
 

@@ -29,7 +29,7 @@ from volseg.parallel.spatial.operators.planes import (
 )
 from volseg.parallel.spatial.plan.shards import can_split, spans
 from volseg.parallel.spatial.plan.windows import TransposedConvolution
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["convolution"]
@@ -44,8 +44,7 @@ def convolution(func: Callable, given: Any) -> Any:
     volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
     stride, padding, dilation = given.stride, given.padding, given.dilation
     count = weight.ndim - 2
-    if not spatial_only(volume, count):
-        refuse("the input must be cut along a spatial dim, and the weight not at all")
+    refuse_if(not spatial_only(volume, count), "the input must be cut along a spatial dim, and the weight not at all")
 
     def rehearse() -> None:
         rehearsed(func, (volume, weight, bias, stride, padding, dilation, groups), {}, volume)
@@ -57,7 +56,7 @@ def convolution(func: Callable, given: Any) -> Any:
     kernel = weight.shape[2:]
     stride, dilation = per_dim(stride, count), per_dim(dilation, count)
     before, after = _padding(padding, kernel, dilation)
-    plans = convolution_plans(volume, kernel, stride, before, dilation, after=after)
+    plans = convolution_plans(volume, (kernel, stride, before, dilation), after)
     cut = [dim - (volume.ndim - count) for dim in volume.dims]
     inside = outside_cut(volume, before)
     if any(before[i] != after[i] for i in range(count) if i not in cut):
@@ -81,8 +80,7 @@ def transposed_convolution(func: Callable, given: Any) -> Any:
     """Run a transposed convolution on the planes that reach a slab's outputs."""
     volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
     count = weight.ndim - 2
-    if not spatial_only(volume, count):
-        refuse("the input must be cut along a spatial dim, and the weight not at all")
+    refuse_if(not spatial_only(volume, count), "the input must be cut along a spatial dim, and the weight not at all")
     stride, dilation = per_dim(given.stride, count), per_dim(given.dilation, count)
     padding, extra = per_dim(given.padding, count), per_dim(given.output_padding, count)
     first = volume.ndim - count
@@ -151,7 +149,7 @@ def _direct(given: Any, rehearse: Callable[[], None]) -> ConvolutionPlan | None:
         whole = Settings(stride, padding, dilation, False, (0,) * count, groups)
         along = replace(whole, padding=tuple(outside_cut(volume, padding)))
         kernel, i = weight[2:], volume.dims[0] - (volume.ndim - count)
-        (plan,) = convolution_plans(volume, kernel, stride, padding, dilation)
+        (plan,) = convolution_plans(volume, (kernel, stride, padding, dilation))
         if not can_split(plan.outputs, context.communicator.num_shards):
             return None
         return plan_convolution(volume, plan.window, plan.outputs, whole, along, (kernel[i] - 1) * dilation[i] + 1)

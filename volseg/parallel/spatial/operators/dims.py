@@ -15,7 +15,7 @@ from volseg.parallel.spatial.lazy.scores import reshape_scores, waits
 from volseg.parallel.spatial.operators.operands import cut_like, wrap_reduced
 from volseg.parallel.spatial.plan.shards import Fetch, Merged, can_split, spans
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["permute", "say_gathered"]
@@ -39,8 +39,7 @@ def squeeze(func: Callable, input: Any, dim: int | Sequence[int] | None = None) 
     """Remove dims of extent one; a cut dim never is one, though a slab may be one plane thick."""
     dims = range(input.ndim) if dim is None else ([dim] if isinstance(dim, int) else dim)
     gone = {d % input.ndim for d in dims if input.shape[d] == 1}
-    if gone & set(input.dims):
-        refuse("a volume on one shard keeps the dim that it would be cut along")
+    refuse_if(gone & set(input.dims), "a volume on one shard keeps the dim that it would be cut along")
     slabs = list(input.slabs)
     for d in sorted(gone, reverse=True):
         slabs = [slab.squeeze(d) for slab in slabs]
@@ -70,8 +69,7 @@ def repeat(func: Callable, input: Any, repeats: Sequence[int] = (), dims: Sequen
     counts = [repeats] if isinstance(repeats, int) else list(repeats or dims)
     counts = [1] * (input.ndim - len(counts)) + counts
     cut = [dim + len(counts) - input.ndim for dim in input.dims]
-    if any(counts[dim] != 1 for dim in cut):
-        refuse("a cut dim cannot be repeated")
+    refuse_if(any(counts[dim] != 1 for dim in cut), "a cut dim cannot be repeated")
     if input.ndim == 5 and counts[1] > 1 and list(counts) == [1, counts[1], 1, 1, 1]:
         tiles = count_slab_tiles(input, counts[1] * input.shape[1], input.dtype.itemsize)
         later = repeat_later(input, counts[1], tiles)
@@ -87,8 +85,7 @@ def repeat_interleave(
     """Repeat each entry along a dim that is not cut."""
     if not isinstance(input, ShardedVolume) or dim is None or dim % input.ndim in input.dims:
         refuse("it needs a dim that is not cut")
-    if isinstance(repeats, Tensor):
-        refuse("it needs one count for all entries")
+    refuse_if(isinstance(repeats, Tensor), "it needs one count for all entries")
     return wrap(input, [func(slab, repeats, dim) for slab in input.slabs])
 
 
@@ -109,8 +106,7 @@ def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     volume = named["input"]
     if not isinstance(volume, ShardedVolume):
         refuse("an ordinary tensor takes the shape of a sharded one: pass its shape")
-    if "dtype" in named:
-        refuse("reinterpreting voxels as another dtype is not supported")
+    refuse_if("dtype" in named, "reinterpreting voxels as another dtype is not supported")
     target = _target_shape(func, volume, args, kwargs)
     later = (
         reshape_scores(volume, target, lambda outline: _reshaped(outline, target, moves=False))
@@ -263,8 +259,7 @@ def unfold(func: Callable, input: Any, dimension: int, size: int, step: int) -> 
     dim = dimension % input.ndim
     if dim not in input.dims:
         return wrap(input, [slab.unfold(dim, size, step) for slab in input.slabs])
-    if size != step or input.shape[dim] % size:
-        refuse("windows that overlap, or leave planes over, along the cut")
+    refuse_if(size != step or input.shape[dim] % size, "windows that overlap, or leave planes over, along the cut")
     parts = reshaped(input, (*input.shape[:dim], input.shape[dim] // size, size, *input.shape[dim + 1 :]))
     if not isinstance(parts, ShardedVolume):
         return parts.movedim(dim + 1, -1)
@@ -275,8 +270,7 @@ def unfold(func: Callable, input: Any, dimension: int, size: int, step: int) -> 
 def transposed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Transpose the last two dims; ``T`` is for matrices."""
     volume = args[0]
-    if volume.ndim < 2:
-        refuse("it transposes matrices, and this is a vector: leave it out")
+    refuse_if(volume.ndim < 2, "it transposes matrices, and this is a vector: leave it out")
     if func == Tensor.T.__get__ and volume.ndim > 2:  # type: ignore[attr-defined]
         refuse("it reverses all dims of what is no matrix: use permute")
     return permute(torch.transpose, (volume, -2, -1), {})

@@ -17,7 +17,7 @@ from volseg.parallel.spatial.operators.dims import say_gathered
 from volseg.parallel.spatial.operators.operands import aligned, each_slab, elementwise, rewrap, run_local
 from volseg.parallel.spatial.operators.slices import assign_across, cat, expanded, is_basic, sliced, take_planes
 from volseg.parallel.spatial.plan.shards import can_split
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
 
 __all__ = ["getitem"]
@@ -147,8 +147,7 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         run_gathered(func, args, kwargs)
         return
     index = _as_tuple(index)
-    if any(entry is None for entry in index):
-        refuse("None is not supported as an index of an assignment")
+    refuse_if(any(entry is None for entry in index), "None is not supported as an index of an assignment")
     volume.context.change(volume)
     entries = expanded(_tensors(index, volume), volume.ndim)
     if _is_masked(volume, entries, value):
@@ -238,8 +237,7 @@ def index_changed(
     given = value if source is None else source
     if isinstance(given, Tensor) and given.ndim:
         given = given if isinstance(given, ShardedVolume) else _alike(given, input)
-        if given.dims != input.dims:
-            refuse("both volumes must be cut alike")
+        refuse_if(given.dims != input.dims, "both volumes must be cut alike")
     written = func.__name__.endswith("_")
     if written:
         input.context.change(input)
@@ -249,8 +247,7 @@ def index_changed(
 
 
 def _alike(source: Tensor, like: ShardedVolume) -> ShardedVolume:
-    if source.ndim != like.ndim:
-        refuse("the source must have the input's dims")
+    refuse_if(source.ndim != like.ndim, "the source must have the input's dims")
     return from_whole(source, like.dims, like.context, like.merged)
 
 

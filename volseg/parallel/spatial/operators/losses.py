@@ -16,7 +16,7 @@ from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.operators.operands import cut_alike, cut_like, elementwise
 from volseg.parallel.spatial.operators.reductions import norm, over_dims
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["cosine_similarity", "distance", "one_hot", "pairwise_distance", "triplet_margin_loss"]
@@ -65,18 +65,11 @@ def _settings(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[dict
     return named, legacy_reduction(*old, named.pop("reduction", "mean"))
 
 
-@handles("Losses", *(f"F.{name}" for name in VOXELWISE), merged=True)
+@handles("Losses", *(f"F.{name}" for name in (*VOXELWISE, *WEIGHTED)), merged=True)
 def voxel_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Compute the loss of each voxel, then reduce."""
+    """Compute the loss of each voxel, then reduce; a weighted mean is one over the weights, except for Huber's."""
     named, reduction = _settings(func, args, kwargs)
-    return reduced(elementwise(func, **named, reduction="none"), reduction)
-
-
-@handles("Losses", *(f"F.{name}" for name in WEIGHTED), merged=True)
-def weighted_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Compute the loss of each voxel, then reduce; the mean is one over the weights, except for Huber's."""
-    named, reduction = _settings(func, args, kwargs)
-    weight = named.pop("weight", None)
+    weight = named.pop("weight", None) if func.__name__ in WEIGHTED else None
     if func is F.l1_loss and weight is None:
         weight = _weight_that_torch_drops()
     if weight is None:
@@ -112,8 +105,7 @@ def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     ignore = named.get("ignore_index", -100)
     if not isinstance(logits, ShardedVolume):
         logits = cut_like(logits, volumes((args, kwargs))[0])
-    if 1 in logits.dims or 0 in logits.dims:
-        refuse("batch and classes must not be cut")
+    refuse_if(1 in logits.dims or 0 in logits.dims, "batch and classes must not be cut")
     probabilities = target.ndim == logits.ndim
     target = cut_alike(target, logits)
     smoothing = {} if func is F.nll_loss else {"label_smoothing": named.get("label_smoothing", 0.0)}

@@ -21,7 +21,7 @@ from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
 from volseg.parallel.spatial.lazy.statistics import Affine, NormStatistics, Pooled, compute_statistics, take_statistics
 from volseg.parallel.spatial.operators.operands import each_slab, elementwise, spatial_only
 from volseg.parallel.spatial.operators.reductions import moments
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, defer
 
 __all__ = ["batch_or_instance_norm"]
@@ -67,8 +67,7 @@ def batch_or_instance_norm(func: Callable, given: Any) -> Any:
     if not (given.training if over_batch else given.use_input_stats):
         return _with_given(volume, given)
     moved = Running.find(given.running_mean, given.running_var, given.momentum)
-    if volume.shape[0] == 0:
-        refuse("a batch of no samples has no statistics")
+    refuse_if(volume.shape[0] == 0, "a batch of no samples has no statistics")
     if replicas is not None:
         replicas.check_norm(over_batch, moved is not None)
     count = volume.shape[2:].numel() * (volume.shape[0] if over_batch else 1)
@@ -139,8 +138,7 @@ LAYERED = "input normalized_shape weight bias eps cudnn_enable"
 def layer_norm(func: Callable, given: Any) -> Any:
     """Normalise over the last dims: within each slab, or over the cut where it is one of them."""
     volume, normalized_shape, weight, bias, eps = (getattr(given, name) for name in LAYERED.split()[:5])
-    if not isinstance(volume, ShardedVolume):
-        refuse("weight and bias must be ordinary tensors")
+    refuse_if(not isinstance(volume, ShardedVolume), "weight and bias must be ordinary tensors")
     dims = list(range(volume.ndim - len(normalized_shape), volume.ndim))
     if not set(dims) & set(volume.dims):
         if all(_has_line_kernel(slab, given, normalized_shape) for slab in volume.slabs for given in (weight, bias)):
@@ -216,6 +214,5 @@ def local_response_norm(
     func: Callable, input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> Any:
     """Normalise across neighbouring channels of each voxel."""
-    if not isinstance(input, ShardedVolume) or 1 in input.dims:
-        refuse("the channels must not be cut")
+    refuse_if(not isinstance(input, ShardedVolume) or 1 in input.dims, "the channels must not be cut")
     return each_slab(func, input, size, alpha, beta, k)

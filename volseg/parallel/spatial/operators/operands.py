@@ -159,7 +159,7 @@ def call_each(func: Callable, volume: ShardedVolume, *operands: Any, **settings:
 def wrap_reduced(
     volume: ShardedVolume, slabs: Sequence[Tensor], gone: Collection[int], keepdim: bool = False
 ) -> ShardedVolume:
-    """Return a volume of slabs without some dims, none of which is cut; ``keepdim`` keeps them."""
+    """Return a volume of slabs without some uncut dims; ``keepdim`` keeps them."""
     return wrap(
         volume, slabs, volume.dims if keepdim else [cut - sum(dim < cut for dim in gone) for cut in volume.dims]
     )

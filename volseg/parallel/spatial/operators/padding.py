@@ -12,8 +12,8 @@ from volseg.device.torch_internals import get_storage_key
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, find_unit, select_planes, sharded_windows
 from volseg.parallel.spatial.plan.shards import Fetch, spans
-from volseg.parallel.spatial.plan.windows import Chosen, Strided, Window
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.plan.windows import ChosenPlanes, Strided, Window
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["flip", "pad", "roll"]
@@ -48,8 +48,7 @@ def pad(
     for dim in cut:
         volume = _pad_cut(volume, dim, pairs[dim], mode, value or 0.0, len(widths), inside)
         inside = []  # with the first
-        if not isinstance(volume, ShardedVolume):
-            refuse("the padded volume is thinner than the number of shards")
+        refuse_if(not isinstance(volume, ShardedVolume), "the padded volume is thinner than the number of shards")
     return _apart(volume, source)
 
 
@@ -81,7 +80,7 @@ def _pad_cut(
         with host_values():
             numbers = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
             planes = F.pad(numbers, (before, after), mode=mode).flatten().tolist()
-            window = Chosen(tuple(map(int, planes)))
+            window = ChosenPlanes(tuple(map(int, planes)))
     unit = _find_group(volume, outputs) if mode == "constant" else 1
     plans = [
         AxisPlan(window, outputs, value, tuple(inside), unit) if cut == dim else AxisPlan(Strided(), planes)
@@ -90,7 +89,7 @@ def _pad_cut(
     axis = volume.dims.index(dim)
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
-        if not isinstance(window, Chosen):
+        if not isinstance(window, ChosenPlanes):
             return slab
         own = windows[axis]
         return select_planes(slab, dim, [plane - own.span[0] for plane in window.planes[slice(*own.output)]])

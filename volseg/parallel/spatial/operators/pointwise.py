@@ -21,28 +21,24 @@ from volseg.parallel.spatial.lazy.tiled_addition import add_later
 from volseg.parallel.spatial.lazy.uncut import SUMS
 from volseg.parallel.spatial.operators.operands import aligned, each_slab, rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
 __all__ = ["activation", "in_place", "pointwise", "prelu", "where"]
 
 UNARY = [
+    *(f"{arc}{kind}{area}" for kind in ("sin", "cos", "tan") for arc in ("", "a") for area in ("", "h")),
+    *(f"log{base}" for base in ("", "10", "1p", "2")),
+    *(f"is{kind}" for kind in ("finite", "inf", "nan", "neginf", "posinf", "real")),
+    *(f"special.{name}" for name in ("erfcx", "expit", "log_ndtr", "ndtr", "ndtri")),
     "abs",
     "absolute",
-    "acos",
-    "acosh",
     "angle",
-    "asin",
-    "asinh",
-    "atan",
-    "atanh",
     "bitwise_not",
     "cbrt",
     "ceil",
     "conj",
     "conj_physical",
-    "cos",
-    "cosh",
     "deg2rad",
     "digamma",
     "erf",
@@ -54,17 +50,7 @@ UNARY = [
     "fix",
     "floor",
     "frac",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "isneginf",
-    "isposinf",
-    "isreal",
     "lgamma",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
     "logical_not",
     "logit",
     "mvlgamma",
@@ -80,36 +66,23 @@ UNARY = [
     "sgn",
     "sign",
     "signbit",
-    "sin",
     "sinc",
-    "sinh",
-    "special.erfcx",
-    "special.expit",
-    "special.log_ndtr",
-    "special.ndtr",
-    "special.ndtri",
     "sqrt",
     "square",
-    "tan",
-    "tanh",
     "trunc",
     "resolve_conj",
     "resolve_neg",
 ]
 
 BINARY = [
+    *(f"bitwise_{kind}" for kind in ("and", "left_shift", "or", "right_shift", "xor")),
+    *(f"logical_{kind}" for kind in ("and", "or", "xor")),
+    *(f"clamp{side}" for side in ("", "_max", "_min")),
+    *(f"special.{name}" for name in ("xlogy", "xlog1py")),
     "addcdiv",
     "addcmul",
     "arctan2",
     "atan2",
-    "bitwise_and",
-    "bitwise_left_shift",
-    "bitwise_or",
-    "bitwise_right_shift",
-    "bitwise_xor",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
     "clip",
     "copysign",
     "div",
@@ -134,9 +107,6 @@ BINARY = [
     "less_equal",
     "logaddexp",
     "logaddexp2",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
     "lt",
     "maximum",
     "minimum",
@@ -152,8 +122,6 @@ BINARY = [
     "subtract",
     "true_divide",
     "xlogy",
-    "special.xlogy",
-    "special.xlog1py",
     "masked_fill",
 ]
 
@@ -175,6 +143,7 @@ ACTIVATIONS = [
 ]
 
 DUNDER = [
+    *(f"r{name}" for name in ("and", "div", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv", "xor")),
     "and",
     "eq",
     "floordiv",
@@ -187,16 +156,6 @@ DUNDER = [
     "ne",
     "or",
     "pow",
-    "rand",
-    "rdiv",
-    "rfloordiv",
-    "rmod",
-    "rmul",
-    "ror",
-    "rpow",
-    "rsub",
-    "rtruediv",
-    "rxor",
     "sub",
     "truediv",
 ]
@@ -230,11 +189,9 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if later is not None:
             return later
     if func in SUMS and len(args) == 2 and not kwargs:
-        waiting = _add_later(*args)
-        waiting = add_waiting(*args) if waiting is None else waiting
-        waiting = add_with_room(*args) if waiting is None else waiting
-        if waiting is not None:
-            return waiting
+        for add in (_add_later, add_waiting, add_with_room):
+            if (added := add(*args)) is not None:
+                return added
     if func in PRODUCTS and len(args) == 2 and not kwargs:
         volume, gate = sorted(args, key=lambda given: isinstance(given, ShardedVolume) and given.shape[1:2] == (1,))
         if _is_gated(volume, gate):
@@ -346,8 +303,7 @@ ACTIVATED = "input negative_slope alpha approximate inplace"
 def activate(func: Callable, given: Any) -> Any:
     """Leave it to the norm that waits in front, or apply it to each slab."""
     volume, inplace = given.input, getattr(given, "inplace", False)
-    if not isinstance(volume, ShardedVolume):
-        refuse("its input is not sharded")
+    refuse_if(not isinstance(volume, ShardedVolume), "its input is not sharded")
     settings = {
         name: getattr(given, name) for name in ("negative_slope", "alpha", "approximate") if hasattr(given, name)
     }

@@ -20,7 +20,7 @@ from volseg.parallel.spatial.operators.planes import (
 from volseg.parallel.spatial.operators.reductions import over_dims
 from volseg.parallel.spatial.plan.shards import can_split
 from volseg.parallel.spatial.plan.windows import AdaptivePool
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume
 
 __all__ = ["adaptive_pool"]
@@ -42,7 +42,7 @@ def max_pool(func: Callable, given: Any) -> Any:
         refuse("it pools floating point volumes cut along spatial dims, without indices")
     kernel, stride, padding = _read_windows(given, count)
     dilation = per_dim(given.dilation, count)
-    plans = convolution_plans(volume, kernel, stride, padding, dilation, ceil_mode=ceil_mode, fill=-inf)
+    plans = convolution_plans(volume, (kernel, stride, padding, dilation), ceil_mode=ceil_mode, fill=-inf)
     inside = outside_cut(volume, padding)
 
     def run(tensor: Tensor, padding: list[int]) -> Tensor:
@@ -64,11 +64,10 @@ AVERAGED = f"{TREATED} count_include_pad divisor_override"
 def average_pool(func: Callable, given: Any) -> Any:
     """Sum each window on the extended slab, then divide by the number of planes that torch counts."""
     volume, count, ceil_mode = given.input, _spatial(func), given.ceil_mode
-    if not spatial_only(volume, count):
-        refuse("the volume must be cut along spatial dims")
+    refuse_if(not spatial_only(volume, count), "the volume must be cut along spatial dims")
     kernel, stride, padding = _read_windows(given, count)
     include, divisor = given.count_include_pad, getattr(given, "divisor_override", None)  # of two or three dims
-    plans = convolution_plans(volume, kernel, stride, padding, [1] * count, ceil_mode=ceil_mode)
+    plans = convolution_plans(volume, (kernel, stride, padding, [1] * count), ceil_mode=ceil_mode)
     inside = outside_cut(volume, padding)
     first = volume.ndim - count
     # Windows that lie inside the volume everywhere along the cut are counted alike by the plain operator.

@@ -16,7 +16,7 @@ from volseg.parallel.spatial.context import find_autocast
 from volseg.parallel.spatial.lazy.attention import attend
 from volseg.parallel.spatial.lazy.scores import score
 from volseg.parallel.spatial.operators.operands import elementwise
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, give_whole, relaid, wrap
 
 __all__ = ["attention", "einsum", "linear", "matmul"]
@@ -44,8 +44,7 @@ def contract(
     results = [compute(*row) for row in _rows(operands, letters, like, cut)]
     if set(cut) <= set(output):
         return wrap(like, results, [list(output).index(letter) for letter in cut])
-    if set(cut) & set(output):
-        refuse("one cut dim is summed over, and the other one is not")
+    refuse_if(set(cut) & set(output), "one cut dim is summed over, and the other one is not")
     # Sums of sums: rounded once, at the end, as on one device.
     dtype = results[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -66,8 +65,7 @@ def _rows(
 
 def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters) -> list[Tensor]:
     """Return an operand's slabs where it has the cut letters, cut like ``like``; the whole of it elsewhere."""
-    if any(list(letters).count(letter) > 1 for letter in cut):
-        refuse("a diagonal is taken along the cut")
+    refuse_if(any(list(letters).count(letter) > 1 for letter in cut), "a diagonal is taken along the cut")
     context = like.context
     dims = [
         list(letters).index(letter) if letter in letters and operand.shape[list(letters).index(letter)] == size else -1
@@ -93,8 +91,7 @@ def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters
 def einsum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Multiply and sum as the equation says."""
     equation, *operands = args
-    if not isinstance(equation, str):
-        refuse("it needs an equation, not lists of dims")
+    refuse_if(not isinstance(equation, str), "it needs an equation, not lists of dims")
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     widths = [o.ndim - len(term.replace("...", "")) for o, term in zip(operands, terms, strict=True)]
@@ -230,8 +227,7 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
 def attention(func: Callable, given: Any) -> Any:
     """Let each query of a slab attend to all keys: the query stays cut, keys and values are gathered."""
     query, key, value, attn_mask = given.query, given.key, given.value, given.attn_mask
-    if given.dropout_p:
-        refuse("dropout of attention weights is not supported on slabs: pass dropout_p=0")
+    refuse_if(given.dropout_p, "dropout of attention weights is not supported on slabs: pass dropout_p=0")
     batch = [str(-i) for i in range(max(t.ndim for t in (query, key, value)) - 2, 0, -1)]
     letters = [[*batch[len(batch) - t.ndim + 2 :], *own] for t, own in ((query, "me"), (key, "ne"), (value, "nv"))]
     operands = [query, key, value]

@@ -16,7 +16,7 @@ from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.operators.operands import aligned
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 from volseg.parallel.state.random import mix
@@ -66,8 +66,7 @@ FILLS = ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "
 def fill_randomly(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Fill a volume in place."""
     volume, *settings = args
-    if not isinstance(volume, ShardedVolume):
-        refuse("a probability per voxel belongs to a volume that is cut alike")
+    refuse_if(not isinstance(volume, ShardedVolume), "a probability per voxel belongs to a volume that is cut alike")
     _refuse_generator(kwargs.get("generator"))
     volume.context.change(volume)
     columns = [aligned(value, volume) for value in settings]
@@ -89,21 +88,18 @@ def bernoulli(func: Callable, input: Any, p: float | None = None, generator: tor
     return wrap(input, [torch.bernoulli(slab, *chance, generator=own) for slab, own in pairs])
 
 
-@handles("Random numbers", "torch.rand_like", "torch.randn_like", rehearse=False, merged=True)
+FILLED: dict[str, Any] = {"rand_like": Tensor.uniform_, "randn_like": Tensor.normal_, "randint_like": Tensor.random_}
+
+
+@handles("Random numbers", "torch.rand_like", "torch.randn_like", "torch.randint_like", rehearse=False, merged=True)
 def random_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Draw a volume of random numbers, cut as the given one."""
-    fill = Tensor.uniform_ if func.__name__ == "rand_like" else Tensor.normal_
-    return _drawn(*_like(args, kwargs), lambda empty, generator: fill(empty, generator=generator))
-
-
-@handles("Random numbers", "torch.randint_like", rehearse=False, merged=True)
-def random_integers_like(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Draw a volume of random integers, cut as the given one."""
     named = dict(kwargs)
     limits = [*args[1:], *(named.pop(name) for name in ("low", "high") if name in named)]
-    limits = limits if len(limits) == 2 else [0, *limits]
+    fill = FILLED[func.__name__]
+    limits = limits if len(limits) != 1 else [0, *limits]
     volume, settings = _like(args[:1], named)
-    return _drawn(volume, settings, lambda empty, generator: empty.random_(*limits, generator=generator))
+    return _drawn(volume, settings, lambda empty, generator: fill(empty, *limits, generator=generator))
 
 
 def _like(args: tuple, kwargs: dict[str, Any]) -> tuple[ShardedVolume, dict[str, Any]]:
@@ -151,16 +147,14 @@ def rrelu(func: Callable, given: Any) -> Any:
 
 
 def _refuse_generator(generator: torch.Generator | None) -> None:
-    if generator is not None:
-        refuse("a generator= draws on one device; seed torch with torch.manual_seed instead")
+    refuse_if(generator is not None, "a generator= draws on one device; seed torch with torch.manual_seed instead")
 
 
 @handles("Dropout", "F.alpha_dropout", "torch.alpha_dropout", "F.feature_alpha_dropout", rehearse=False, merged=True)
 def alpha_dropout(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the volume in eval mode."""
     named = bind(func, args, kwargs)
-    if named.get("training", False) and named.get("p", 0.5) != 0:
-        refuse("alpha dropout has no sharded form")
+    refuse_if(named.get("training", False) and named.get("p", 0.5) != 0, "alpha dropout has no sharded form")
     return named["input"]
 
 
@@ -197,8 +191,7 @@ def _draw_channels(volume: ShardedVolume, name: str, keep: float) -> list[Tensor
     # Unbatched input (C, D, H, W): the channels come first.
     spatial = [int(letter) for letter in name if letter.isdigit()]
     leading = 1 if spatial == [volume.ndim - 1] else 2
-    if any(dim < leading for dim in volume.dims):
-        refuse("batch and channels must not be cut")
+    refuse_if(any(dim < leading for dim in volume.dims), "batch and channels must not be cut")
     shape = [*volume.shape[:leading], *([1] * (volume.ndim - leading))]
     empty = torch.empty(shape, dtype=volume.dtype, device=volume.context.communicator.home)
     return volume.context.spread(empty.bernoulli_(keep, generator=common_generator(volume)))

@@ -22,7 +22,7 @@ from volseg.parallel.spatial.operators.operands import (
     wrap_reduced,
 )
 from volseg.parallel.spatial.operators.pointwise import pointwise
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 __all__ = ["bucketize", "extremes", "gathered", "moments", "norm", "over_dims"]
@@ -78,7 +78,7 @@ def stacked(volume: ShardedVolume, partials: Sequence[Tensor], dims: Sequence[in
 
 
 def _squeeze(tensor: Tensor, dims: Sequence[int]) -> Tensor:
-    """Remove dims of extent one, none of which is cut."""
+    """Remove uncut dims of extent one."""
     if isinstance(tensor, ShardedVolume):
         return wrap_reduced(tensor, [_squeeze(slab, dims) for slab in tensor.slabs], dims)
     for dim in sorted(dims, reverse=True):
@@ -100,8 +100,7 @@ def reduce(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, d
         # Sums of sums: rounded once, at the end, as on one device.
         dtype = torch.float32
         back = None if torch.is_autocast_enabled("cuda") and input.is_cuda else input.dtype
-    if kind == "nansum" and input.dtype in HALF:
-        refuse("nansum of 16-bit volumes would be rounded once per shard")
+    refuse_if(kind == "nansum" and input.dtype in HALF, "nansum of 16-bit volumes would be rounded once per shard")
     result = over_dims(kind, input, dims, keepdim, **({} if dtype is None else {"dtype": dtype}))
     return result if back is None else elementwise(Tensor.to, result, back)
 
@@ -119,8 +118,7 @@ def nanmean(func: Callable, input: Any, dim: Any = None, keepdim: bool = False, 
 def trapezoid(func: Callable, y: Any, x: Any = None, dx: float = 1, dim: int = -1) -> Any:
     """Integrate along a dim that is not cut."""
     volume = y if isinstance(y, ShardedVolume) else x
-    if dim % volume.ndim in volume.dims:
-        refuse("it integrates along the cut: write it as a sum over slices")
+    refuse_if(dim % volume.ndim in volume.dims, "it integrates along the cut: write it as a sum over slices")
     if isinstance(x, Tensor) and x.ndim != 1:
         like, results = run_local(func, (y, x), {"dim": dim})
         return wrap_reduced(like, results, [dim % like.ndim])
@@ -184,8 +182,7 @@ def variance(
     correction: float | None = None,
 ) -> Any:
     """Combine the slabs' means and variances."""
-    if input.is_complex():
-        refuse("the variance of complex volumes is not supported")
+    refuse_if(input.is_complex(), "the variance of complex volumes is not supported")
     volume, dims = input, dims_of(dim, input.ndim)
     spread: Any
     center: Any
@@ -274,8 +271,7 @@ def matrix_or_vector_norm(func: Callable, input: Any, ord: Any = None, dim: Any 
     if ord is None or (isinstance(dim, int) or (dim is not None and len(dim) == 1)):
         return norm(torch.linalg.vector_norm, input, 2 if ord is None else ord, dim, keepdim)
     dims = dims_of(dim, input.ndim)
-    if dim is None or set(dims) & set(input.dims):
-        refuse("a matrix norm needs whole matrices")
+    refuse_if(dim is None or set(dims) & set(input.dims), "a matrix norm needs whole matrices")
     return wrap_reduced(input, [func(slab, ord, tuple(dims), keepdim) for slab in input.slabs], dims, keepdim)
 
 
@@ -299,24 +295,18 @@ def allclose(
 
 
 @handles("Reductions", "masked_select", rehearse=False, merged=True)
-def masked_select(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return the chosen voxels as an ordinary tensor, in the volume's order: the operands are gathered for it."""
-    return run_gathered(func, args, kwargs)
-
-
 @handles(
     "Counts", "argwhere", "bincount", "histc", "nonzero", "unique", "unique_consecutive", rehearse=False, merged=True
 )
 def gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return positions, counts or values of voxels: an ordinary tensor, of the gathered volume."""
+    """Return positions, counts or chosen values of voxels in the volume's order: an ordinary tensor, of the whole."""
     return run_gathered(func, args, kwargs)
 
 
 @handles("Counts", "bucketize", merged=True)
 def bucketize(func: Callable, input: Any, boundaries: Any, out_int32: bool = False, right: bool = False) -> Any:
     """Return the number of each voxel's interval between boundaries, an ordinary tensor."""
-    if isinstance(boundaries, ShardedVolume):
-        refuse("the boundaries must be an ordinary tensor")
+    refuse_if(isinstance(boundaries, ShardedVolume), "the boundaries must be an ordinary tensor")
     settings = {"out_int32": out_int32, "right": right}
     return each_slab(lambda slab, own: func(slab.contiguous(), own, **settings), input, boundaries)
 

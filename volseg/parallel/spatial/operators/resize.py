@@ -16,8 +16,8 @@ from volseg.parallel.spatial.operators.operands import per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
 from volseg.parallel.spatial.operators.pooling import adaptive_pool
 from volseg.parallel.spatial.pending import PLAIN
-from volseg.parallel.spatial.plan.windows import Chosen, Resize, nearest_planes
-from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.plan.windows import ChosenPlanes, Resize, nearest_planes
+from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.versions import Unchanged
 from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
 
@@ -62,7 +62,7 @@ def interpolate(func: Callable, settings: Any) -> Any:
             planes, gradient = nearest_planes(size, sizes[i], mode, scales[i], volume.dtype, i, count)
             if not gradient and volume.requires_grad and torch.is_grad_enabled():
                 refuse(f"torch's gradient of {size} to {sizes[i]} planes ({mode}) goes to other planes than it reads")
-            plans.append(AxisPlan(Chosen(planes), sizes[i]))
+            plans.append(AxisPlan(ChosenPlanes(planes), sizes[i]))
         else:
             plans.append(AxisPlan(Resize(size, sizes[i], scales[i], corners, copies[i]), sizes[i]))
     cut = {dim - 2 for dim in volume.dims}
@@ -124,7 +124,7 @@ def _double_in_own_type(volume: ShardedVolume, mode: str) -> Any:
 
 def _double(volume: ShardedVolume, mode: str) -> Any:
     linear, planes = mode == "trilinear", volume.shape[DIM]
-    along = Resize(planes, 2 * planes) if linear else Chosen(tuple(plane // 2 for plane in range(2 * planes)))
+    along = Resize(planes, 2 * planes) if linear else ChosenPlanes(tuple(plane // 2 for plane in range(2 * planes)))
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         (window,) = windows
@@ -159,7 +159,7 @@ def _within(slab: Tensor, sizes: list[int], scales: list[float | None], cut: set
     return F.interpolate(slab, size=size, mode=mode, align_corners=corners)
 
 
-def _blend(slab: Tensor, dim: int, resize: Resize | Chosen, window: LocalWindow) -> Tensor:
+def _blend(slab: Tensor, dim: int, resize: Resize | ChosenPlanes, window: LocalWindow) -> Tensor:
     """Return the output planes of a slab along one cut dim."""
     sources = [resize.source(plane) for plane in range(*window.output)]
     start = window.span[0]
@@ -201,8 +201,7 @@ def grid_sample(func: Callable, given: Any) -> Any:
         if any(dim < 1 or grid.shape[dim] != size for dim, size in zip(dims, source.sizes, strict=True)):
             return run_gathered(func, (source, grid), settings)
         grid = from_whole(grid, dims, context)
-    if any(dim in (0, grid.ndim - 1) for dim in grid.dims):
-        refuse("batch and coordinates must not be cut")
+    refuse_if(any(dim in (0, grid.ndim - 1) for dim in grid.dims), "batch and coordinates must not be cut")
     wholes = context.spread(source.full_tensor() if isinstance(source, ShardedVolume) else source)
     slabs = [func(own, places, **settings) for own, places in zip(wholes, grid.slabs, strict=True)]
     shape = [*slabs[0].shape[:2], *grid.shape[1:-1]]

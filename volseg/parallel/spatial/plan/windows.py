@@ -21,7 +21,7 @@ from volseg.parallel.spatial.plan.shards import Span, spans
 
 __all__ = [
     "AdaptivePool",
-    "Chosen",
+    "ChosenPlanes",
     "Convolution",
     "Resize",
     "Strided",
@@ -160,7 +160,7 @@ class Resize(Window):
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen(Window):
+class ChosenPlanes(Window):
     """Output plane ``i`` is input plane ``planes[i]``: of nearest planes, and of padding that repeats the volume's."""
 
     planes: tuple[int, ...]

@@ -133,12 +133,11 @@ def start_receiving(slabs: Sequence[Tensor], halos: Sequence[Halo], receives: Se
     return _start_exchange(halos, sends, receives)
 
 
+WritePlanes = Callable[[int, int, int], None]
+
+
 def write_outer_first(
-    outs: Sequence[Tensor],
-    room: int,
-    halos: Sequence[Halo],
-    write: Callable[[int, int, int], None],
-    write_ends: Callable[[int, int, int], None] | None = None,
+    outs: Sequence[Tensor], room: int, halos: Sequence[Halo], write: WritePlanes, write_ends: WritePlanes | None = None
 ) -> Wait | None:
     """Write the slabs of this process; planes that other processes wait for come first, and are sent.
 
