@@ -112,6 +112,32 @@ def test_moments_are_those_of_what_is_not_zero_where_cropping_takes_much(kept, n
     assert steps(plan(make_fingerprint(kept=kept)))["ZScore"].get("nonzero", False) is nonzero
 
 
+@pytest.mark.parametrize(
+    ("preset", "memory", "shape", "mm", "count", "patch", "batch", "strides"),
+    [
+        ("unet", 8.0, (512, 300), (0.8, 0.8), 900, [512, 320], 20, [[2, 2]] * 6),
+        ("resenc", 8.0, (1400, 512), (0.8, 0.8), 40, [768, 320], 13, [*[[2, 2]] * 6, [2, 1]]),
+        ("resenc", 24.0, (900, 1400), (0.8, 0.8), 5, [640, 1152], 9, [[2, 2]] * 7),
+        ("unet", 8.0, (64, 128), (2.2, 1.0), 5, [64, 128], 2, [[1, 2], *[[2, 2]] * 4]),
+    ],
+)
+def test_a_data_set_of_single_slices_has_nnunets_2d_plan(preset, memory, shape, mm, count, patch, batch, strides):
+    """As nnunetv2 2.8.1 plans them; the spacing across a slice changes nothing, nor does the axis of the slices."""
+    for axis, thick in ((2, 9.0), (2, 0.1), (0, 1.0)):
+
+        def place(pair, single, axis=axis):
+            return [*pair[:axis], single, *pair[axis:]]
+
+        values = plan(make_fingerprint(tuple(place(shape, 1)), tuple(place(mm, thick)), count=count), preset, memory)
+        network = values.values()["network"]
+        assert values.values()["patch"]["size"] == place(patch, 1)
+        assert values.values()["patch"]["batch"] == batch
+        assert network["strides"] == [[1, 1, 1], *(place(stride, 1) for stride in strides)]
+        assert {kernel[axis] for kernel in network["kernel_size"]} == {1}
+        assert max(network["filters"]) == 512
+        assert values.config().augmentation.scaling.axes == tuple(place([True, True], False))
+
+
 def test_thick_slices_stay_slices():
     assert steps(plan(THICK))["Spacing"]["thick_slices"] == "nearest"
     assert "thick_slices" not in steps(plan(make_fingerprint()))["Spacing"]

@@ -65,7 +65,7 @@ class Geometry:
     voxels: float
     """Of the whole data set, were each case as large as the median."""
     coarse: int
-    """The axis of the largest spacing."""
+    """The axis of the largest spacing, or of one voxel."""
     patch: Sides
     batch: int
     topology: Topology | None = None
@@ -78,6 +78,11 @@ class Geometry:
     """That share each volume."""
     axcodes: str = "RAS"
     """Directions in the patient to which D, H, W point."""
+
+    @property
+    def is_2d(self) -> bool:
+        """Whether the median case has one voxel along an axis, so that nnU-Net plans no 3D network."""
+        return min(self.median_shape) == 1
 
 
 def plan_geometry(fingerprint: Fingerprint, preset: str, gpu_memory: float) -> Geometry:
@@ -102,12 +107,13 @@ def plan_geometry(fingerprint: Fingerprint, preset: str, gpu_memory: float) -> G
     target, rule = plan_spacing(spacings, shapes)
     resampled = np.array([resampled_shape(*case, target) for case in zip(shapes, spacings, strict=True)])
     median = np.median(resampled, 0)
-    coarse = int(np.argmax(target))
+    is_2d = median.min() == 1
+    coarse = int(np.argmin(median) if is_2d else np.argmax(target))
     order = [coarse, *(axis for axis in range(3) if axis != coarse)]
     mm, sides = [float(target[axis]) for axis in order], [float(median[axis]) for axis in order]
     largest = [int(resampled[:, axis].max()) for axis in order]
     voxels = math.prod(sides) * len(fingerprint.cases)
-    reference = reference_features(preset, gpu_memory)
+    reference = reference_features(preset, gpu_memory, is_2d=is_2d)
     num_outputs = count_outputs(fingerprint)
     if preset == "whole":
         patch, topology = smallest_patch(largest, mm)
@@ -115,9 +121,9 @@ def plan_geometry(fingerprint: Fingerprint, preset: str, gpu_memory: float) -> G
     else:
         count = COUNTS[preset]
         shape = partial(plan_vnet_topology, thin=is_thin(sides)) if preset == "vnet" else plan_topology
-        found = plan_patch(
-            mm, sides, lambda patch, topology: count(patch, topology, num_outputs), reference, shape=shape
-        )
+        # nnU-Net's planners of residual encoders shorten a slice until its whole reference batch of 12 fits.
+        limit = reference / 6 if is_2d and preset == "resenc" else reference
+        found = plan_patch(mm, sides, lambda patch, topology: count(patch, topology, num_outputs), limit, shape=shape)
         patch, topology, features = found.size, found.topology, found.features
     num_gpus = _count_gpus(features, reference, patch, gpu_memory) if preset == "whole" else 1
     share = LARGEST_SHARE[preset]

@@ -11,7 +11,7 @@ import numpy as np
 
 from volseg.data.proposed_groups import GroupProposal
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
-from volseg.models.topology import VNET_MONAI
+from volseg.models.topology import MOST_FILTERS, MOST_FILTERS_2D, VNET_MONAI
 from volseg.planning.facts import Fingerprint, Intensities
 from volseg.planning.geometry import LARGEST_SHARE, PRESETS, Geometry, Like, is_flat
 from volseg.transforms.grid import find_coarse_axis
@@ -34,6 +34,14 @@ CASCADE_BELOW = 0.25
 
 ONE_PIECE, ENOUGH_CASES = 0.99, 10
 """Share of a structure's voxels in its largest component, and cases with it, from which on it counts as one piece."""
+
+LONG_PLANE = 1.5
+"""From how many times the shorter side on a slice is turned by 15 degrees only: nnU-Net's number."""
+
+SINGLE_SLICES = (
+    "the median case is one slice, for which nnU-Net plans a 2D network: strides and kernels of 1 across it; within it "
+    "an axis is halved while it has 8 voxels or more"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +258,10 @@ def _list_augmentation(fingerprint: Fingerprint, geometry: Geometry, preset: str
             "the patch is flat (more than 3 times shorter along its coarsest axis): turned about that axis only, but "
             "all the way round, as nnU-Net's dummy 2D augmentation"
         )
+        plane = [side for side, other in zip(geometry.patch, others, strict=True) if other]
+        if geometry.is_2d and max(plane) > LONG_PLANE * min(plane):
+            degrees = [0.0 if other else 15.0 for other in others]
+            reason = "single slices, one side more than 1.5 times the other: turned within the plane, as in nnU-Net"
         yield Setting("augmentation.rotation", {"degrees": degrees}, reason)
         yield Setting("augmentation.scaling", {"axes": others}, "within planes only, for the same reason")
         yield Setting("augmentation.low_resolution", {"axes": others}, "likewise")
@@ -282,6 +294,7 @@ def _list_network(geometry: Geometry, preset: str) -> Iterator[Setting]:
                 "an axis is halved once its spacing is below twice the finest of such axes; a coarse or thin one while "
                 "it has 8 voxels or more"
             )
+            reason = SINGLE_SLICES if geometry.is_2d else reason
             yield Setting("network.strides", _nest(topology.strides), reason)
             reason = "5 voxels along an axis once its spacing is below twice the finest, 1 before"
             yield Setting("network.kernel_size", _nest(topology.kernels), reason)
@@ -293,10 +306,15 @@ def _list_network(geometry: Geometry, preset: str) -> Iterator[Setting]:
     residual = preset == "resenc"
     yield Setting("network.name", "ResEncUNet" if residual else "DynUNet", PRESETS[preset])
     reason = "an axis is halved while it has 8 voxels or more, and its spacing is below twice the finest of such axes"
+    reason = SINGLE_SLICES if geometry.is_2d else reason
     yield Setting("network.strides", _nest(topology.strides), reason)
     reason = "3 voxels along an axis once its spacing is below twice the finest, 1 before"
     yield Setting("network.kernel_size", _nest(topology.kernels), reason)
-    yield Setting("network.filters", list(topology.filters), "doubled with each stage, up to 320")
+    yield Setting(
+        "network.filters",
+        list(topology.filters),
+        f"doubled with each stage, up to {MOST_FILTERS_2D if geometry.is_2d else MOST_FILTERS}",
+    )
     if residual:
         blocks = list(ENCODER_BLOCKS[: len(topology.strides)])
         yield Setting("network.blocks", blocks, "residual blocks of each stage: nnU-Net's numbers")
