@@ -24,11 +24,11 @@ from volseg.estimate.step_time import find_times
 from volseg.estimate.trace import KernelRun, StepTrace
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import check_components
-from volseg.experiment.data_facts import DataFacts, find_facts
 from volseg.experiment.kernels import explain_eager
-from volseg.experiment.machines import find_machine
 from volseg.experiment.mesh_resolution import join_processes
+from volseg.experiment.network_plan import DataFacts, find_facts
 from volseg.experiment.out_of_memory import explaining_memory
+from volseg.experiment.plan_command import find_machine
 from volseg.experiment.profiled_step import (
     BuiltTraining,
     WatchedSteps,

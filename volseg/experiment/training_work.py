@@ -19,8 +19,8 @@ from volseg.data.volume_cache import choose_budget
 from volseg.estimate.candidate_list import Freedom
 from volseg.estimate.work import Batch, Step, Work
 from volseg.experiment.building import build_objective, build_step
-from volseg.experiment.data_facts import DataFacts
 from volseg.experiment.kernels import explain_eager, explain_slowness
+from volseg.experiment.network_plan import DataFacts
 from volseg.experiment.placed_network import build_plain_network
 from volseg.experiment.rehearsing import OneOutput, rehearse_losses, rehearse_network, require_window
 from volseg.inference.predictor import evaluating
@@ -259,7 +259,7 @@ def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
 def at_size(described: Described, size: tuple[int, int, int]) -> Described:
     """Return the training on patches of another size; the network stays as it was planned."""
     facts, work, config = described.facts, described.work, described.config
-    config = config.model_copy(update={"patch": config.patch.model_copy(update={"size": size})})
+    config = config.with_values(patch={"size": size})
     resized = replace(
         work,
         shape=(config.patch.batch, facts.task.num_channels, *size),

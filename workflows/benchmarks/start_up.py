@@ -69,7 +69,7 @@ COMPILE = """
 import sys
 from volseg.config.loading import load_config
 from volseg.experiment.compiled_kernels import compile_kernels
-from volseg.experiment.data_facts import find_facts
+from volseg.experiment.network_plan import find_facts
 from volseg.estimate.gpu_kinds import find_kind
 config = load_config(sys.argv[1])
 facts = find_facts(config, 1, 3)
