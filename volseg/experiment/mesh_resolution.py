@@ -24,7 +24,7 @@ from volseg.experiment.alternatives import find_candidate, find_estimate, take_c
 from volseg.experiment.building import build_objective, draw_batch
 from volseg.experiment.out_of_memory import is_out_of_memory
 from volseg.experiment.placed_network import build_model, build_plain_network
-from volseg.experiment.plan_process import Answer, Gpus, run_plan
+from volseg.experiment.plan_process import Gpus, run_plan
 from volseg.experiment.rehearsing import rehearse_network
 from volseg.experiment.training_mesh import TrainingMesh, describe_mesh
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
@@ -37,15 +37,7 @@ from volseg.workflow.named import Named
 from volseg.workflow.objective import require_mean_over_samples
 from volseg.workflow.precision import Precision
 
-__all__ = [
-    "choose_by_estimate",
-    "choose_mesh",
-    "is_mesh_open",
-    "join_processes",
-    "leave_out_stages",
-    "resolve_mesh",
-    "take_fastest",
-]
+__all__ = ["choose_by_estimate", "choose_mesh", "join_processes", "resolve_mesh"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +76,8 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
     count = count_processes()
     plan, reason = config.mesh(count), None
     estimate: MemoryUse | None = None
-    chosen = choose_by_estimate(config, device) if is_mesh_open(config, count) else None
+    is_auto = config.parallel.strategy == "auto" and config.parallel.num_gpus == 1
+    chosen = choose_by_estimate(config, device) if count > 1 and (is_auto or plan.is_open) else None
     if chosen is not None:
         config, reason, estimate = chosen
         plan = config.mesh(count)
@@ -273,12 +266,6 @@ def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torc
 # Which replicas and slabs the processes of a job take, by a forecast.
 
 
-def is_mesh_open(config: ExperimentConfig, num_processes: int) -> bool:
-    """Tell whether a config leaves it to a forecast how so many processes share a step."""
-    is_auto = config.parallel.strategy == "auto" and config.parallel.num_gpus == 1
-    return num_processes > 1 and (is_auto or config.mesh(num_processes).is_open)
-
-
 def choose_by_estimate(
     config: ExperimentConfig, device: torch.device
 ) -> tuple[ExperimentConfig, str, MemoryUse | None] | None:
@@ -301,11 +288,12 @@ def choose_by_estimate(
     forecasts: list[Estimate] = []
 
     def decide() -> Mapping[str, Any] | None:
-        answer = run_plan(leave_out_stages(config), gpus)
+        # No pipeline could be taken, and its micro-batches take long to follow.
+        answer = run_plan(config.with_values(parallel={"pipeline": 1}), gpus)
         forecasts.extend(answer.forecasts)
         if answer.problem:
             logger.info("no forecast of a training step (%s): it is tried", answer.problem)
-        return take_fastest(answer, gpus)
+        return choose_mesh(answer.forecasts, gpus.count, int(SURE * gpus.memory) - answer.reserve)
 
     told = decide_together(decide)
     if told is None:
@@ -313,16 +301,6 @@ def choose_by_estimate(
     candidate = Candidate(**told["candidate"])
     known = find_estimate(candidate, forecasts)
     return take_candidate(config, candidate, gpus.count), told["why"], None if known is None else known.memory
-
-
-def leave_out_stages(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config that asks for no pipeline: none could be taken, and its micro-batches take long to follow."""
-    return config.with_values(parallel={"pipeline": 1})
-
-
-def take_fastest(answer: Answer, gpus: Gpus) -> Mapping[str, Any] | None:
-    """Return what `choose_mesh` does of an answer about some GPUs."""
-    return choose_mesh(answer.forecasts, gpus.count, int(SURE * gpus.memory) - answer.reserve)
 
 
 def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int) -> Mapping[str, Any] | None:
