@@ -19,6 +19,7 @@ from volseg.cli.options import (
     check_config,
     complete_config,
     complete_run,
+    gather_overrides,
 )
 from volseg.streams import show
 
@@ -94,13 +95,12 @@ def train(
     """Train a network, validate it, and write a run folder."""
     del json_logs, quiet  # their callbacks have heard them
     from volseg import experiment  # imports torch: not for --help
-    from volseg.config.loading import is_config_file, path_override
+    from volseg.config.loading import is_config_file
     from volseg.parallel.devices import count_launched, is_launched
 
     if components:  # without, nothing that trains is imported: it may be for processes that are started
         experiment.load_components(components)
-    overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
-    overrides += ["data.cache=none"] if no_cache else []
+    overrides = gather_overrides(overrides, output, no_cache=no_cache)
     if not is_config_file(config) and experiment.is_data_set(config):
         from volseg.planning import parse_memory  # imports torch: not for --help
 
@@ -156,13 +156,11 @@ def cross_validate(
     """Train all folds that are not finished, and write one table of all cases."""
     del json_logs, quiet  # their callbacks have heard them
     from volseg import experiment  # imports torch: not for --help
-    from volseg.config.loading import path_override
 
     if more_folds and not folds:
         raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
     experiment.load_components(components or ())
-    overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
-    overrides += ["data.cache=none"] if no_cache else []
+    overrides = gather_overrides(overrides, output, no_cache=no_cache)
     # Numbers after `--folds 0` are arguments to click, which gives an option one value.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
@@ -208,11 +206,9 @@ def search(
     """
     del json_logs, quiet  # their callbacks have heard them
     from volseg import experiment  # imports torch: not for --help
-    from volseg.config.loading import path_override
 
     experiment.load_components(components or ())
-    overrides = [*(overrides or ()), *([path_override("output", output)] if output else ())]
-    overrides += ["data.cache=none"] if no_cache else []
+    overrides = gather_overrides(overrides, output, no_cache=no_cache)
     record = experiment.search(
         config, over, overrides, trials=trials, gpus=gpus, metric=metric, minimize=minimize, pruner=pruner
     )

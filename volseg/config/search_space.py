@@ -7,9 +7,10 @@
     schedule.name: [polynomial, cosine]
 """
 
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -18,7 +19,7 @@ from volseg.config.commented import format_inline
 from volseg.config.yaml_values import read_yaml
 from volseg.errors import ConfigError
 
-__all__ = ["RangeConfig", "Space", "read_space"]
+__all__ = ["RangeConfig", "Space", "dump_values", "list_ends", "read_space"]
 
 EXAMPLE = "optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}"
 
@@ -78,6 +79,18 @@ def read_space(path: str | Path) -> Space:
         raise ConfigError(f"{path} must hold the keys to search over, in lines such as {EXAMPLE}")
     keys = sorted(values, key=lambda key: str(key).count("."))
     return {str(key): _read_values(str(key), values[key], path) for key in keys}
+
+
+def list_ends(space: Space) -> Iterator[str]:
+    """Yield an override for each end of a range and for each choice."""
+    for key, values in space.items():
+        for value in (values.low, values.high) if isinstance(values, RangeConfig) else values:
+            yield f"{key}={value}"
+
+
+def dump_values(values: RangeConfig | tuple[str, ...]) -> Any:
+    """Return a range or choices as JSON has them."""
+    return values.model_dump() if isinstance(values, RangeConfig) else list(values)
 
 
 def _read_values(key: str, values: object, path: str | Path) -> RangeConfig | tuple[str, ...]:

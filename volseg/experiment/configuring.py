@@ -262,7 +262,7 @@ def init_config(
     require_new(output, overwrite=overwrite)
     config = load_config(find_shipped(like)) if like is not None else ExperimentConfig.model_validate(PLAIN)
     if data is not None:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"root": Path(data)})})
+        config = config.with_values(data={"root": Path(data)})
     head = [
         refer_to_schema(),
         f"# volseg train {output}",

@@ -243,10 +243,10 @@ def _list_members(run: RunFolder, checkpoint: str) -> dict[str, bytes]:
 
 def _without_places(config: ExperimentConfig) -> ExperimentConfig:
     """Return the config without where things lay on the machine of the training."""
-    data = config.data.model_copy(update={"root": Path(), "cache": "auto"})
-    split = config.split.model_copy(update={"file": None})
-    training = config.training.model_copy(update={"start_from": None})
-    return config.model_copy(update={"output": None, "data": data, "split": split, "training": training})
+    config = config.model_copy(update={"output": None})
+    return config.with_values(
+        data={"root": Path(), "cache": "auto"}, split={"file": None}, training={"start_from": None}
+    )
 
 
 def _read_scores(run: RunFolder) -> dict[str, Any] | None:

@@ -127,12 +127,9 @@ def plan_folds(config: ExperimentConfig, task: Task) -> list[Fold]:
     count = wanted.num_folds if given is None else len(given)
     plan = []
     for number in range(count):
-        update = {
-            "output": config.folder / f"fold_{number}",
-            # A table may have more folds than the config counts, which is read again from each run's folder.
-            "split": wanted.model_copy(update={"fold": number, "num_folds": max(wanted.num_folds, count)}),
-        }
-        own = config.model_copy(update=update)
+        # A table may have more folds than the config counts, which is read again from each run's folder.
+        own = config.with_values(split={"fold": number, "num_folds": max(wanted.num_folds, count)})
+        own = own.model_copy(update={"output": config.folder / f"fold_{number}"})
         plan.append(Fold(number=number, split=choose_split(own, task), config=own))
     _require_disjoint(plan)
     return plan

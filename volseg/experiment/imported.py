@@ -135,7 +135,7 @@ def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
         )
     # nnU-Net predicts in float16 on a GPU; of what autocast offers, that has the most digits.
     if config.training.precision == "auto" and choose_device(config).type == "cuda":
-        config = config.model_copy(update={"training": config.training.model_copy(update={"precision": "fp16"})})
+        config = config.with_values(training={"precision": "fp16"})
     return config
 
 

@@ -139,7 +139,7 @@ def _place_on_one(
     """Return the network on one device, with the kernels and in the layout that suit it."""
     if mesh is not None:  # what is rehearsed and measured is what this process computes
         rows = max(part.stop - part.start for part in mesh.deal(config.patch.batch))
-        config = config.model_copy(update={"patch": config.patch.model_copy(update={"batch": rows})})
+        config = config.with_values(patch={"batch": rows})
     agree = mesh is not None and mesh.replicas is not None
     if trains and config.training.kernels == "compiled":
         lay_out = partial(_laid_out, config=config, task=task, agree=agree)

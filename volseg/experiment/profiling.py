@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from volseg.config.schema import UNSETTLED_KERNELS, ExperimentConfig, NetworkConfig
+from volseg.config.schema import UNSETTLED_KERNELS, ExperimentConfig
 from volseg.errors import ConfigError, VolsegError
 from volseg.estimate.candidate import Candidate, name_candidate
 from volseg.estimate.candidate_trace import trace_candidate
@@ -23,11 +23,11 @@ from volseg.estimate.step_time import find_times
 from volseg.estimate.trace import KernelRun, StepTrace
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import check_components
-from volseg.experiment.data_facts import DataFacts, find_facts
 from volseg.experiment.kernels import explain_eager
-from volseg.experiment.machines import find_machine
 from volseg.experiment.mesh_resolution import join_processes
+from volseg.experiment.network_plan import DataFacts, find_facts, plan_for_spacing
 from volseg.experiment.out_of_memory import explaining_memory
+from volseg.experiment.plan_command import find_machine
 from volseg.experiment.profiled_step import (
     BuiltTraining,
     WatchedSteps,
@@ -37,7 +37,6 @@ from volseg.experiment.profiled_step import (
 )
 from volseg.experiment.training_work import describe_training, find_freedom
 from volseg.files import replacing
-from volseg.models.networks import complete_spec
 from volseg.parallel.devices import count_gpus, count_launched
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.profiling.kernels import PlacedWork, TimedKernel
@@ -140,8 +139,7 @@ def profile_training(
         raise ConfigError(
             "--gpus says how many GPUs are forecast, which --gpu KIND names; leave one out or add the other"
         )
-    spec = complete_spec(config.network.spec(), patch_size=config.patch.size, spacing=facts.spacing)
-    planned = config.model_copy(update={"network": NetworkConfig(**spec, outputs=config.network.outputs)})
+    planned = plan_for_spacing(config, facts.spacing).complete(config)
     with deterministic(config.training.deterministic), explaining_memory(planned):
         return _profile_here(planned, facts, steps, on_gpu=config.device != "cpu" and count_gpus() > 0)
 

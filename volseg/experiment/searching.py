@@ -16,9 +16,9 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import getpid
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from volseg.config.base import validated
 from volseg.config.loading import differences, load_config, path_override
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
-from volseg.config.search_space import RangeConfig, Space, read_space
+from volseg.config.search_space import RangeConfig, Space, dump_values, list_ends, read_space
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, VolsegError
@@ -61,7 +61,7 @@ __all__ = ["format_search", "search"]
 
 logger = logging.getLogger(__name__)
 
-JOURNAL = "journal.log"
+JOURNAL, STUDY = "journal.log", "search"
 
 PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "none": "NopPruner"}
 """Names of ``--pruner``, and Optuna's."""
@@ -86,8 +86,6 @@ class PlannedTrial:
     config: ExperimentConfig
     trial: Any
     """Optuna's, to which validations are reported."""
-    reported: set[int] = field(default_factory=set)
-    """Epochs whose validation Optuna knows."""
     next_look: float = 0.0
     is_pruned: bool = False
 
@@ -134,21 +132,35 @@ def search(
         the folder holds another search.
     """
     optuna = import_package("optuna", distribution="optuna")
-    base, space = load_config(config, overrides), read_space(over)
-    check_components(base)
-    _require_known(space, config, overrides, over)
+
+    def load(*settings: str) -> ExperimentConfig:
+        loaded = load_config(config, [*overrides, *settings])
+        check_components(loaded)
+        return loaded
+
+    base, space = load(), read_space(over)
+    for setting in list_ends(space):
+        try:
+            load(setting)
+        except ConfigError as fault:
+            raise ConfigError(f"{over}: {fault}") from fault
     require_own_folder(base, "search", "run the same command once per machine")
     if pruner not in PRUNERS:
         raise ConfigError(f"no pruner is called {pruner!r}; {did_you_mean(pruner, PRUNERS)}")
     task = load_task(base.data.root, require_files=False)
     _require_metric(metric, base, task)
     places = choose_gpus(base, gpus, TRIALS) if gpus > 1 else [None]
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = _Search(optuna, config, overrides, space, metric, minimize, pruner)
     command = ["search", str(config), "--over", str(over), *(part for each in overrides for part in ("--set", each))]
-    study.facts = {"task": task.name, "wanted": trials, "command": command, "environment": environment()}
+    facts = {"task": task.name, "wanted": trials, "command": command, "environment": environment()}
+    terms = {
+        "space": {key: dump_values(values) for key, values in space.items()},
+        "metric": metric,
+        "minimize": minimize,
+        "config": base.located().model_dump(mode="json"),
+    }
+    study = _Study(optuna, base.folder, PRUNERS[pruner], load, terms, facts)
     try:
-        train_each(study.take_trials(trials), places, study.finish, study.watch)
+        train_each(study.take_trials(trials, space), places, study.finish, study.watch)
     finally:
         study.release()
         study.write()
@@ -161,122 +173,129 @@ def format_search(record: SearchRecord) -> str:
     return f"\n{told}\nAll trials are in {record.folder}; page: {record.folder / 'search.html'}"
 
 
-def _require_known(space: Space, config: str | Path, overrides: Sequence[str], over: str | Path) -> None:
-    """Raise for a key that the config does not have, or an end of a range or a choice that it does not take."""
-    for key, values in space.items():
-        for value in (values.low, values.high) if isinstance(values, RangeConfig) else values:
-            try:
-                check_components(load_config(config, [*overrides, f"{key}={value}"]))
-            except ConfigError as fault:
-                raise ConfigError(f"{over}: {fault}") from fault
-
-
 def _require_metric(metric: str, config: ExperimentConfig, task: Task) -> None:
     if config.split.validation == "none" or config.training.validate_every is None:
         raise ConfigError(
             "a search compares validations during the training; set split.validation to fold, and "
             "training.validate_every to a number"
         )
-    labels = [name for key, name in task.structures.items() if key != 0]
-    named = [*(name.lower() for name in SHOWN), *(one.output for one in config.metrics)]
-    known = ["dice_mean", *(one.output for one in config.metrics)]
-    known += [f"{name}/{label}" for name in named for label in labels]
+    own = [each.output for each in config.metrics]
+    labels = [label for key, label in task.structures.items() if key != 0]
+    known = ["dice_mean", *own, *(f"{name}/{label}" for name in (*map(str.lower, SHOWN), *own) for label in labels)]
     if metric not in known:
         raise ConfigError(f"no validation gives the metric {metric!r}; {did_you_mean(metric, known)}")
 
 
-class _Search:
-    """A study in the folder of a search, and the trials of this process."""
+class _Study:
+    """Optuna's study in the folder of a search, and the trials that this process trains.
 
-    facts: Mapping[str, Any]
-    """What ``search.json`` says besides the trials."""
+    Parameters
+    ----------
+    optuna : module
+        As it was imported.
+    folder : Path
+        Of the search.
+    pruner : str
+        Optuna's name of it.
+    load : callable
+        Returns the config of a trial with its settings.
+    terms : dict
+        What the search compares: ``config``, ``space``, ``metric`` and ``minimize``, as plain values.
+    facts : dict
+        What ``search.json`` says besides.
+    """
 
     def __init__(
         self,
         optuna: Any,
-        config: str | Path,
-        overrides: Sequence[str],
-        space: Space,
-        metric: str,
-        minimize: bool,
+        folder: Path,
         pruner: str,
+        load: Callable[..., ExperimentConfig],
+        terms: dict[str, Any],
+        facts: dict[str, Any],
     ) -> None:
-        self.optuna, self.config_file, self.overrides, self.space = optuna, config, overrides, space
-        self.base = load_config(config, overrides)
-        self.folder, self.tag = self.base.folder, f"val/{metric}"
+        self.optuna, self.folder, self.load, self.terms, self.facts = optuna, folder, load, terms, facts
         self._own: dict[int, Any] = {}
-        """Trials that this process has taken and not ended."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Trials that this process has taken and not ended, by number."""
+        folder.mkdir(parents=True, exist_ok=True)
         journal = optuna.storages.journal
-        self._lock = journal.JournalFileSymlinkLock(str(self.folder / "taking"))
-        self.storage = optuna.storages.JournalStorage(journal.JournalFileBackend(str(self.folder / JOURNAL)))
-        terms = {
-            "config": self.base.located().model_dump(mode="json"),
-            "space": {
-                key: each.model_dump() if isinstance(each, RangeConfig) else list(each) for key, each in space.items()
-            },
-            "metric": metric,
-            "minimize": minimize,
-        }
+        self._lock = journal.JournalFileSymlinkLock(str(folder / "taking"))
+        self.storage = optuna.storages.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         with self._locked():
             self.study = optuna.create_study(
                 storage=self.storage,
-                study_name="search",
-                direction="minimize" if minimize else "maximize",
-                pruner=getattr(optuna.pruners, PRUNERS[pruner])(),
+                study_name=STUDY,
+                direction="minimize" if terms["minimize"] else "maximize",
+                pruner=getattr(optuna.pruners, pruner)(),
                 load_if_exists=True,
             )
             begun = self.study.user_attrs.get("terms")
             if begun is None:
                 self.study.set_user_attr("terms", terms)
-        self.terms = terms
         if begun is not None:
             self._require_same(begun)
 
     def _require_same(self, begun: Mapping[str, Any]) -> None:
         """Raise if the search was begun with another config, other values or another metric."""
-        before = validated(ExperimentConfig, begun["config"], str(self.folder / JOURNAL))
-        lines = differences(before, self.base.located())
+        before, now = (
+            validated(ExperimentConfig, one["config"], str(self.folder / JOURNAL)) for one in (begun, self.terms)
+        )
+        lines = differences(before, now)
         changed = [line for line in lines if not may_differ(line.partition(":")[0], folds=True)]
-        terms = ("space", "metric", "minimize")
-        changed += [f"{key}: {begun[key]} -> {self.terms[key]}" for key in terms if begun[key] != self.terms[key]]
+        names = [name for name in self.terms if name != "config" and begun[name] != self.terms[name]]
+        changed += [f"{name}: {begun[name]} -> {self.terms[name]}" for name in names]
         if changed:
             refuse("every other key", self.folder, changes="; ".join(changed), kind="search")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other machines from taking trials."""
+        """Keep other processes and machines from taking trials."""
         self._lock.acquire()
         try:
             yield
         finally:
             self._lock.release()
 
-    def take_trials(self, count: int) -> Iterator[PlannedTrial]:
+    def _list(self) -> list[Any]:
+        """Return all trials in their order, as Optuna knows them now."""
+        trials: list[Any] = self.study.get_trials(deepcopy=False)
+        return trials
+
+    def take_trials(self, count: int, space: Space) -> Iterator[PlannedTrial]:
         """Yield trials that nobody trains any more, then new ones until the study has ``count`` of them."""
+        kinds = {key: self._distribute(values) for key, values in space.items()}
         while True:
             with self._locked():
-                trial = self._take(count)
+                trial = self._take(count, kinds)
             if trial is None:
                 return
-            if (planned := self._plan(trial)) is not None:
-                yield planned
+            folder, settings = self._find_folder(trial.number), [f"{key}={trial.params[key]}" for key in kinds]
+            try:
+                config = self.load(*settings, path_override("output", folder))
+            except VolsegError as fault:  # values that do not go together
+                self._fail(trial, str(fault))
+                continue
+            how = "goes on with " if RunFolder(folder).exists else ""
+            logger.info("trial %d: %s%s", trial.number, how, " ".join(settings))
+            yield PlannedTrial(name=f"trial {trial.number}", config=config, trial=trial)
 
-    def _take(self, count: int) -> Any:
-        trials = self.study.get_trials(deepcopy=False)
-        left = [each for each in trials if not each.state.is_finished() and self._is_abandoned(each)]
+    def _take(self, count: int, kinds: Mapping[str, Any]) -> Any:
+        trials = self._list()
+        left = [each.number for each in trials if not each.state.is_finished() and self._is_abandoned(each)]
         if left:
-            study_id = self.storage.get_study_id_from_name("search")
-            trial_id = self.storage.get_trial_id_from_study_id_trial_number(study_id, left[0].number)
+            study_id = self.storage.get_study_id_from_name(STUDY)
+            trial_id = self.storage.get_trial_id_from_study_id_trial_number(study_id, left[0])
             trial = self.optuna.trial.Trial(self.study, trial_id)
         elif len(trials) < count:
             # Another seed for each trial: processes that share a seed would try the same values.
-            (seed,) = np.random.SeedSequence((self.base.seed, len(trials))).generate_state(1)
+            (seed,) = np.random.SeedSequence((self.terms["config"]["seed"], len(trials))).generate_state(1)
             self.study.sampler = self.optuna.samplers.TPESampler(seed=int(seed), constant_liar=True)
-            trial = self.study.ask({key: self._distribute(values) for key, values in self.space.items()})
+            trial = self.study.ask(kinds)
         else:
             return None
-        trial.set_user_attr("owner", {**_describe_machine(), "pid": getpid(), "since": time.time()})
+        owner = {"host": socket.gethostname(), "space": find_process_space(), "pid": getpid(), "since": time.time()}
+        trial.set_user_attr("owner", owner)
         self._own[trial.number] = trial
         return trial
 
@@ -292,33 +311,16 @@ class _Search:
     def _is_abandoned(self, frozen: Any) -> bool:
         """Return whether nobody trains a trial any more: its search has ended, or was not heard of for long."""
         owner = frozen.user_attrs.get("owner")
-        if frozen.number in self._own:
-            return False
-        if not owner or (_is_here(owner) and (owner["pid"] == getpid() or not is_running(owner["pid"]))):
+        if frozen.number in self._own or not owner:
+            return frozen.number not in self._own
+        is_here = (owner["host"], owner["space"]) == (socket.gethostname(), find_process_space())
+        if is_here and (owner["pid"] == getpid() or not is_running(owner["pid"])):
             return True
         status = read_status(self._find_folder(frozen.number) / STATUS)
         return time.time() - max(owner["since"], 0.0 if status is None else status.time) > LOST_SECONDS
 
     def _find_folder(self, number: int) -> Path:
         return self.folder / f"trial_{number}"
-
-    def _plan(self, trial: Any) -> PlannedTrial | None:
-        """Return a trial with its config; None where its values do not go together, which ends it."""
-        settings = [f"{key}={trial.params[key]}" for key in self.space]
-        name, folder = f"trial {trial.number}", self._find_folder(trial.number)
-        try:
-            config = load_config(self.config_file, [*self.overrides, *settings, path_override("output", folder)])
-            check_components(config)
-        except VolsegError as fault:
-            self._fail(trial, str(fault))
-            return None
-        logger.info("%s: %s%s", name, "goes on with " if RunFolder(folder).exists else "", " ".join(settings))
-        return PlannedTrial(name=name, config=config, trial=trial, reported=set(self._read_values(trial)))
-
-    def _read_values(self, trial: Any) -> dict[int, float]:
-        """Return what Optuna knows of a trial's validations, by epoch."""
-        values: dict[int, float] = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
-        return values
 
     def watch(self, run: PlannedTrial, worker: Worker) -> None:
         """Report the validations of a trial, and stop it if it is worse than others."""
@@ -334,23 +336,24 @@ class _Search:
 
     def _report(self, run: PlannedTrial) -> Iterator[tuple[int, float]]:
         """Tell Optuna each validation that it does not know, and yield its epoch and value."""
+        known, tag = self._list()[run.trial.number].intermediate_values, f"val/{self.terms['metric']}"
         for line in read_history(run.config.folder / HISTORY):
-            if self.tag in line.scalars and line.epoch not in run.reported:
-                run.reported.add(line.epoch)
-                run.trial.report(line.scalars[self.tag], line.epoch)
-                yield line.epoch, line.scalars[self.tag]
+            if tag in line.scalars and line.epoch not in known:
+                run.trial.report(line.scalars[tag], line.epoch)
+                yield line.epoch, line.scalars[tag]
 
     def finish(self, run: PlannedTrial, worker: Worker) -> None:
         """Tell Optuna how a trial ended."""
         list(self._report(run))
-        values = self._read_values(run.trial)
-        value = values[max(values)] if values else math.nan
-        if run.is_pruned and worker.process.returncode != 0:
+        value = _find_last(self._list()[run.trial.number])
+        if worker.process.returncode != 0 and run.is_pruned:
             self._tell(run.trial, state=self.optuna.trial.TrialState.PRUNED)
         elif worker.process.returncode != 0:
             logger.error("%s", worker.describe_end(str(worker.log)))
-            self._fail(run.trial, _find_error(run, worker))
-        elif not math.isfinite(value):
+            status = read_status(run.config.folder / STATUS)
+            said = status.message if status is not None and status.state == "failed" else ""
+            self._fail(run.trial, said or worker.describe_end().splitlines()[-1].removeprefix("  | volseg: "))
+        elif value is None or not math.isfinite(value):
             self._fail(run.trial, f"{self.terms['metric']} is no finite number after the last epoch")
         else:
             self._tell(run.trial, values=value)
@@ -373,42 +376,25 @@ class _Search:
 
     def write(self) -> None:
         """Write what is known of all trials, and the page about them."""
-        content = {
-            "name": self.base.name,
-            **self.facts,
-            **self.terms,
-            "trials": [self._describe(each) for each in self.study.get_trials(deepcopy=False)],
-        }
+        trials = [self._describe(frozen) for frozen in self._list()]
+        content = {"name": self.terms["config"]["name"], **self.facts, **self.terms, "trials": trials}
         RunFolder(self.folder).write_json(SEARCH, replace_nan(content))
         attempt("search.html was not written", lambda: write_report(self.folder))
 
     def _describe(self, frozen: Any) -> dict[str, Any]:
-        values, state = frozen.intermediate_values, STATES[frozen.state.name]
-        last = values[max(values)] if values else None
-        is_left = state == "running" and not frozen.user_attrs.get("owner")
+        is_left = frozen.state.name == "RUNNING" and not frozen.user_attrs.get("owner")
         return {
             "number": frozen.number,
-            "state": "interrupted" if is_left else state,
-            "value": last if frozen.value is None else frozen.value,
-            "epochs": max(values, default=None),
+            "state": "interrupted" if is_left else STATES[frozen.state.name],
+            "value": _find_last(frozen) if frozen.value is None else frozen.value,
+            "epochs": max(frozen.intermediate_values, default=None),
             "seconds": sum(part.seconds for part in read_times(self._find_folder(frozen.number) / TIMES)),
             "values": frozen.params,
             "error": frozen.user_attrs.get("error", ""),
         }
 
 
-def _describe_machine() -> dict[str, str]:
-    """Return where process ids mean what they mean here."""
-    return {"host": socket.gethostname(), "space": find_process_space()}
-
-
-def _is_here(owner: Mapping[str, Any]) -> bool:
-    return _describe_machine().items() <= owner.items()
-
-
-def _find_error(run: PlannedTrial, worker: Worker) -> str:
-    """Return in short why a trial failed: what its run says, or the last line of its log."""
-    status = read_status(run.config.folder / STATUS)
-    if status is not None and status.state == "failed" and status.message:
-        return status.message
-    return worker.describe_end().splitlines()[-1].removeprefix("  | ").removeprefix("volseg: ")
+def _find_last(frozen: Any) -> float | None:
+    """Return the metric of a trial's last validation; None before the first one."""
+    values: dict[int, float] = frozen.intermediate_values
+    return values[max(values)] if values else None

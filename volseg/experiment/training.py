@@ -22,7 +22,6 @@ from volseg.data.preparing import PreparedCases
 from volseg.experiment.alternatives import find_candidate
 from volseg.experiment.building import build_hooks, build_objective, build_training, check_components, choose_channel
 from volseg.experiment.cases import choose_cases
-from volseg.experiment.data_ranks import CaseReading
 from volseg.experiment.kernel_worker import compile_for_training
 from volseg.experiment.measured_kernels import KERNELS, resolve_kernels
 from volseg.experiment.mesh_resolution import join_processes, resolve_mesh
@@ -32,7 +31,7 @@ from volseg.experiment.placed_network import build_model, choose_device, count_d
 from volseg.experiment.replanning import BeginAgain, Replanning, free_memory
 from volseg.experiment.report import Outcome, describe_network, list_findings, write_outcome, write_page
 from volseg.experiment.starting import START, Start
-from volseg.experiment.training_mesh import TrainingMesh
+from volseg.experiment.training_mesh import CaseReading, TrainingMesh
 from volseg.inference.postprocessing import Postprocessing
 from volseg.monitoring.advice import Duration, WaitingAdvice
 from volseg.monitoring.heartbeat import Heartbeat

@@ -4,7 +4,6 @@ The age of the last heartbeat is judged by this machine's clock. Whether the pro
 machine, in the same space of process ids (a container has its own).
 """
 
-import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from volseg.errors import DataError
 from volseg.formatting import format_duration
 from volseg.lifetime import is_running
-from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, read_status
+from volseg.monitoring.run_files import STATUS, RunStatus, find_process_space, list_numbered, read_status
 
 __all__ = ["Look", "find_runs", "format_speed", "look_at", "parse_age"]
 
@@ -95,9 +94,7 @@ def find_runs(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if _is_run(folder):
         return [folder]
-    runs = {run: re.fullmatch(r"(?:fold|trial)_(\d+)", run.name) for run in folder.glob("*_*") if _is_run(run)}
-    numbers = {run: int(match.group(1)) for run, match in runs.items() if match}
-    return sorted(numbers, key=numbers.__getitem__)
+    return [run for run in list_numbered(folder, "fold|trial").values() if _is_run(run)]
 
 
 def look_at(folder: str | Path) -> Look:

@@ -54,7 +54,6 @@ def describe_search(record: SearchRecord) -> content.ReportContent:
     sections = [
         compose.section("Trials", lambda: _tabulate(record, best), brief=True),
         compose.section("Failed trials", lambda: _list_failures(record), brief=True, warns=True),
-        compose.section("Course", lambda: _draw_course(record)),
         compose.section("Values", lambda: _draw_slices(record)),
         compose.section("Config", lambda: [content.Code("Config", dump_yaml(dict(results.get("config") or {})))]),
         compose.section("Environment", lambda: describe_environment(results.get("environment") or {})),
@@ -112,40 +111,26 @@ def _list_failures(record: SearchRecord) -> list[content.Block]:
     return [content.Items(told)] if told else []
 
 
-def _list_points(record: SearchRecord) -> list[tuple[Mapping[str, Any], float]]:
-    """Return the trials that were validated to their end, with their values."""
-    return [(trial, read_number(trial["value"])) for trial in record.trials if trial["state"] == "finished"]
-
-
-def _draw_course(record: SearchRecord) -> list[content.Block]:
-    points = [(trial["number"], value) for trial, value in _list_points(record)]
-    choose = min if record.results.get("minimize") else max
-    best = [choose(value for _, value in points[: place + 1]) for place in range(len(points))]
-    numbers, values = [number for number, _ in points], [value for _, value in points]
-    lines = [
-        content.Line(name="trial", xs=numbers, ys=values, dots=True),
-        content.Line(name="best so far", xs=numbers, ys=best, colour=1),
-    ]
-    metric = str(record.results.get("metric"))
-    chart = content.Chart(title=metric, lines=lines, over="the trials")
-    return content.select_charts([chart], "Finished trials in the order of their starts.")
-
-
 def _draw_slices(record: SearchRecord) -> list[content.Block]:
-    """Return a chart per key: the metric over a range, or by choice."""
-    points = _list_points(record)
-    charts: list[content.Chart | content.Boxes] = []
+    """Return charts of the metric: over the trials in the order of their starts, over each range, by each choice."""
+    finished = [trial for trial in record.trials if trial["state"] == "finished"]
+    ys = [read_number(trial["value"]) for trial in finished]
+    numbers = [float(trial["number"]) for trial in finished]
+    charts: list[content.Chart | content.Boxes] = [_draw_slice("trial", numbers, ys, log=False)]
     for key, values in (record.results.get("space") or {}).items():
+        chosen = [trial["values"][key] for trial in finished]
         if isinstance(values, dict):
-            xs = [float(trial["values"][key]) for trial, _ in points]
-            log, is_whole = bool(values["log"]), all(x == int(x) for x in xs)
-            line = content.Line(name="trial", xs=xs, ys=[value for _, value in points], dots=True)
-            charts.append(content.Chart(title=key, lines=[line], over=key, log=log, counts=log or is_whole))
+            charts.append(_draw_slice(key, list(map(float, chosen)), ys, log=bool(values["log"])))
         else:
-            cases = [(str(trial["values"][key]), f"trial {trial['number']}", value) for trial, value in points]
-            groups = [(choice, [(name, value) for one, name, value in cases if one == choice]) for choice in values]
+            named = list(zip(map(str, chosen), (f"trial {number:g}" for number in numbers), ys, strict=True))
+            groups = [(choice, [(name, y) for one, name, y in named if one == choice]) for choice in values]
             charts.append(content.Boxes(title=key, groups=groups))
-    return content.select_charts(charts, f"{record.results.get('metric')} of the finished trials, by each value.")
+    return content.select_charts(charts, f"{record.results.get('metric')} of the finished trials.")
+
+
+def _draw_slice(key: str, xs: Sequence[float], ys: Sequence[float], *, log: bool) -> content.Chart:
+    line = content.Line(name="trials", xs=xs, ys=ys, dots=True)
+    return content.Chart(title=key, lines=[line], over=key, log=log, counts=log or all(x == int(x) for x in xs))
 
 
 def _list_commands(record: SearchRecord, best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
