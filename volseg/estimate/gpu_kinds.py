@@ -19,7 +19,7 @@ from volseg.estimate.kernel_class import FULL, KernelClass, classify, name_dtype
 from volseg.estimate.roofline import Peaks, RateTable
 from volseg.estimate.trace import KernelRun
 
-__all__ = ["KINDS", "GpuKind", "HostRates", "find_kind", "name_group", "name_kinds", "read_host_rates", "read_table"]
+__all__ = ["KINDS", "GpuKind", "HostRates", "find_kind", "name_group", "read_host_rates", "read_table"]
 
 BY_CUDA_CORES = 0.6
 """Of the peak of float32 without matrix units, which convolutions come to: cuDNN's usual efficiency there, and no
@@ -201,11 +201,6 @@ KINDS: Mapping[str, GpuKind] = {
     ),
 }
 """By the name that options take. Memory as CUDA tells it on these GPUs, from memory but for the H200's."""
-
-
-def name_kinds() -> list[str]:
-    """Return the names that ``find_kind`` takes."""
-    return list(KINDS)
 
 
 def find_kind(name: str) -> GpuKind:
