@@ -152,7 +152,7 @@ def read_table() -> Table:
     """Return the table that comes with the package (``workflows/benchmarks/kernel_rates.py``)."""
     stored = json.loads(gzip.decompress(files("volseg.estimate").joinpath("tables", "h200.json.gz").read_bytes()))
     machine, host = stored["machine"], stored["host"]
-    rates = RateTable.of_rows(stored["rows"], KINDS["h200"].peaks, machine["processors"], host["graph"])
+    rates = RateTable(stored["rows"], KINDS["h200"].peaks, machine["processors"], host["graph"])
     return Table(rates, read_host_rates(host), tuple(stored["links"]))
 
 
