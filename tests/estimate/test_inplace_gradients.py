@@ -5,9 +5,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from tests.following import follow
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.trace import Allocate, KernelRun, Mark
-from volseg.estimate.tracing import follow
 
 SIDE = 1000
 BYTES = SIDE * SIDE * 4

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.library import Library, register_fake
 
+from tests.following import follow
 from volseg.device.torch_internals import get_storage_key
 from volseg.estimate import operator_cache
 from volseg.estimate.candidate import Candidate
@@ -14,7 +15,7 @@ from volseg.estimate.instances import find_links
 from volseg.estimate.network_plan import describe_network
 from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.trace import KernelRun
-from volseg.estimate.tracing import follow, tracing
+from volseg.estimate.tracing import tracing
 
 V100, H200 = find_kind("v100-16"), find_kind("h200")
 aten = torch.ops.aten

@@ -29,14 +29,10 @@ class Links:
     travel at ``bandwidth``.
     """
 
-    kind: str
-    """In words: ``NVLink through switches``, ``PCIe``."""
     bandwidth: float
     """Bytes per second from one GPU to its neighbour, in one direction, as messages get it."""
     latency_s: float
     """Of a message."""
-    source: str
-    measured: bool = False
     points: Mapping[str, Points] = field(default_factory=dict)
     """By kind of message, between two GPUs."""
 
@@ -71,7 +67,7 @@ def read_links(rows: Iterable[Mapping[str, Any]], otherwise: Links) -> Links:
         is_copy = row["kind"] == "copy" and row["way"] == "peer"
         if row["devices"] == 2 and (is_copy or row["way"].endswith("recorded")):
             found.setdefault(row["kind"], {})[int(row["size"])] = float(row["seconds"])
-    return replace(otherwise, measured=True, points={kind: _rise(values) for kind, values in found.items()})
+    return replace(otherwise, points={kind: _rise(values) for kind, values in found.items()})
 
 
 def _rise(values: Mapping[int, float]) -> Points:
@@ -96,39 +92,22 @@ OF_A_LINK = 0.87
 COPY_S = 13e-6
 """Of a copy between two GPUs that NVLink connects, however small: measured on H200, taken for others too."""
 
-_NO_LINK = Links(kind="one GPU", bandwidth=1.0, latency_s=0.0, source="there is no other GPU")
+_NO_LINK = Links(bandwidth=1.0, latency_s=0.0)
 
-_CUBE_MESH = Links(
-    kind="NVLink 2, hybrid cube mesh: one or two links of 25 GB/s between neighbours, some pairs of eight have none",
-    bandwidth=OF_A_LINK * 25 * GIGA,
-    latency_s=COPY_S,
-    source="https://images.nvidia.com/content/pdf/dgx1-v100-system-architecture-whitepaper.pdf: each V100 has six "
-    "links of 25 GB/s; counted with the single link that every pair of neighbours has",
-)
-_SWITCHED_A100 = Links(
-    kind="NVLink 3 through switches, 300 GB/s in each direction",
-    bandwidth=OF_A_LINK * 300 * GIGA,
-    latency_s=COPY_S,
-    source="https://www.nvidia.com/en-us/data-center/a100/",
-)
-_SWITCHED_H100 = Links(
-    kind="NVLink 4 through switches, 450 GB/s in each direction",
-    bandwidth=OF_A_LINK * 450 * GIGA,
-    latency_s=COPY_S,
-    source="copies between two H200: docs/measurements.md; https://www.nvidia.com/en-us/data-center/h100/",
-)
-_PCIE_4 = Links(
-    kind="PCIe 4 through the host",
-    bandwidth=8 * GIGA,
-    latency_s=30e-6,
-    source="an estimate: these GPUs do not write to each other's memory, so that each byte crosses PCIe twice",
-)
-_PCIE_3 = Links(
-    kind="PCIe 3 through the host",
-    bandwidth=5 * GIGA,
-    latency_s=30e-6,
-    source="an estimate, as for PCIe 4",
-)
+_CUBE_MESH = Links(bandwidth=OF_A_LINK * 25 * GIGA, latency_s=COPY_S)
+"""NVLink 2, hybrid cube mesh: each V100 has six links of 25 GB/s, one or two between neighbours, and some pairs of
+eight have none; counted with the single link that every pair of neighbours has.
+https://images.nvidia.com/content/pdf/dgx1-v100-system-architecture-whitepaper.pdf"""
+
+_SWITCHED_A100 = Links(bandwidth=OF_A_LINK * 300 * GIGA, latency_s=COPY_S)
+"""NVLink 3 through switches, 300 GB/s in each direction: https://www.nvidia.com/en-us/data-center/a100/"""
+
+_SWITCHED_H100 = Links(bandwidth=OF_A_LINK * 450 * GIGA, latency_s=COPY_S)
+"""NVLink 4 through switches, 450 GB/s in each direction: copies between two H200 (docs/measurements.md);
+https://www.nvidia.com/en-us/data-center/h100/"""
+
+_PCIE_4, _PCIE_3 = Links(bandwidth=8 * GIGA, latency_s=30e-6), Links(bandwidth=5 * GIGA, latency_s=30e-6)
+"""Through the host, an estimate: these GPUs do not write to each other's memory, so each byte crosses PCIe twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +125,6 @@ class Machine:
     price_per_hour: float | None = None
     """In US dollars; None where it is not sold by the hour to everybody."""
     price_source: str | None = None
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether times rest on measurements of this kind of GPU."""
-        return self.gpu.is_measured
 
 
 _FAMILIES: Mapping[str, tuple[str, Links, Mapping[str, tuple[int, float | None]]]] = {

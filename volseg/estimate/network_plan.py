@@ -60,7 +60,7 @@ def plan(
     gpus : int, optional
         How many; by default 1, all of the instance's, or all of this machine's.
     gpu : GpuKind or str, optional
-        What they are, such as ``v100-16``; `volseg.estimate.gpu_kinds.name_kinds` lists them.
+        What they are, such as ``v100-16``; `volseg.estimate.gpu_kinds.KINDS` lists them.
     instance : str, optional
         In place of that, a machine that can be rented, such as ``p3.8xlarge``.
     devices : sequence, optional

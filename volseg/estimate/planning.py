@@ -74,7 +74,7 @@ class StepPlan:
             num_gpus=machine.num_gpus,
             gpu_bytes=machine.gpu_bytes,
             reserve_bytes=self.reserve,
-            rates="measured" if machine.is_measured else "published",
+            rates="measured" if machine.gpu.is_measured else "published",
             instance=machine.instance,
             price_per_hour=machine.price_per_hour,
             price_source=machine.price_source,

@@ -37,10 +37,10 @@ from volseg.estimate.gpu_operators import GPU_OPERATORS, WITH_RESULT, composing_
 from volseg.estimate.inplace_gradients import IN_PLACE
 from volseg.estimate.operator_cache import OperatorCache
 from volseg.estimate.operator_work import by_operator, list_tensors
-from volseg.estimate.trace import KernelRun, StepTrace
+from volseg.estimate.trace import KernelRun
 from volseg.estimate.traced_step import TracedStep, find_gpu
 
-__all__ = ["TracedStep", "explaining_refusals", "follow", "tracing"]
+__all__ = ["TracedStep", "explaining_refusals", "tracing"]
 
 OF_STORAGES = frozenset({torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset})
 """Operators that are given memory itself, which a cache of operators would hold for good."""
@@ -55,23 +55,6 @@ sets_storage, multiplies = by_operator(OF_STORAGES.__contains__), by_operator(PR
 FIND_DEVICE = torch.ops.prim.device.default
 
 
-def follow(step: Callable[["TracedStep"], Any], *, gpu: GpuLike, num_gpus: int = 1) -> tuple[StepTrace, ...]:
-    """Run ``step`` once on GPUs that are not there; return what each is asked for.
-
-    Parameters
-    ----------
-    step
-        Builds what it needs (``copy`` and ``to``), runs, and says where parts begin (``mark``).
-    gpu
-        The kind of GPU.
-    num_gpus
-        How many there are: ``TracedStep.devices``.
-    """
-    with tracing(gpu, num_gpus) as followed:
-        step(followed)
-    return followed.traces()
-
-
 @contextmanager
 def tracing(
     gpu: GpuLike,
@@ -83,8 +66,10 @@ def tracing(
 
     Parameters
     ----------
-    gpu, num_gpus
-        See ``follow``.
+    gpu
+        The kind of GPU.
+    num_gpus
+        How many there are: ``TracedStep.devices``.
     time_kernel
         Says how many seconds a kernel takes, for what would time the network's parts; without it, nothing is timed.
     limit
