@@ -8,6 +8,7 @@ come of them.
 import gzip
 import json
 import os
+import re
 import shutil
 import threading
 import tomllib
@@ -36,6 +37,7 @@ from volseg.data import load_task
 from volseg.data.mock_msd import make_mock_task
 from volseg.data.preprocessed import prepare_all
 from volseg.data.synthetic import make_task
+from volseg.experiment.building import check_components
 from volseg.transforms.preprocessing import build_preprocessing
 
 NOT_RUN = {
@@ -242,7 +244,16 @@ def test_yaml_is_of_a_config(block, tmp_path):
         base = yaml.safe_load((ROOT / "configs" / "task04_unet.yaml").read_text(encoding="utf-8"))
         config = tmp_path / "config.yaml"
         config.write_text(yaml.safe_dump({**base, **yaml.safe_load(part)}), encoding="utf-8")
-        load_config(config)
+        check_components(load_config(config))
+
+
+SPLITS = re.findall(r"^\| `(\{.*?\})` \|", (ROOT / "docs/training.md").read_text(encoding="utf-8"), flags=re.M)
+
+
+def test_every_kind_of_split_of_a_table_is_of_a_config(tmp_path):
+    assert len(SPLITS) == 5
+    for split in SPLITS:
+        test_yaml_is_of_a_config(Block(ROOT / "docs/training.md", 1, "yaml", "", f"split: {split}\n", ""), tmp_path)
 
 
 def test_a_key_that_no_config_has_is_found(tmp_path):

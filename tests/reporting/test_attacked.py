@@ -10,6 +10,7 @@ import sys
 import warnings
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from tests.reporting.run_folders import make_crossed, make_run
@@ -123,20 +124,8 @@ def attack(folder, names, *, changes=5):
 @pytest.fixture
 def run(tmp_path):
     folder = make_run(tmp_path / "run", cases=3, epochs=2, overlays=False)
-    write_content(folder / "config.yaml", {**json.loads(json.dumps(CONFIG))})
+    write_content(folder / "config.yaml", yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
     return folder
-
-
-CONFIG = {
-    "name": "a",
-    "data": {"root": "/data"},
-    "split": {"fold": 0, "num_folds": 2},
-    "network": {"name": "DynUNet"},
-    "patch": {"size": [40, 56, 40], "batch": 2},
-    "training": {"epochs": 2, "iterations": 12, "precision": "auto"},
-    "optimizer": {"name": "AdamW", "lr": 3e-3},
-    "losses": [{"name": "DiceCELoss"}],
-}
 
 
 def test_a_changed_value_keeps_no_report_of_a_run_from_being_written(run):

@@ -74,8 +74,7 @@ def info(
     components: Components = None,
 ) -> None:
     """Describe a data set: cases, channels, labels, sizes and spacings. Every image is read."""
-    from volseg import experiment  # imports torch: not for --help
-    from volseg.data import load_task
+    from volseg.data import load_task  # imports torch: not for --help
     from volseg.data.catalogue import find_public_task
     from volseg.data.describing import describe_public_task, describe_task
     from volseg.monitoring.progress import count_up
@@ -83,7 +82,6 @@ def info(
     if not Path(name).exists() and Path(name).name == name:
         show(describe_public_task(find_public_task(name)))
         return
-    experiment.load_components(components or ())
     task = load_task(name)
     with count_up(len(task.training) + len(task.test), "reading") as count:
         described = describe_task(task, progress=count)
@@ -155,14 +153,12 @@ def check(
 
     Exit status 1 if a case cannot be used.
     """
-    from volseg import experiment  # imports torch: not for --help
     from volseg.data import check_task, load_task, read_splits, repair_task  # imports torch: not for --help
     from volseg.files import require_new
     from volseg.monitoring.progress import count_up
 
     if output is not None:
         require_new(output, overwrite=overwrite)  # before every image is read
-    experiment.load_components(components or ())
     task = load_task(folder, require_files=False)
     splits = None if split is None else read_splits(split, [case["case"] for case in task.training])
     with count_up(len(task.training) + len(task.test), "checking") as count:

@@ -12,6 +12,7 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand
 
+from volseg import experiment
 from volseg.config.nearest import find_near_sibling
 from volseg.errors import ConfigError
 from volseg.monitoring.console import add_to_logs
@@ -198,10 +199,22 @@ def gather_overrides(given: Sequence[str] | None, output: Path | None, *, no_cac
 
 
 NoCache = Annotated[bool, Option("--no-cache", help="Prepare all cases anew, and keep none: data.cache=none.")]
+
+
+def _load_components(context: typer.Context, files: list[Path] | None) -> list[Path] | None:
+    """Run the files before the verb; importing what trains only if there is one. The shell's completion runs none."""
+    if files and not context.resilient_parsing:
+        experiment.load_components(files)
+    return files
+
+
 Components = Annotated[
     list[Path] | None,
     Option(
-        "--components", metavar="FILE", help="Run this file of Python first, which registers components of your own."
+        "--components",
+        metavar="FILE",
+        callback=_load_components,
+        help="Run this file of Python first, which registers components of your own.",
     ),
 ]
 Checkpoint = Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from volseg import experiment
 from volseg.cli.options import (
     Channels,
     Classes,
@@ -57,15 +58,12 @@ def plan(
 
     Exit status 3: it fits in no way, and what would is told.
     """
-    from volseg import experiment  # imports torch: not for --help
-
     if calibrate:
         show(experiment.calibrate_words(), err=as_json)  # a program reads only JSON
         if config is None:
             return
     if config is None:
         raise typer.BadParameter("which CONFIG is to be planned for? (without one there is --calibrate only)")
-    experiment.load_components(components or ())
     loaded = experiment.load_config(config, overrides or ())
     experiment.require_weights(loaded)  # what no training begins with is no use to plan for
     machine = experiment.find_machine(num_gpus=gpus, gpu_memory=gpu_memory, kind=gpu, instance=instance, here=here)
@@ -110,10 +108,8 @@ def profile(
 
     Trains on random voxels for some seconds; needs no data, and leaves no run folder.
     """
-    from volseg import experiment  # imports torch: not for --help
     from volseg.profiling.table import show_profile  # rich: not for --help
 
-    experiment.load_components(components or ())
     loaded = experiment.load_config(config, overrides or ())
     profiled = experiment.profile_training(
         loaded, steps=steps, gpu=gpu, num_gpus=gpus, channels=channels, classes=classes
@@ -147,10 +143,8 @@ def compile_(
 
     The cache is the folder TRITON_CACHE_DIR. Versions and config must be those of the training, but for data and name.
     """
-    from volseg import experiment  # imports torch: not for --help
-    from volseg.estimate.gpu_kinds import find_kind
+    from volseg.estimate.gpu_kinds import find_kind  # imports torch: not for --help
 
-    experiment.load_components(components or ())
     loaded = experiment.load_config(config, overrides or ())
     compiled = experiment.compile_beforehand(loaded, find_kind(gpu), channels=channels, classes=classes)
     show(f"{compiled.kernels} kernels of {loaded.name} are compiled for {find_kind(gpu).name}")
@@ -159,7 +153,4 @@ def compile_(
 @planning_app.command(hidden=True)
 def compile_kernels(components: Components = None) -> None:
     """Compile the kernels of the training that started this process, while that reads its cases."""
-    from volseg import experiment  # imports torch: not for --help
-
-    experiment.load_components(components or ())
     experiment.serve_kernels()

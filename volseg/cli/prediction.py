@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from volseg import experiment
 from volseg.cli.options import MADE_FOLDER, Checkpoint, Components, check_exists, check_overrides, complete_run
 from volseg.streams import show
 
@@ -96,9 +97,6 @@ def predict(
 
     A case that fails is named, and the others go on. Exit status 1 if one failed.
     """
-    from volseg import experiment  # imports torch: not for --help
-
-    experiment.load_components(components or ())
     predicted = experiment.predict(
         [source, *(others or ())],
         images,
@@ -125,9 +123,6 @@ def predict(
 @prediction_app.command(hidden=True)
 def predict_cases(components: Components = None) -> None:
     """Predict the cases that the process which started this one names; for `volseg predict --gpus`."""
-    from volseg import experiment  # imports torch: not for --help
-
-    experiment.load_components(components or ())
     experiment.serve_predictions()
 
 
@@ -143,9 +138,6 @@ def postprocess(
     components: Components = None,
 ) -> None:
     """Try largest components and hole filling on the validation cases; keep what helps."""
-    from volseg import experiment  # imports torch: not for --help
-
-    experiment.load_components(components or ())
     if (apply is None) != (output is None):
         raise typer.BadParameter("--apply names the label maps and --output where they go; give both or neither")
     if apply is None or output is None or not experiment.RunFolder(source).postprocessing_file.exists():
@@ -169,9 +161,6 @@ def validate(
     components: Components = None,
 ) -> None:
     """Predict and score the validation cases of a run, or of all finished folds."""
-    from volseg import experiment  # imports torch: not for --help
-
-    experiment.load_components(components or ())
     words = experiment.validate_and_format(
         run, checkpoint=checkpoint, overrides=settings or (), output=output, overwrite=overwrite
     )

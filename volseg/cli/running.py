@@ -61,7 +61,6 @@ def _root(
     quiet: Quiet = False,
 ) -> None:
     """Hold the options that come before a verb."""
-    del version, json_logs, quiet  # their callbacks have heard them
 
 
 FOREIGN = (

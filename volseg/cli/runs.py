@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from volseg import experiment
 from volseg.cli.options import Checkpoint, Components, check_exists, check_overrides, complete_run
 from volseg.errors import VolsegError
 from volseg.streams import show
@@ -74,8 +75,6 @@ def view(
 
     A run's page has the prediction beside the reference. Large volumes are thinned, and the page states the spacing.
     """
-    from volseg import experiment  # imports torch: not for --help
-
     page = experiment.view(
         source,
         labels or (),
@@ -153,7 +152,4 @@ def export(
 
     What other programs get is run and compared with the network before it is kept.
     """
-    from volseg import experiment  # imports torch: not for --help
-
-    experiment.load_components(components or ())
     show(experiment.export(source, output, to=to, checkpoint=checkpoint, licence=licence, overwrite=overwrite))

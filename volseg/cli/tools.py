@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from volseg import experiment
 from volseg.cli.options import (
     Components,
     ConfigFile,
@@ -49,9 +50,6 @@ def verify(
 
     Outputs, gradients, buffers, parameters after a step and after two, in float64. Exit status 1 if anything differs.
     """
-    from volseg import experiment  # imports torch: not for --help
-
-    experiment.load_components(components or ())
     named = [f"network={json.dumps({'name': network})}"] if network else []  # a JSON text is a YAML text
     loaded = experiment.load_config(config, [*named, *(overrides or ())])
     report = experiment.verify(loaded, num_devices=devices, shape=shape, strategy=strategy)
@@ -66,8 +64,6 @@ def quickstart(
     overrides: Overrides = None,
 ) -> None:
     """Generate data, train a small network on it, validate and predict: minutes, without a GPU."""
-    from volseg import experiment  # imports torch: not for --help
-
     show(experiment.quickstart(output, overrides or ()))
 
 
@@ -84,9 +80,6 @@ def list_components(
     components: Components = None,
 ) -> None:
     """List the networks, losses and other components that a config can name."""
-    from volseg import experiment  # imports torch: not for --help
-
-    experiment.load_components(components or ())
     for line in experiment.list_components(kind):
         show(line)
 
@@ -153,10 +146,8 @@ def schema(
     components: Components = None,
 ) -> None:
     """Print the JSON schema of configs, for completion and checks in editors."""
-    from volseg.experiment import load_components  # imports torch: not for --help
-    from volseg.experiment.configuring import config_schema, write_schema
+    from volseg.experiment.configuring import config_schema, write_schema  # imports torch: not for --help
 
-    load_components(components or ())
     if output is not None:
         write_schema(output)
     else:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from volseg import experiment
 from volseg.cli.options import (
     DATA_SET,
     Components,
@@ -49,13 +50,11 @@ def configure(
     components: Components = None,
 ) -> None:
     """Analyse a data set and write a training config; each value is commented with its reason."""
-    from volseg import experiment  # imports torch: not for --help
-    from volseg.files import require_new
+    from volseg.files import require_new  # what follows imports torch: not for --help
     from volseg.planning import parse_memory, write_config
 
     memory = parse_memory(gpu_memory)
     require_new(output, overwrite=overwrite)  # before minutes of reading
-    experiment.load_components(components or ())  # readers may be among them
     planned = experiment.configure(folder, preset=preset, gpu_memory=memory, name=name, skip_bad=skip_bad, like=like)
     write_config(planned, output, overwrite=overwrite)
     show(experiment.format_plan(planned, output))
@@ -93,13 +92,9 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a network, validate it, and write a run folder."""
-    del json_logs, quiet  # their callbacks have heard them
-    from volseg import experiment  # imports torch: not for --help
-    from volseg.config.loading import is_config_file
+    from volseg.config.loading import is_config_file  # imports pydantic: not for --help
     from volseg.parallel.devices import count_launched, is_launched
 
-    if components:  # without, nothing that trains is imported: it may be for processes that are started
-        experiment.load_components(components)
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
     if not is_config_file(config) and experiment.is_data_set(config):
         from volseg.planning import parse_memory  # imports torch: not for --help
@@ -154,12 +149,8 @@ def cross_validate(
     quiet: Quiet = False,
 ) -> None:
     """Train all folds that are not finished, and write one table of all cases."""
-    del json_logs, quiet  # their callbacks have heard them
-    from volseg import experiment  # imports torch: not for --help
-
     if more_folds and not folds:
         raise typer.BadParameter(f"what does {more_folds[0]} mean after CONFIG? Folds are chosen by --folds 0 1 ...")
-    experiment.load_components(components or ())
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
     # Numbers after `--folds 0` are arguments to click, which gives an option one value.
     chosen = [*folds, *(more_folds or ())] if folds else None

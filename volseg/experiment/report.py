@@ -181,16 +181,9 @@ def describe_network(config: ExperimentConfig, task: Task) -> str:
     rows = []
     for name, module in network.named_modules():
         count = sum(parameter.numel() for parameter in module.parameters())
-        rows.append(f"| {name or '(network)'} | {type(module).__name__} | {count:,} | {shapes.get(id(module), '')} |")
-    return "\n".join(
-        [
-            f"{config.network.name}: {total:,} parameters, {trained:,} of them trained. {remark}",
-            "",
-            "| module | type | parameters | output |",
-            "| --- | --- | ---: | --- |",
-            *rows,
-        ]
-    )
+        rows.append((name or "(network)", type(module).__name__, f"{count:,}", shapes.get(id(module), "")))
+    table = format_table([("module", "type", "parameters", "output"), *rows])
+    return f"{config.network.name}: {total:,} parameters, {trained:,} of them trained. {remark}\n\n{table}"
 
 
 def _describe(output: Any) -> str:

@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from volseg.checkpointing.state import EpochRecord
+from volseg.formatting import format_table
 from volseg.monitoring.training_log import TrainingLog
 from volseg.parallel import ModelParallel
 from volseg.parallel.pipeline import PipelineStrategy
@@ -130,16 +131,10 @@ def draw_intervals(intervals: Sequence[Interval]) -> Tensor:
 def _describe(intervals: Sequence[Interval], shares: Mapping[str, float]) -> str:
     """Return the step as a Markdown table."""
     rows = [
-        f"| {one.stage} | {one.device} | {one.what} | {one.micro_batch} | {one.begin:.2f} | {one.end:.2f} |"
+        (f"{one.stage}", str(one.device), one.what, f"{one.micro_batch}", f"{one.begin:.2f}", f"{one.end:.2f}")
         for one in sorted(intervals, key=lambda interval: interval.begin)
     ]
     idle = ", ".join(f"{tag} {share:.0%}" for tag, share in shares.items())
-    return "\n".join(
-        [
-            f"{idle}. Of one step, in ms from its beginning; gaps between the kernels of a micro-batch count as work.",
-            "",
-            "| stage | device | pass | micro-batch | begin | end |",
-            "| ---: | --- | --- | ---: | ---: | ---: |",
-            *rows,
-        ]
-    )
+    table = format_table([("stage", "device", "pass", "micro-batch", "begin", "end"), *rows])
+    told = "Of one step, in ms from its beginning; gaps between the kernels of a micro-batch count as work."
+    return f"{idle}. {told}\n\n{table}"
