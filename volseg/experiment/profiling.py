@@ -319,7 +319,9 @@ def _put_together(
     ``messages`` are the seconds of a forecast step in which nothing hides them; kernels that exchange are their own.
     """
     numbers = sorted({kernel.device for kernel in kernels})
-    exchanging = {number: sum(each.forecast or 0.0 for each in work if _exchanges(each, number)) for number in numbers}
+    # Kernels that exchange, and no message.
+    sending = [each for each in work if each.place.direction == "communication" and "_kernel" in each.name]
+    exchanging = {number: sum(each.forecast or 0.0 for each in sending if each.device == number) for number in numbers}
     devices = tuple(
         find_device_times(
             kernels,
@@ -351,8 +353,3 @@ def _put_together(
     )
     found = {"limit": describe_limit(report), "advice": tuple(advise(report))}
     return Profiled(report=report.model_copy(update=found))
-
-
-def _exchanges(work: PlacedWork, device: int) -> bool:
-    """Say whether work is a kernel of a device that exchanges, and no message."""
-    return work.device == device and work.place.direction == "communication" and "_kernel" in work.name

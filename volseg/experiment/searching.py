@@ -38,7 +38,7 @@ from volseg.errors import ConfigError, VolsegError
 from volseg.experiment.building import check_components
 from volseg.experiment.launching import choose_gpus
 from volseg.experiment.report import attempt
-from volseg.experiment.several_runs import require_own_folder, train_each
+from volseg.experiment.several_runs import PlannedRun, require_own_folder, train_each
 from volseg.files import replace_nan
 from volseg.lifetime import is_running
 from volseg.monitoring.environment import environment
@@ -78,16 +78,12 @@ STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING
 TRIALS = ("trains each trial", "train one trial after another")
 
 
-@dataclass(kw_only=True, eq=False)
-class PlannedTrial:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedTrial(PlannedRun):
     """A trial that this process trains."""
 
-    name: str
-    config: ExperimentConfig
     trial: Any
     """Optuna's, to which validations are reported."""
-    next_look: float = 0.0
-    is_pruned: bool = False
 
 
 def search(
@@ -217,6 +213,9 @@ class _Study:
         self.optuna, self.folder, self.load, self.terms, self.facts = optuna, folder, load, terms, facts
         self._own: dict[int, Any] = {}
         """Trials that this process has taken and not ended, by number."""
+        self._next_look: dict[str, float] = {}
+        """When the history of a trial is read again, by name."""
+        self._pruned: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
         journal = optuna.storages.journal
         self._lock = journal.JournalFileSymlinkLock(str(folder / "taking"))
@@ -324,20 +323,20 @@ class _Study:
 
     def watch(self, run: PlannedTrial, worker: Worker) -> None:
         """Report the validations of a trial, and stop it if it is worse than others."""
-        if time.monotonic() < run.next_look or run.is_pruned:
+        if run.name in self._pruned or time.monotonic() < self._next_look.get(run.name, 0.0):
             return
-        run.next_look = time.monotonic() + LOOK_SECONDS
+        self._next_look[run.name] = time.monotonic() + LOOK_SECONDS
         for epoch, value in self._report(run):
             if epoch < run.config.training.epochs and run.trial.should_prune():
                 logger.info("%s: pruned after epoch %d, %s %.4f", run.name, epoch, self.terms["metric"], value)
-                run.is_pruned = True
+                self._pruned.add(run.name)
                 worker.process.terminate()
                 return
 
     def _report(self, run: PlannedTrial) -> Iterator[tuple[int, float]]:
         """Tell Optuna each validation that it does not know, and yield its epoch and value."""
         known, tag = self._list()[run.trial.number].intermediate_values, f"val/{self.terms['metric']}"
-        for line in read_history(run.config.folder / HISTORY):
+        for line in read_history(run.folder.path / HISTORY):
             if tag in line.scalars and line.epoch not in known:
                 run.trial.report(line.scalars[tag], line.epoch)
                 yield line.epoch, line.scalars[tag]
@@ -346,11 +345,11 @@ class _Study:
         """Tell Optuna how a trial ended."""
         list(self._report(run))
         value = _find_last(self._list()[run.trial.number])
-        if worker.process.returncode != 0 and run.is_pruned:
+        if worker.process.returncode != 0 and run.name in self._pruned:
             self._tell(run.trial, state=self.optuna.trial.TrialState.PRUNED)
         elif worker.process.returncode != 0:
             logger.error("%s", worker.describe_end(str(worker.log)))
-            status = read_status(run.config.folder / STATUS)
+            status = read_status(run.folder.path / STATUS)
             said = status.message if status is not None and status.state == "failed" else ""
             self._fail(run.trial, said or worker.describe_end().splitlines()[-1].removeprefix("  | volseg: "))
         elif value is None or not math.isfinite(value):

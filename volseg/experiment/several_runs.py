@@ -7,7 +7,8 @@ rest alone. Why not torch's launcher: its processes are one job, which ends when
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.commands import run_module
@@ -24,16 +25,19 @@ __all__ = ["PlannedRun", "require_own_folder", "train_each"]
 logger = logging.getLogger(__name__)
 
 
-class PlannedRun(Protocol):
+@dataclass(kw_only=True, frozen=True, eq=False)
+class PlannedRun:
     """A run that is to be trained, or to go on."""
 
-    @property
-    def name(self) -> str:
-        """For messages, such as ``fold 0``."""
+    name: str
+    """For messages, such as ``fold 0``."""
+    config: ExperimentConfig
+    """With the folder of the run."""
 
     @property
-    def config(self) -> ExperimentConfig:
-        """With the folder of the run."""
+    def folder(self) -> RunFolder:
+        """The folder of the run."""
+        return RunFolder(self.config.folder)
 
 
 Run = TypeVar("Run", bound=PlannedRun)
@@ -95,11 +99,11 @@ def train_each(
 
 
 def _start(pool: WorkerPool, run: PlannedRun, gpu: str | None) -> Worker:
-    folder = run.config.folder
-    config_file = dump_config(run.config, folder.with_name(f"{folder.name}.yaml"))
+    path = run.folder.path
+    config_file = dump_config(run.config, path.with_name(f"{path.name}.yaml"))
     command = run_module("volseg", "train", str(config_file), *components_arguments())
-    command += ["--resume"] if RunFolder(folder).exists else []
-    log = folder.with_name(f"{folder.name}.log")
+    command += ["--resume"] if run.folder.exists else []
+    log = path.with_name(f"{path.name}.log")
     worker = pool.start(run.name, command, log, gpu=gpu)
     logger.info("%s: training%s, log %s", run.name, "" if gpu is None else f" on GPU {gpu}", log)
     return worker

@@ -72,17 +72,13 @@ def describe_search(record: SearchRecord) -> content.ReportContent:
 
 
 def _make_headline(record: SearchRecord, best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    headline = [(f"trials {state}", str(count)) for state, count in _count_states(record).items()]
+    states = [str(trial["state"]) for trial in record.trials]
+    headline = [(f"trials {state}", str(states.count(state))) for state in dict.fromkeys(states)]
     if best is None:
         return headline
     values = ", ".join(f"{key}={_format(value)}" for key, value in best["values"].items())
     metric = str(record.results.get("metric"))
     return [(f"best {metric}", _format(best["value"])), (f"by trial {best['number']}", values), *headline]
-
-
-def _count_states(record: SearchRecord) -> dict[str, int]:
-    states = [str(trial["state"]) for trial in record.trials]
-    return {state: states.count(state) for state in dict.fromkeys(states)}
 
 
 def _tabulate(record: SearchRecord, best: Mapping[str, Any] | None) -> list[content.Block]:
