@@ -31,7 +31,8 @@ def configure(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The config to write.")],
     preset: Annotated[
-        str, typer.Option(help="unet, resenc (residual encoder), vnet, or whole (whole volumes, cut over GPUs).")
+        str,
+        typer.Option(help="unet, resenc (residual encoder), vnet, whole (cut over GPUs), or cascade (two configs)."),
     ] = "unet",
     gpu_memory: Annotated[
         str, typer.Option(metavar="SIZE", help="Of the GPU that is planned for, such as 24GiB.")

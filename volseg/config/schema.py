@@ -21,7 +21,7 @@ from volseg.config.components import (
     OptimizerConfig,
     ScheduleConfig,
 )
-from volseg.config.data import DataConfig, SplitConfig
+from volseg.config.data import PREVIOUS_STAGE, DataConfig, SplitConfig
 from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processes, plan_mesh
 from volseg.config.training import KERNELS_OF, UNSETTLED_KERNELS, GrowthConfig, PatchConfig, TrainingConfig
 
@@ -151,6 +151,15 @@ class ExperimentConfig(ConfigModel):
     """How one training uses several devices; ``auto`` chooses."""
 
     @model_validator(mode="after")
+    def _stage_is_whole(self) -> "ExperimentConfig":
+        if (self.data.previous_stage is None) == bool(self.stage_labels):
+            raise ValueError(
+                "a cascade needs data.previous_stage and, as the last step of preprocessing, {name: PreviousStage, "
+                "labels: [1, ...]}; `volseg configure --preset cascade` writes both"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _strategy_has_these_kernels(self) -> "ExperimentConfig":
         kernels, strategy = self.training.kernels, self.parallel.model_strategy
         if kernels not in KERNELS_OF[strategy]:
@@ -240,12 +249,20 @@ class ExperimentConfig(ConfigModel):
     def located(self) -> "ExperimentConfig":
         """Return the config with absolute paths to what it reads, from any working directory."""
         cache = self.data.cache if self.data.cache in ("auto", "none") else str(_absolute(Path(self.data.cache)))
-        data = self.data.model_copy(update={"root": _absolute(self.data.root), "cache": cache})
+        stage = self.data.previous_stage
+        update = {"root": _absolute(self.data.root), "cache": cache, "previous_stage": stage and _absolute(stage)}
+        data = self.data.model_copy(update=update)
         file = self.split.file
         split = self.split.model_copy(update={"file": file and _absolute(file)})
         start = self.training.start_from
         training = self.training.model_copy(update={"start_from": start and _absolute(start)})
         return self.model_copy(update={"data": data, "split": split, "training": training})
+
+    @property
+    def stage_labels(self) -> tuple[int, ...]:
+        """Values of the previous stage's label maps, each a further channel of the images."""
+        steps = [step.spec() for step in self.preprocessing]
+        return tuple(steps[-1].get("labels", ())) if steps and steps[-1]["name"] == PREVIOUS_STAGE else ()
 
     @property
     def folder(self) -> Path:
