@@ -204,6 +204,7 @@ class RunFolder:
             ignore=labels.ignore,
             training=(),
             test=(),
+            stage_labels=self.config().stage_labels,
         )
 
     def plan(self) -> NetworkPlan:

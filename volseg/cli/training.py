@@ -33,7 +33,9 @@ training_app = typer.Typer()
 def configure(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
     output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config to write.")],
-    preset: Annotated[str, Option(help="unet, resenc (residual encoder), vnet, whole (cut over GPUs).")] = "unet",
+    preset: Annotated[
+        str, Option(help="unet, resenc (residual encoder), vnet, whole (cut over GPUs), cascade (two configs).")
+    ] = "unet",
     gpu_memory: Annotated[str, Option(metavar="SIZE", help="Of the GPU, such as 24GiB.")] = "8GiB",
     like: Annotated[
         Path | None,

@@ -21,7 +21,7 @@ from volseg.config.components import (
     OptimizerConfig,
     ScheduleConfig,
 )
-from volseg.config.data import DataConfig, SplitConfig
+from volseg.config.data import PREVIOUS_STAGE, DataConfig, SplitConfig
 from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processes, plan_mesh
 from volseg.config.training import KERNELS_OF, UNSETTLED_KERNELS, GrowthConfig, PatchConfig, TrainingConfig
 
@@ -154,6 +154,15 @@ class ExperimentConfig(ConfigModel):
     """How one training uses several devices; ``auto`` chooses."""
 
     @model_validator(mode="after")
+    def _stage_is_whole(self) -> "ExperimentConfig":
+        if (self.data.previous_stage is None) == bool(self.stage_labels):
+            raise ValueError(
+                "a cascade needs data.previous_stage and, as the last step of preprocessing, {name: PreviousStage, "
+                "labels: [1, ...]}; `volseg configure --preset cascade` writes both"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _training_is_of_one_mind(self) -> "ExperimentConfig":
         kernels, strategy = self.training.kernels, self.parallel.model_strategy
         if kernels not in KERNELS_OF[strategy]:
@@ -231,15 +240,23 @@ class ExperimentConfig(ConfigModel):
 
     def located(self) -> "ExperimentConfig":
         """Return the config with absolute paths to what it reads, from any working directory."""
+        stage = self.data.previous_stage
         cache, file, start = self.data.cache, self.split.file, self.training.start_from
         return self.with_values(
             data={
                 "root": _absolute(self.data.root),
+                "previous_stage": stage and _absolute(stage),
                 "cache": cache if cache in ("auto", "none") else str(_absolute(Path(cache))),
             },
             split={"file": file and _absolute(file)},
             training={"start_from": start and _absolute(start)},
         )
+
+    @property
+    def stage_labels(self) -> tuple[int, ...]:
+        """Values of the previous stage's label maps, each a further channel of the images."""
+        steps = [step.spec() for step in self.preprocessing]
+        return tuple(steps[-1].get("labels", ())) if steps and steps[-1]["name"] == PREVIOUS_STAGE else ()
 
     @property
     def folder(self) -> Path:

@@ -150,10 +150,15 @@ def build_batches(
         num_classes=task.num_classes,
         is_sparse=task.ignore is not None,
     )
-    own = OwnAugmentations([step.spec() for step in config.augmentation.own] if config.augmentation.enabled else [])
+    num_masks = len(task.stage_labels)
+    own = OwnAugmentations([])
+    if config.augmentation.enabled:
+        own = OwnAugmentations([step.spec() for step in config.augmentation.own], num_masks)
 
     def build(size: Sequence[int]) -> AugmentedBatches:
-        augmentation = BatchAugmentation(config.augmentation, size, num_classes=num_indices(task), spacing=spacing)
+        augmentation = BatchAugmentation(
+            config.augmentation, size, num_classes=num_indices(task), spacing=spacing, num_masks=num_masks
+        )
         batches = PatchBatches(
             bank,
             size,
@@ -257,7 +262,7 @@ def build_step(
 def draw_batch(task: Task, rows: int, sides: Sequence[int], device: torch.device) -> dict[str, Tensor]:
     """Return a batch of random voxels and labels."""
     return {
-        "image": torch.randn(rows, task.num_channels, *sides, device=device),
+        "image": torch.randn(rows, task.num_inputs, *sides, device=device),
         "label": torch.randint(num_indices(task), (rows, 1, *sides), dtype=torch.uint8, device=device),
     }
 

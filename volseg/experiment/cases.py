@@ -28,6 +28,7 @@ from volseg.transforms.preprocessing import Preprocessing
 __all__ = [
     "ChosenCases",
     "PatientReport",
+    "add_stage",
     "choose_cases",
     "choose_split",
     "describe_patients",
@@ -74,14 +75,38 @@ def choose_cases(config: ExperimentConfig) -> ChosenCases:
         If there is no task, too few cases for the folds, a weight that is none, or no training case of one above 0.
     """
     task = load_task(config.data.root, require_files=False)
-    task = replace(task, training=_weigh(task, config.data.weights))
+    task = replace(task, training=_weigh(task, config.data.weights), stage_labels=config.stage_labels)
     split = choose_split(config, task)
     by_id = {case["case"]: case for case in task.training}
     training, validation = (tuple(by_id[name] for name in names) for names in (split.training, split.validation))
-    training = _choose_drawn(training)
+    training, validation = add_stage(config, _choose_drawn(training)), add_stage(config, validation)
     is_given = list_given_splits(config, task) is not None
     patients = describe_patients(task, config.split.group, split, is_given=is_given)
     return ChosenCases(task=task, split=split, training=training, validation=validation, patients=patients)
+
+
+def add_stage(config: ExperimentConfig, cases: Sequence[Case]) -> tuple[Case, ...]:
+    """Return cases with their label maps of the previous stage.
+
+    Each is of the fold that validates the case: a network labels cases better that it was trained on.
+
+    Raises
+    ------
+    DataError
+        Names the cases that have none.
+    """
+    folder = config.data.previous_stage
+    if folder is None:
+        return tuple(cases)
+    found = {
+        path.name: path for path in (*folder.glob("validation/*.nii.gz"), *folder.glob("fold_*/validation/*.nii.gz"))
+    }
+    if missing := [case["case"] for case in cases if f"{case['case']}.nii.gz" not in found]:
+        raise DataError(
+            f"data.previous_stage: {folder} holds no validated label map of {len(missing)} of {len(cases)} cases: "
+            f"{list_some(missing)}; train all folds of its config: volseg cross-validate"
+        )
+    return tuple({**case, "stage": found[f"{case['case']}.nii.gz"]} for case in cases)
 
 
 def _weigh(task: Task, weights: Mapping[str, float]) -> tuple[Case, ...]:

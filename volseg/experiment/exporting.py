@@ -68,6 +68,7 @@ def export_network(source: Path, output: Path, *, to: str, checkpoint: str, lice
     if to in SUFFIXES and (output.suffix not in SUFFIXES[to] or output.is_dir()):
         raise ConfigError(f"--to {to} writes a file that ends in {' or '.join(SUFFIXES[to])}, got {output}")
     trained = load_trained(source, checkpoint, PLAIN)
+    _refuse_cascade(trained.config, source)
     if len(trained.models) > 1:
         raise ConfigError(
             f"{source} holds {len(trained.models)} networks, and {to} takes one: name one fold, such as "
@@ -78,7 +79,7 @@ def export_network(source: Path, output: Path, *, to: str, checkpoint: str, lice
     shape = fitted.rule.sides(trained.config.inference.window or trained.config.patch.size)
     outputs = trained.config.network.outputs
     network = Logits(fitted.net, None if len(outputs) == 1 else outputs.index("logits")).eval()
-    shapes = _list_shapes(fitted.rule, trained.task.num_channels, shape)
+    shapes = _list_shapes(fitted.rule, trained.task.num_inputs, shape)
     if trained.config.inference.mirror:
         logger.warning("the run predicts by the mean of mirrored volumes; %s holds the network alone", output)
     if names := trained.config.inference.keep_largest:
@@ -88,6 +89,14 @@ def export_network(source: Path, output: Path, *, to: str, checkpoint: str, lice
     if to == "onnx":
         return write_onnx(network, shapes, output)
     return _export_bundle(trained, network, shapes, output, licence)
+
+
+def _refuse_cascade(config: ExperimentConfig, source: Path) -> None:
+    if (stage := config.data.previous_stage) is not None:
+        raise ConfigError(
+            f"{source} is the second stage of a cascade and reads the label maps of {stage}; a cascade cannot be "
+            "exported: predict with both folders"
+        )
 
 
 def _list_shapes(rule: GridRule, channels: int, sides: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -210,6 +219,7 @@ def _export_archive(source: Path, output: Path, checkpoint: str, licence: str) -
     if output.is_dir() or output.suffix != ".zip":
         raise ConfigError(f"a run is exported to a file such as model.zip, got {output}")
     runs = require_runs(source)
+    _refuse_cascade(runs[0].config(), source)
     members: dict[str, bytes] = {}
     scores = []
     for number, run in enumerate(runs):

@@ -91,7 +91,7 @@ def open_nnunet(read: NnunetModel, overrides: Sequence[str] = ()) -> Iterator[So
         )
     with torch.device("meta"):  # only the names and shapes of its tensors matter
         plain = build_network(
-            config.network.spec(), in_channels=read.task.num_channels, out_channels=read.task.num_outputs
+            config.network.spec(), in_channels=read.task.num_inputs, out_channels=read.task.num_outputs
         )
     beside = [] if read.folder.is_file() else [read.folder / name for name in FILES]
     for file, fold, weights in zip(read.checkpoints, read.folds, read.weights, strict=True):

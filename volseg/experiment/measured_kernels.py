@@ -201,7 +201,7 @@ def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, de
         chosen=choose_fastest(milliseconds, refused),
         milliseconds=milliseconds,
         refused=refused,
-        shape=(rows, task.num_channels, *config.patch.size),
+        shape=(rows, task.num_inputs, *config.patch.size),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         torch=torch.__version__,
     )

@@ -92,7 +92,7 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
     if plan.data > 1:
         require_mean_over_samples(
             build_objective(config, task),
-            num_channels=task.num_channels,
+            num_channels=task.num_inputs,
             num_classes=task.num_outputs,
             num_indices=num_indices(task),
             outputs=_count_channels(config, task),

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -180,7 +180,7 @@ def find_facts(config: ExperimentConfig, channels: int | None = None, classes: i
         task = _make_task(root.name or "task", [f"channel {n}" for n in range(channels)], labels)
         return DataFacts(task=task, spacing=_spacing_without_cases(config), source="--channels and --classes")
     if root.exists():
-        task = load_task(root, require_files=False)
+        task = replace(load_task(root, require_files=False), stage_labels=config.stage_labels)
         known = _find_public(task.name)
         return _with_sizes(task, find_spacing(config, task), known, f"the description in {root}")
     known = _find_public(root.name)
@@ -232,7 +232,7 @@ def _with_sizes(task: Task, spacing: Sides, known: PublicTask | None, source: st
     return DataFacts(
         task=task,
         spacing=spacing,
-        case_bytes=math.ceil(voxels * known.num_training * (FLOAT_BYTES * task.num_channels + LABEL_BYTES)),
+        case_bytes=math.ceil(voxels * known.num_training * (FLOAT_BYTES * task.num_inputs + LABEL_BYTES)),
         largest=largest,
         source=source,
     )

@@ -130,6 +130,21 @@ def predict(
     devices = () if gpus is None else choose_gpus(trained.config, gpus, PREDICTING)
     cut_over = _choose_devices(devices, waiting, trained)
     queue = PredictionQueue(trained, files, record, waiting, strict=strict, devices=cut_over)
+    if waiting and trained.config.data.previous_stage is not None:
+        logger.info("%s labels the images first", trained.config.data.previous_stage)
+        predict(
+            trained.config.data.previous_stage,
+            images,
+            files.stage_folder,
+            overrides=[setting for setting in overrides if setting.startswith("device")],
+            series=series,
+            resume=resume,
+            skip_existing=skip_existing,
+            overwrite=overwrite,
+            strict=strict,
+            gpus=gpus,
+            postprocessing=False,
+        )
     if strict:
         queue.require_sound()
     record.begin()

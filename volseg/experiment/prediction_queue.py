@@ -305,7 +305,8 @@ class PredictionQueue:
             raise DataError("; ".join(problem.message for problem in checked.problems))
         # Beside what follows: of a large image it takes as long as reading it.
         self._digests.append((case, self._digesting.submit(digest_voxels, checked.case["image"])))
-        return dict(checked.case)
+        stage = {"stage": self._files.name_stage(case)} if self._trained.task.stage_labels else {}
+        return {**checked.case, **stage}
 
     def _prepare(self, case: Case) -> Case:
         """Read, check and preprocess a case."""

@@ -120,7 +120,7 @@ def _make_cases(config: ExperimentConfig, task: Task) -> list[Case]:
     return [
         {
             "case": f"random {number}",
-            "image": torch.randn(task.num_channels, *sides, generator=generator),
+            "image": torch.randn(task.num_inputs, *sides, generator=generator),
             "label": torch.randint(num_indices(task), (1, *sides), generator=generator).to(torch.uint8),
         }
         for number in range(NUM_CASES)

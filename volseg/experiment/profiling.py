@@ -194,7 +194,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
         peaks=peaks,
         classes=followed.classes,
         precision=str(dtype).removeprefix("torch."),
-        shape=(-(-config.patch.batch // followed.candidate.data), facts.task.num_channels, *config.patch.size),
+        shape=(-(-config.patch.batch // followed.candidate.data), facts.task.num_inputs, *config.patch.size),
         device=gpu.name,
         source="forecast",
         parallel=name_candidate(followed.candidate),

@@ -278,4 +278,5 @@ def _list_shared(trained: Trained) -> list[tuple[str, object]]:
         ("precision", config.training.precision),
         ("rules of prediction", trained.kind.__name__),
         ("axes of mirroring", trained.mirror_axes),
+        ("previous stage", config.data.previous_stage),
     ]

@@ -86,7 +86,7 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
     batches = min(config.training.accumulate, 2)
     work = Work(
         build=network.train,
-        shape=(config.patch.batch, facts.task.num_channels, *config.patch.size),
+        shape=(config.patch.batch, facts.task.num_inputs, *config.patch.size),
         make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
         build_optimizer=lambda model: build_optimizer(
             config.optimizer.spec(), model, on_gpu=True, parts=config.optimizer.parts
@@ -102,7 +102,7 @@ def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataF
 def _make_batch(config: ExperimentConfig, facts: DataFacts, rows: int, device: torch.device) -> Batch:
     size = config.patch.size
     return {
-        "image": torch.zeros(rows, facts.task.num_channels, *size, device=device),
+        "image": torch.zeros(rows, facts.task.num_inputs, *size, device=device),
         "label": torch.zeros(rows, 1, *size, dtype=torch.uint8, device=device),
     }
 
@@ -141,8 +141,8 @@ def compute_validated_shape(config: ExperimentConfig, facts: DataFacts) -> tuple
     if config.split.validation == "none":
         return None
     if settings.window is not None:
-        return (settings.windows or 1, facts.task.num_channels, *settings.window)
-    return None if facts.largest is None else (settings.batch, facts.task.num_channels, *facts.largest)
+        return (settings.windows or 1, facts.task.num_inputs, *settings.window)
+    return None if facts.largest is None else (settings.batch, facts.task.num_inputs, *facts.largest)
 
 
 def _validate(config: ExperimentConfig, facts: DataFacts, dtype: torch.dtype, model: nn.Module) -> None:
@@ -219,7 +219,7 @@ def find_reserve(described: Described, gpu_bytes: int) -> tuple[int, list[str]]:
     """
     config, facts = described.config, described.facts
     task = facts.task
-    per_voxel = FLOAT_BYTES * task.num_channels + LABEL_BYTES
+    per_voxel = FLOAT_BYTES * task.num_inputs + LABEL_BYTES
     ahead = BATCHES_AHEAD * config.patch.batch * math.prod(config.patch.size) * per_voxel
     notes = list(_list_not_followed(config))
     bank = 0
@@ -260,7 +260,7 @@ def at_size(described: Described, size: tuple[int, int, int]) -> Described:
     config = config.with_values(patch={"size": size})
     resized = replace(
         work,
-        shape=(config.patch.batch, facts.task.num_channels, *size),
+        shape=(config.patch.batch, facts.task.num_inputs, *size),
         make_batch=lambda rows, device: _make_batch(config, facts, rows, device),
     )
     return replace(described, config=config, work=resized)

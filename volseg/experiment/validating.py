@@ -29,7 +29,7 @@ from volseg.evaluation.summary import (
 )
 from volseg.evaluation.tables import scores_table
 from volseg.experiment.building import build_scoring, build_validation, preprocessing_of
-from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
+from volseg.experiment.cases import ChosenCases, add_stage, open_cache, prepare_chosen
 from volseg.experiment.out_of_memory import explaining_memory
 from volseg.experiment.report import dice_table
 from volseg.experiment.sources import path_of, require_runs
@@ -207,7 +207,8 @@ def choose_validated(folder: RunFolder, config: ExperimentConfig) -> ChosenCases
     by_id = {case["case"]: case for case in task.training}
     if gone := sorted(set(split.validation) - by_id.keys()):
         raise DataError(f"{root} no longer holds {gone[0]} and {len(gone) - 1} more validation case(s)")
-    return ChosenCases(task=task, split=split, training=(), validation=tuple(by_id[name] for name in split.validation))
+    validation = add_stage(config, [by_id[name] for name in split.validation])
+    return ChosenCases(task=task, split=split, training=(), validation=validation)
 
 
 def _validate(trained: Trained, chosen: ChosenCases, target: Path) -> Validated:

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from volseg.config.data import PREVIOUS_STAGE
 from volseg.data.proposed_groups import GroupProposal
 from volseg.models.residual_encoder import DECODER_BLOCKS, ENCODER_BLOCKS
 from volseg.models.topology import MOST_FILTERS, MOST_FILTERS_2D, VNET_MONAI
 from volseg.planning.facts import Fingerprint, Intensities
-from volseg.planning.geometry import LARGEST_SHARE, PRESETS, Geometry, Like, is_flat
+from volseg.planning.geometry import CASCADE_BELOW, LARGEST_SHARE, PRESETS, Geometry, Like, is_flat
 from volseg.transforms.grid import find_coarse_axis
 
 __all__ = ["Setting", "list_settings"]
@@ -28,9 +29,6 @@ EPOCHS, ITERATIONS = 100, 250
 
 NUM_FOLDS = 5
 """nnU-Net's number."""
-
-CASCADE_BELOW = 0.25
-"""Share of the median case in a patch below which nnU-Net plans a low-resolution network too."""
 
 ONE_PIECE, ENOUGH_CASES = 0.99, 10
 """Share of a structure's voxels in its largest component, and cases with it, from which on it counts as one piece."""
@@ -65,6 +63,7 @@ def list_settings(
     given_folds: int = 0,
     patients: GroupProposal | None = None,
     like: Like | None = None,
+    previous_stage: str | None = None,
 ) -> Iterator[Setting]:
     """Yield the settings in the order in which they stand in the file.
 
@@ -86,11 +85,16 @@ def list_settings(
         How its cases are grouped by patient.
     like : Like, optional
         The trained network that ``geometry`` is taken over from.
+    previous_stage : str, optional
+        Folder of the cross-validation of a cascade's first stage.
     """
     yield Setting("name", name)
     yield from _list_data(fingerprint, geometry, root, skip_bad)
+    if previous_stage is not None:
+        reason = "label maps of the cascade's first stage, of the fold that validates each case: nnU-Net's rule"
+        yield Setting("data.previous_stage", previous_stage, reason)
     yield from _list_split(len(fingerprint.cases), given_folds, patients)
-    yield from _list_preprocessing(fingerprint, geometry)
+    yield from _list_preprocessing(fingerprint, geometry, is_second=previous_stage is not None)
     yield from _list_patch(geometry, preset) if like is None else _list_patch_like(geometry, like)
     yield from _list_augmentation(fingerprint, geometry, preset)
     yield from _list_network(geometry, preset) if like is None else _list_network_like(like)
@@ -132,7 +136,7 @@ def _list_split(num_cases: int, given_folds: int, patients: GroupProposal | None
         yield Setting("split.group", patients.group, reason)
 
 
-def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry) -> Iterator[Setting]:
+def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry, *, is_second: bool) -> Iterator[Setting]:
     orientation = {"name": "Orientation", "axcodes": geometry.axcodes}
     reason = "axes mean the same in every case, however its file is stored; nnU-Net takes them as they are stored"
     yield Setting("preprocessing.0", orientation, reason)
@@ -155,6 +159,10 @@ def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry) -> Iterato
             "; where one axis is more than 3 times the finest, planes are resampled by themselves, the nearest taken"
         )
     yield Setting(f"preprocessing.{number}", value, reason)
+    if is_second:
+        labels = sorted(value for value in fingerprint.labels if value)
+        reason = "a mask per label of the first stage, as further channels: nnU-Net's cascade"
+        yield Setting(f"preprocessing.{number + 1}", {"name": PREVIOUS_STAGE, "labels": labels}, reason)
 
 
 def _normalise(fingerprint: Fingerprint) -> Iterator[tuple[dict[str, Any], str]]:
@@ -221,7 +229,7 @@ def _list_patch(geometry: Geometry, preset: str) -> Iterator[Setting]:
             "",
             None,
             f"A patch covers {covered:.0%} of the median case: nnU-Net would plan a cascade from a coarser grid "
-            "too. There is none here; the preset whole sees all of a case instead, on several GPUs.",
+            "too, as the preset cascade does; the preset whole sees all of a case, on several GPUs.",
         )
 
 
