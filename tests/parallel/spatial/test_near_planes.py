@@ -11,7 +11,7 @@ from torch import Tensor
 
 from volseg.device.peer.planes import EAGER_LIMIT, PlaneMailbox
 from volseg.parallel.spatial.plan.shards import Fetch, Span, Transfer, spans
-from volseg.parallel.spatial.transport.near_planes import is_near
+from volseg.parallel.spatial.transport.message_buffers import is_near
 from volseg.parallel.spatial.transport.process_group import ProcessGroupShards
 
 

@@ -37,9 +37,8 @@ written again, in Python, and both return wrong or no results for stock medical 
 backward pass is torch's own. Why not tracing: shapes and control flow stay the network's.
 """
 
-from volseg.parallel.spatial.custom_function import pointwise_function
+from volseg.parallel.spatial.custom_function import pointwise_function, whole
 from volseg.parallel.spatial.strategy import Spatial, SpatialStrategy
 from volseg.parallel.spatial.volume import ShardedVolume
-from volseg.parallel.spatial.whole import whole
 
 __all__ = ["ShardedVolume", "Spatial", "SpatialStrategy", "pointwise_function", "whole"]

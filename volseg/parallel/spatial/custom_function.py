@@ -1,4 +1,4 @@
-"""Custom autograd functions on volumes: those that are declared to look at one voxel at a time.
+"""Functions of users on volumes: custom autograd functions of one voxel at a time, and what reads whole tensors.
 
 ``Function.apply`` does not ask ``__torch_function__``, so a volume would pass through with a backward of the empty
 shell (which ``table`` refuses). A declared function does to each slab what it does to a volume: its ``apply`` is
@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import get_version, tree_leaves, without_subclass_overrides
+from volseg.device.torch_internals import get_version, tree_leaves, tree_map_only, without_subclass_overrides
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.operators.operands import rewrap, run_local
+from volseg.parallel.spatial.volume import ShardedVolume
 
-__all__ = ["no_script", "pointwise_function"]
+__all__ = ["no_script", "pointwise_function", "whole"]
 
 Function = TypeVar("Function", bound=type[torch.autograd.Function])
 
@@ -96,3 +97,27 @@ def no_script() -> Iterator[None]:
             "a function compiled by torch.jit was called with a volume, whose slabs TorchScript does not see; take the "
             "Python function instead"
         ) from fault
+
+
+def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, called with the gathered tensor in the place of each volume among its arguments.
+
+    Values and gradients are those of one device. The volume must fit there (on every process of a group, which all
+    compute the same): gather what a loss needs, not what a layer makes.
+
+    Parameters
+    ----------
+    function
+        A function or module, such as ``monai.losses.HausdorffDTLoss()``.
+
+    Examples
+    --------
+    >>> from monai.losses import HausdorffDTLoss
+    >>> loss = whole(HausdorffDTLoss(softmax=True, to_onehot_y=True))
+    """
+
+    def on_whole_tensors(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(ShardedVolume, lambda volume: volume.full_tensor(), (args, kwargs))
+        return function(*args, **kwargs)
+
+    return on_whole_tensors

@@ -20,11 +20,10 @@ from volseg.parallel.processes.group import agree, find_message_group
 from volseg.parallel.spatial.channels_last import put_channels_last, suits_channels_last
 from volseg.parallel.spatial.context import Context
 from volseg.parallel.spatial.custom_function import no_script
-from volseg.parallel.spatial.inputs import CutInput
 from volseg.parallel.spatial.lazy.uncut import cut_later, written
 from volseg.parallel.spatial.memory.offloading import offloaded
 from volseg.parallel.spatial.memory.recomputation import Recomputation
-from volseg.parallel.spatial.outputs import finish_result
+from volseg.parallel.spatial.outputs import CutInput, finish_result
 from volseg.parallel.spatial.plan.shards import check_axes, choose_dims
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.transport.communicator import Communicator

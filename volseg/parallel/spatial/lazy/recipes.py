@@ -145,24 +145,17 @@ class WaitingRecipe(Waiting):
         Shape, element type and layout of each, on the meta device.
     record
         See ``Record``.
-    unchanged, stand_ins, room, parts
+    unchanged, stand_ins
         See ``Waiting``.
     """
 
     room = 0
 
     def __init__(
-        self,
-        recipe: Recipe,
-        likes: Sequence[Tensor],
-        record: Record,
-        unchanged: Unchanged,
-        stand_ins: Sequence[Tensor],
-        room: int = 0,
-        parts: list[list[Tensor]] | None = None,
+        self, recipe: Recipe, likes: Sequence[Tensor], record: Record, unchanged: Unchanged, stand_ins: list[Tensor]
     ) -> None:
         self.recipe, self.likes, self.record, self.unchanged = recipe, likes, record, unchanged
-        self.stand_ins, self.room, self.parts = list(stand_ins), room, parts
+        self.stand_ins = list(stand_ins)
 
     def write(self, halos: Sequence[Halo]) -> tuple[list[Tensor], Recipe | None, Wait | None]:
         """Write the slabs."""
@@ -241,9 +234,9 @@ def join_channels(parts: Sequence[ShardedVolume], later: bool = False) -> Sharde
             return list(_Join.apply(fill, channels, *slabs))
 
     room, unchanged = like.context.room if cut_along_depth else 0, Unchanged([*slabs, *recipe.tensors])
+    waiting = WaitingRecipe(recipe, likes, record, unchanged, columns[0])
     # An operator can hand each part its own gradient; a join without history passes none on.
-    own = columns if moment.grad_enabled else None
-    waiting = WaitingRecipe(recipe, likes, record, unchanged, columns[0], room, own)
+    waiting.room, waiting.parts = room, columns if moment.grad_enabled else None
     joined = defer(waiting, like.dims, shape, like.context)
     if mixed:
         waiting.spare(joined)  # what stands for it has the type of one part
@@ -374,7 +367,8 @@ class RecomputedInput(WaitingRecipe):
             torch.empty((), dtype=like.dtype, device=row[0].device).expand(like.shape).requires_grad_(requires_grad)
             for like, row in zip(likes, recipe.rows, strict=True)
         ]
-        super().__init__(recipe, likes, record, unchanged, stand_ins, room)
+        super().__init__(recipe, likes, record, unchanged, stand_ins)
+        self.room = room
         self.check()
 
     def find_recipe(self, volume: ShardedVolume) -> Recipe:

@@ -244,16 +244,11 @@ def _begin(func: Callable, args: tuple, context: Context) -> Uncut | None:
     if len(args) != 2 or any(type(given) not in PLAIN_TENSORS for given in args) or _is_seen(context):
         return None
     first, second = args
-    if first.is_nested or second.is_nested:
+    if first.is_nested or second.is_nested or first.ndim < 2 or first.ndim != second.ndim:
         return None
-    if (
-        first.ndim < 2
-        or first.ndim != second.ndim
-        or first.shape[0] != second.shape[0]
-        or first.device != second.device
-        or first.layout != second.layout
-        or first.layout != torch.strided
-    ):
+    if first.shape[0] != second.shape[0] or first.device != second.device:
+        return None
+    if not first.layout == second.layout == torch.strided:
         return None
     if first.requires_grad or second.requires_grad or first.is_inference() or second.is_inference():
         return None

@@ -191,7 +191,7 @@ class WaitingScores(Waiting):
         steps: Steps,
         before: ShardedVolume | None,
         compute: Compute,
-        stand_ins: Sequence[Tensor],
+        stand_ins: list[Tensor],
         unchanged: Unchanged,
     ) -> None:
         self.steps, self.before, self.compute = steps, before, compute

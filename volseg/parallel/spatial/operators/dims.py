@@ -1,6 +1,7 @@
 """Dims: moved, inserted, removed, broadcast, merged and split."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -107,12 +108,9 @@ def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not isinstance(volume, ShardedVolume):
         refuse("an ordinary tensor takes the shape of a sharded one: pass its shape")
     refuse_if("dtype" in named, "reinterpreting voxels as another dtype is not supported")
-    target = _target_shape(func, volume, args, kwargs)
-    later = (
-        reshape_scores(volume, target, lambda outline: _reshaped(outline, target, moves=False))
-        if waits(volume)
-        else None
-    )
+    target = _target_shape(func, args, kwargs)
+    turned = partial(_reshaped, target=target, moves=False)
+    later = reshape_scores(volume, target, turned) if waits(volume) else None
     if later is not None:
         return later
     if list(target) == list(volume.shape):
@@ -225,14 +223,11 @@ def _place(old: Sequence[int], cut: int, new: Sequence[int]) -> tuple[int, int, 
     return None
 
 
-def _target_shape(func: Callable, volume: ShardedVolume, args: tuple, kwargs: dict[str, Any]) -> list[int]:
-    outlines = {
-        id(value): torch.empty(value.shape, device="meta")
-        for value in (*args, *kwargs.values())
-        if isinstance(value, Tensor)
-    }
-    on_meta = [outlines.get(id(value), value) for value in args]
-    return list(func(*on_meta, **{key: outlines.get(id(value), value) for key, value in kwargs.items()}).shape)
+def _target_shape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+    def outline(leaf: Any) -> Any:
+        return torch.empty(leaf.shape, device="meta") if isinstance(leaf, Tensor) else leaf
+
+    return list(func(*map(outline, args), **{name: outline(value) for name, value in kwargs.items()}).shape)
 
 
 def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:

@@ -34,6 +34,10 @@ Wait = Callable[[], "list[list[Tensor]] | None"]
 """Waits for planes; returns a copy of each slab's where one was asked for and made."""
 
 
+Planes = tuple[tuple[int, int], ...]
+"""Of each shard, how many before and behind its slab."""
+
+
 class Halo:
     """Planes around one shard's slab along the cut, and who has them: the direct neighbours.
 
@@ -61,11 +65,7 @@ class Halo:
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        planes: tuple[tuple[int, int], ...],
-        channels_last: bool = False,
-        index: int | None = None,
+        self, communicator: Communicator, planes: Planes, channels_last: bool = False, index: int | None = None
     ) -> None:
         self.communicator, self.planes, self.channels_last = communicator, planes, channels_last
         index, last = communicator.indices[0] if index is None else index, len(planes) - 1
@@ -86,9 +86,7 @@ class Halo:
         return [None if number is None else view for view, number in zip(views, self.neighbours, strict=True)]
 
 
-def plan_halos(
-    communicator: Communicator, planes: tuple[tuple[int, int], ...], channels_last: bool = False
-) -> tuple[Halo, ...]:
+def plan_halos(communicator: Communicator, planes: Planes, channels_last: bool = False) -> tuple[Halo, ...]:
     """Return the halo of each slab of this process; none where no shard needs one. Arguments as those of ``Halo``."""
     if not any(map(any, planes)):
         return ()

@@ -1,9 +1,14 @@
-"""Memory of the messages between processes, used again and again.
+"""Planes of an exchange between processes: by messages, whose memory is used again and again, or by mailbox.
 
 NCCL marks the memory of a message as used on its stream. Given back, such memory is not taken again before the host has
 seen that NCCL is done; Python runs steps ahead of the GPU, and meanwhile the copies pile up and keep the memory around
 them in pieces: a step took up to a third more than its tensors needed, and never twice the same. So they are not given
 back: whoever waits for a message has its stream wait for NCCL, and the next message of that stream may lie there.
+
+Where GPUs see each other's memory and little is sent, planes go to direct neighbours by mailbox. What a message of NCCL
+needs beside its way (a stream of its own, copies on both sides) takes longer than small planes travel. Here they go out
+from where they lie and arrive where they are read. Which way they travel follows from sizes that all shards have in
+common, never from how a slab lies in memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from volseg.device.gpus import is_gpu
+from volseg.device.gpus import is_gpu, is_recording
 from volseg.device.memory_pool import MemoryPool
+from volseg.device.peer.planes import EAGER_LIMIT, LIMIT, PlaneMailbox, small_enough
 from volseg.device.streams import find_current_stream
+from volseg.parallel.spatial.plan.shards import Transfer
 
-__all__ = ["MessageBuffers", "Messages"]
+__all__ = ["MessageBuffers", "Messages", "NearPlanes", "is_near"]
 
 FEWEST_BYTES = 512
 
@@ -133,3 +140,59 @@ def _round_up(size: int) -> int:
     """Return one of four sizes between a power of two and the next: messages of many shapes share a few."""
     step = max(FEWEST_BYTES, 1 << max(0, size.bit_length() - 3))
     return -(-size // step) * step
+
+
+def is_near(moves: Sequence[Transfer], slab: Tensor, dim: int) -> bool:
+    """Say whether planes move between direct neighbours alone, and few enough for the mailbox; all shards say the same.
+
+    Parameters
+    ----------
+    moves
+        Of all shards.
+    slab, dim
+        A slab of the volume, and the dim along which it is cut.
+    """
+    apart = [move for move in moves if move.source != move.target]
+    pairs = {(move.source, move.target) for move in apart}
+    if len(pairs) < len(apart) or any(abs(source - target) > 1 for source, target in pairs):
+        return False
+    widest = max((move.stop - move.start for move in apart), default=0)
+    values = slab.shape[:dim].numel() * slab.shape[dim + 1 :].numel()
+    return widest > 0 and small_enough(widest, values, slab.dtype, LIMIT if is_recording(slab.device) else EAGER_LIMIT)
+
+
+class NearPlanes:
+    """Planes of one exchange by mailbox, as `Messages` has those by message.
+
+    Parameters
+    ----------
+    box
+        The mailbox of the shards.
+    here, device
+        The shard, and where it is.
+    """
+
+    def __init__(self, box: PlaneMailbox, here: int, device: torch.device) -> None:
+        self._box, self._here, self._device = box, here, device
+        self._sends: list[Tensor | None] = [None, None]
+        self._receives: list[Tensor | None] = [None, None]
+
+    def make_room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return dense memory for what is received."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def send(self, planes: Tensor, position: int) -> None:
+        """Note planes that go to a neighbour, from where they lie."""
+        self._sends[position > self._here] = planes
+
+    def receive(self, planes: Tensor, position: int) -> Tensor:
+        """Note where planes of a neighbour arrive, and return it."""
+        self._receives[position > self._here] = planes
+        return planes
+
+    def start(self) -> Callable[[], object]:
+        """Start; return the function that waits."""
+        return self._box.start(self._sends, self._receives)
+
+    def end(self) -> None:
+        """Nothing is lent."""

@@ -21,8 +21,7 @@ from volseg.device.triton_tiles import takes
 from volseg.parallel.fixed_order import add_up
 from volseg.parallel.spatial.plan.shards import Fetch
 from volseg.parallel.spatial.transport.communicator import Communicator, narrow_to
-from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages
-from volseg.parallel.spatial.transport.near_planes import NearPlanes, is_near
+from volseg.parallel.spatial.transport.message_buffers import MessageBuffers, Messages, NearPlanes, is_near
 from volseg.parallel.spatial.transport.pieces import allocate_whole, join_pieces, start_total, view_inside
 from volseg.parallel.spatial.transport.shared_parameters import SharedParameters
 
