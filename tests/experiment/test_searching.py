@@ -165,9 +165,9 @@ def test_a_failed_trial_is_told_with_its_error(config_file, over, tmp_path, spac
 @pytest.mark.parametrize(
     ("space", "options", "message"),
     [
-        ("optimzer.lr: [1, 2]", {}, r"search\.yaml: .* --set optimzer\.lr=1 .*\n.*did you mean 'optimizer'"),
+        ("optimiser.lr: [1, 2]", {}, r"search\.yaml: .* --set optimiser\.lr=1 .*\n.*did you mean 'optimizer'"),
         ("training.epocs: [1, 2]", {}, r"training\.epocs: unknown key; did you mean 'epochs'"),
-        ("network.chanels: [[4, 8]]", {}, "network UNet has no parameter 'chanels'; did you mean 'channels'"),
+        ("network.channelz: [[4, 8]]", {}, "network UNet has no parameter 'channelz'; did you mean 'channels'"),
         ("network.name: [UNet, VNett]", {}, "no network is called 'VNett'; did you mean 'VNet'"),
         ("training.epochs: {low: 0, high: 5}", {}, r"training\.epochs.*greater than or equal to 1, got 0"),
         ("", {}, "must hold the keys to search over, in lines such as optimizer.lr"),
