@@ -20,6 +20,7 @@ from volseg.cli.options import (
     check_config,
     complete_config,
     complete_run,
+    verb,
 )
 from volseg.streams import show
 
@@ -28,10 +29,10 @@ __all__ = ["training_app"]
 training_app = typer.Typer()
 
 
-@training_app.command(epilog="Example: volseg configure Task04_Hippocampus -o my_task.yaml", rich_help_panel="Data")
+@verb(training_app, "Data", "volseg configure Task04_Hippocampus -o my_task.yaml")
 def configure(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="A data set.", callback=DATA_SET)],
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config to write.")],
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The config.")],
     preset: Annotated[str, Option(help="unet, resenc (residual encoder), vnet, whole (cut over GPUs).")] = "unet",
     gpu_memory: Annotated[str, Option(metavar="SIZE", help="Of the GPU, such as 24GiB.")] = "8GiB",
     like: Annotated[
@@ -59,11 +60,12 @@ def configure(
     show(experiment.format_plan(planned, output))
 
 
-@training_app.command(
-    cls=SuggestingCommand,
-    epilog="Example: volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus\n\n"
+@verb(
+    training_app,
+    "Train",
+    "volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus\n\n"
     "`volseg init` explains every value of a config; `volseg components` lists what a config can name.",
-    rich_help_panel="Train",
+    cls=SuggestingCommand,
 )
 def train(
     config: Annotated[
@@ -129,11 +131,12 @@ def train(
     experiment.leave_processes()
 
 
-@training_app.command(
-    "cross-validate",
+@verb(
+    training_app,
+    "Train",
+    "volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2",
+    name="cross-validate",
     cls=SuggestingCommand,
-    epilog="Example: volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2",
-    rich_help_panel="Train",
 )
 def cross_validate(
     config: ConfigFile,
