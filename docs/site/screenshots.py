@@ -55,7 +55,9 @@ def main() -> None:
         train_small(given.data, given.run)
     given.output.mkdir(parents=True, exist_ok=True)
     with Browser() as browser:
-        for picture in chain(*(take(browser, given.run, given.output) for take in (take_report, take_viewer, take_board))):
+        for picture in chain(
+            *(take(browser, given.run, given.output) for take in (take_report, take_viewer, take_board))
+        ):
             print(f"{picture}: {picture.stat().st_size / 1000:.0f} kB")
 
 
